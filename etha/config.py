@@ -1,0 +1,108 @@
+"""Settings: every environment variable that Etha reads, read once, here.
+
+Arguments win over the environment; there are no configuration files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from etha.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+MAX_TENSOR_NAME = 500
+#: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
+MAX_SOCKET_PATH = 107
+
+#: name -> what it means; shown by ``etha --help`` and every subcommand's help.
+ENVIRONMENT: dict[str, str] = {
+    "ETHA_AGENT": "address of a running agent, ipc:///run/user/1000/etha/default/cpu.sock",
+    "ETHA_REDIS_URL": "Redis for rendezvous; default: the embedded server of this host",
+    "ETHA_NAMESPACE": "nothing crosses namespaces; default: default",
+    "ETHA_RUNTIME_DIR": "where sockets and locks lie; default: $XDG_RUNTIME_DIR/etha",
+    "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
+    "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
+    "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
+    "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
+}
+
+
+def check_name(kind: str, name: str) -> str:
+    """``name`` itself, or ConfigError: namespaces, sides, pairs and batches share one alphabet."""
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise ConfigError(f"{kind} name {name!r} is not allowed: use 1 to 100 of A-Z a-z 0-9 . _ -")
+    return name
+
+
+def _host_id() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{boot}-{namespace}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment says; ``runtime_dir`` is created (0700) by ``ensure_runtime_dir``."""
+
+    agent: str | None
+    redis_url: str | None
+    namespace: str
+    runtime_dir: Path
+    host_id: str
+    listen: str | None
+    launch_id: str | None
+    idle: float
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        env = os.environ if env is None else env
+        if env.get("ETHA_RUNTIME_DIR"):
+            runtime_dir = Path(env["ETHA_RUNTIME_DIR"]).absolute()
+        elif env.get("XDG_RUNTIME_DIR"):
+            runtime_dir = Path(env["XDG_RUNTIME_DIR"]) / "etha"
+        else:
+            runtime_dir = Path(tempfile.gettempdir()) / f"etha-{os.getuid()}"
+        idle = env.get("ETHA_IDLE") or "60"
+        try:
+            seconds = float(idle)
+        except ValueError:
+            raise ConfigError(f"ETHA_IDLE={idle!r} is not a number of seconds") from None
+        return cls(
+            agent=env.get("ETHA_AGENT") or None,
+            redis_url=env.get("ETHA_REDIS_URL") or None,
+            namespace=check_name("namespace", env.get("ETHA_NAMESPACE") or "default"),
+            runtime_dir=runtime_dir,
+            host_id=env.get("ETHA_HOST_ID") or _host_id(),
+            listen=env.get("ETHA_LISTEN") or None,
+            launch_id=env.get("ETHA_LAUNCH_ID") or None,
+            idle=seconds,
+        )
+
+    def ensure_runtime_dir(self) -> Path:
+        """Create the runtime directory and the namespace's, mode 0700, and check that they are ours."""
+        for path in (self.runtime_dir, self.runtime_dir / self.namespace):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = path.lstat()
+            if info.st_uid != os.getuid() or info.st_mode & 0o077 or not path.is_dir():
+                raise ConfigError(
+                    f"{path} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:o}; "
+                    f"it must be yours with mode 700: set ETHA_RUNTIME_DIR to another directory"
+                )
+        return self.runtime_dir
+
+    def socket_path(self, device: str) -> Path:
+        """``$ETHA_RUNTIME_DIR/{namespace}/{device}.sock``, checked to fit a socket address."""
+        return check_socket_path(self.runtime_dir / self.namespace / f"{device.replace(':', '-')}.sock")
+
+
+def check_socket_path(path: Path) -> Path:
+    """``path`` itself, or ConfigError when it is longer than an AF_UNIX address can be."""
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH:
+        raise ConfigError(f"socket path of {size} bytes, at most {MAX_SOCKET_PATH} fit: shorten ETHA_RUNTIME_DIR ({path})")
+    return path

@@ -1,0 +1,211 @@
+"""Every error that Etha raises, and how one crosses a socket.
+
+    EthaError
+    +-- ConfigError             config              an argument or a setting is wrong
+    +-- AgentUnavailableError   agent_unavailable   no agent answers, none could be started
+    +-- AgentLostError          agent_lost          the agent died, or the client is closed to it
+    +-- RendezvousTimeoutError  rendezvous_timeout  .missing: {side: (rank, ...)}
+    +-- LayoutError             layout              a tensor without layout, a malformed layout
+    +-- RegistrationError       registration        .violations
+    +-- PlanError               plan                .violations; only from check() and simulate()
+    +-- TransferError           transfer            .outcome .torn .quiesced
+    |   +-- PeerLostError         peer_lost         .reason: "relaunched", "closed", "died"
+    |   +-- TransferTimeoutError  transfer_timeout
+    |   +-- TransferAbortedError  transfer_aborted
+    +-- ProtocolError           protocol            the two ends do not speak the same language
+    +-- RedisUnavailableError   redis_unavailable
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One reason why a batch or a plan cannot work.
+
+    ``code`` is stable: ``unknown_name``, ``missing_name``, ``shape_mismatch``, ``uncovered``,
+    ``target_partial``, ``double_write``, ``dtype``, ``plan_mismatch``, ``layout``, ``alias``,
+    ``out_of_source``, ``unsupported``. ``side`` is a side's name where names are known (registration),
+    else ``"source"`` or ``"target"``; ``rank`` is the rank in it, None when the whole side is meant.
+    """
+
+    code: str
+    name: str
+    side: str
+    rank: int | None
+    text: str
+
+    def __str__(self) -> str:
+        where = self.side if self.rank is None else f"{self.side} rank {self.rank}"
+        return f"[{self.code}] {self.name!r} on {where}: {self.text}"
+
+
+class EthaError(Exception):
+    """Base of all errors of Etha; ``code`` is a stable string, the message says what to do."""
+
+    code: ClassVar[str] = "etha"
+    remote_traceback: str | None = None
+
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self._set(data)
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        """Take the extra fields that this class knows; subclasses with fields override it."""
+        if data:
+            raise TypeError(f"{type(self).__name__} has no fields {sorted(data)}")
+
+    def data(self) -> dict[str, Any]:
+        """The extra fields as plain data, the inverse of the constructor's keywords."""
+        return {}
+
+    def to_wire(self) -> dict[str, Any]:
+        """code, text and data as msgpack can carry them."""
+        return {"code": self.code, "text": self.message, "data": self.data()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (from_wire, (self.to_wire(),))
+
+
+class ConfigError(EthaError):
+    """An argument, an environment variable or a combination of them is wrong."""
+
+    code = "config"
+
+
+class AgentUnavailableError(EthaError):
+    """No agent answers at the address, and none was or could be started."""
+
+    code = "agent_unavailable"
+
+
+class AgentLostError(EthaError):
+    """The agent that served this client is gone; its pairs and batches are to be formed again."""
+
+    code = "agent_lost"
+
+
+class RendezvousTimeoutError(EthaError):
+    """Not everybody came; ``missing`` maps each side to the ranks that were not there."""
+
+    code = "rendezvous_timeout"
+    missing: dict[str, tuple[int, ...]]
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        self.missing = {str(s): tuple(r) for s, r in data.get("missing", {}).items()}
+
+    def data(self) -> dict[str, Any]:
+        return {"missing": {s: list(r) for s, r in self.missing.items()}}
+
+
+class LayoutError(EthaError):
+    """A tensor has no layout, or a layout is malformed."""
+
+    code = "layout"
+
+
+class _ViolationError(EthaError):
+    violations: tuple[Violation, ...]
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        found = data.get("violations", ())
+        self.violations = tuple(v if isinstance(v, Violation) else Violation(**v) for v in found)
+
+    def data(self) -> dict[str, Any]:
+        return {"violations": [asdict(v) for v in self.violations]}
+
+
+class RegistrationError(_ViolationError):
+    """What was registered cannot work; ``violations`` holds every reason at once."""
+
+    code = "registration"
+
+
+class PlanError(_ViolationError):
+    """A plan is not right; only ``check()`` and ``simulate()`` raise it."""
+
+    code = "plan"
+
+
+class TransferError(EthaError):
+    """A transfer failed.
+
+    ``outcome`` is ``"aborted"`` (nobody got a result), ``"unknown"`` (this worker's agent or link died
+    after its vote) or ``"withdrawn"`` (the call ended before GO and consumed nothing). ``torn``: this
+    worker's target may be half-written. ``quiesced`` False: a frozen agent could not confirm that it
+    will not write any more.
+    """
+
+    code = "transfer"
+    outcome: str
+    torn: bool
+    quiesced: bool
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        self.outcome = str(data.get("outcome", "aborted"))
+        self.torn = bool(data.get("torn", False))
+        self.quiesced = bool(data.get("quiesced", True))
+
+    def data(self) -> dict[str, Any]:
+        return {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
+
+
+class PeerLostError(TransferError):
+    """A worker or agent of the pair is gone; ``reason`` is "relaunched", "closed" or "died"."""
+
+    code = "peer_lost"
+    reason: str
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        super()._set(data)
+        self.reason = str(data.get("reason", "died"))
+
+    def data(self) -> dict[str, Any]:
+        return {**super().data(), "reason": self.reason}
+
+
+class TransferTimeoutError(TransferError):
+    """The deadline of a transfer passed; the message says who was not ready."""
+
+    code = "transfer_timeout"
+
+
+class TransferAbortedError(TransferError):
+    """Somebody cancelled or failed after GO; the message carries the first cause."""
+
+    code = "transfer_aborted"
+
+
+class ProtocolError(EthaError):
+    """The other end of a socket speaks another version, or broke the rules."""
+
+    code = "protocol"
+
+
+class RedisUnavailableError(EthaError):
+    """Redis could not be reached within the call's deadline."""
+
+    code = "redis_unavailable"
+
+
+def _walk(cls: type[EthaError]) -> Sequence[type[EthaError]]:
+    return [cls, *(c for sub in cls.__subclasses__() for c in _walk(sub))]
+
+
+_BY_CODE: dict[str, type[EthaError]] = {c.code: c for c in _walk(EthaError) if not c.__name__.startswith("_")}
+
+
+def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaError:
+    """The error that ``to_wire`` described; an unknown code becomes a ProtocolError that says so."""
+    code, text = str(wire.get("code")), str(wire.get("text"))
+    cls = _BY_CODE.get(code)
+    if cls is None:
+        return ProtocolError(f"unknown error code {code!r} from the other end: {text}")
+    error = cls(text, **wire.get("data", {}))
+    error.remote_traceback = traceback
+    return error
