@@ -1,0 +1,76 @@
+"""What the state machines ask the shell to do, as data; the shell performs each and feeds back events.
+
+A ``CallKey`` names one request of one worker: (session key, request id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etha.errors import EthaError
+from etha.peer.messages import Message, Version
+
+CallKey = tuple[str, int]
+Member = tuple[str, int]  # (side, rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Reply to a worker's call."""
+
+    call: CallKey
+    message: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Refuse or end a worker's call with an error."""
+
+    call: CallKey
+    error: EthaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a message to another agent of the batch."""
+
+    agent: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMove:
+    """Run this agent's program of transfer ``seq`` from side ``source`` for these calls."""
+
+    seq: int
+    source: str
+    calls: Mapping[Member, CallKey]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMove:
+    """Stop the program of ``seq``; MoveEnded follows once nothing touches memory any more."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """Transfer ``seq`` is over for this agent: committed (``error`` None) or aborted."""
+
+    seq: int
+    source: str
+    version: Version
+    error: EthaError | None
+    calls: Mapping[Member, CallKey]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferChanged:
+    """The other side's offer to ``side`` (a receiver) came or went."""
+
+    source: str
+    standing: bool
+    version: Version

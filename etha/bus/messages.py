@@ -1,0 +1,228 @@
+"""What a worker and its agent say to each other, one dataclass a message.
+
+    worker -> agent   Probe InitPair Register AttachShadows Transfer WaitOffer CloseBatch GetStatus
+    agent -> worker   the reply that each one's docstring names
+    agent -> worker, unasked   PairLost, Progress
+
+Hello and Welcome stand in ``handshake``; how a message becomes bytes in ``codec``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from etha.bus.codec import Bounds, message
+from etha.memory.handles import TensorHandle
+
+#: Tensors one worker may register in one batch.
+MAX_TENSORS = 200_000
+
+Verb = Literal["send", "recv"]
+
+
+@message("ok")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ok:
+    """Reply that carries nothing but that it was done."""
+
+
+@message("probe")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Can the agent read and write this worker's own memory at ``address``? -> Probed."""
+
+    address: int
+    token: bytes
+
+
+@message("probed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """``reaches`` tells whether the token was read and echoed; ``text`` why not."""
+
+    reaches: bool
+    text: str
+
+
+@message("init_pair")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitPair:
+    """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed."""
+
+    pair: str
+    side: str
+    remote: str
+    world_size: int
+    rank: int
+    launch: str | None
+
+
+@message("pair_formed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFormed:
+    """Both sides are complete; ``epoch`` counts the formings of this pair from 1."""
+
+    epoch: int
+    local_world_size: int
+    remote_world_size: int
+
+
+@message("pair_lost")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLost:
+    """Push: the pair's ``epoch`` is over; ``reason`` as in PeerLostError."""
+
+    pair: str
+    epoch: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One registered tensor.
+
+    ``shape`` is the global shape, None where only all ranks together tell it; ``layout`` indexes
+    ``Register.layouts``, ``pair`` indexes ``Register.pairs``.
+    """
+
+    name: str
+    pair: int
+    layout: int
+    shape: tuple[int, ...] | None
+    handle: TensorHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A reason found by the worker itself; ``target_only`` ones matter only when it receives."""
+
+    code: str
+    name: str
+    text: str
+    target_only: bool
+
+
+@message("register")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """Register a batch, collectively over both sides. -> Registered.
+
+    ``seqs`` is the highest seq that this client has seen for the batch, so that a number given by an
+    agent that died is not given again.
+    """
+
+    batch: str
+    epoch: int
+    form: Literal["list", "map"]
+    pairs: Annotated[tuple[str, ...], Bounds(max=1000)]
+    layouts: Annotated[tuple[dict[str, Any], ...], Bounds(max=MAX_TENSORS)]
+    entries: Annotated[tuple[Entry, ...], Bounds(max=MAX_TENSORS)]
+    refusals: Annotated[tuple[Refusal, ...], Bounds(max=MAX_TENSORS)]
+    direction: Literal["send", "recv", "both"] | None
+    bucket_size: int | None
+    atomic: bool
+    seq: int
+
+
+@message("registered")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows next).
+
+    ``send`` and ``recv`` tell which verbs can work; ``summary`` is the plan in short.
+    """
+
+    seq: int
+    atomic: bool
+    shadows: bool
+    send: bool
+    recv: bool
+    summary: dict[str, Any]
+
+
+@message("attach_shadows")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachShadows:
+    """Where this worker receives instead of its live tensors, by entry. -> Ok."""
+
+    batch: str
+    epoch: int
+    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+
+
+@message("transfer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word."""
+
+    batch: str
+    epoch: int
+    verb: Verb
+    version: int | str | None
+    slot: int
+    progress: bool
+
+
+@message("moved")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A transfer that was committed; ``nbytes`` is this worker's payload, ``seconds`` GO to COMMIT."""
+
+    seq: int
+    version: int | str | None
+    nbytes: int
+    seconds: float
+    peers: tuple[tuple[str, int], ...]
+    peak_staging: int
+
+
+@message("progress")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Push under a transfer's id: bytes done and in all, of this worker."""
+
+    done: int
+    total: int
+
+
+@message("wait_offer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitOffer:
+    """Wait until the other side waits to send. -> Offered."""
+
+    batch: str
+    epoch: int
+
+
+@message("offered")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """The other side is waiting to send ``nbytes`` (whole batch) under this label."""
+
+    version: int | str | None
+    nbytes: int
+
+
+@message("close_batch")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseBatch:
+    """This worker is done with the batch. -> Ok."""
+
+    batch: str
+    epoch: int
+
+
+@message("get_status")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStatus:
+    """-> Status."""
+
+
+@message("status")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """``report`` is what ``etha status --json`` prints."""
+
+    report: dict[str, Any]

@@ -1,0 +1,118 @@
+"""What the agents of a batch say to each other while they agree on a transfer.
+
+    participant -> coordinator   Ready Unready Done Failed Committed
+    coordinator -> participant   Offer Stood Refused Go Abort Commit
+
+The coordinator of a direction is the agent of source rank 0. Every message belongs to one batch
+generation of one pair epoch; the link carries that beside it. Order on a link is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from etha.errors import EthaError
+
+Verb = Literal["send", "recv"]
+Version = int | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction."""
+
+    side: str
+    verb: Verb
+    attempt: int
+    version: Version
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unready:
+    """Take READY ``attempt`` of ``side`` back; answered by Stood, or overtaken by Go."""
+
+    side: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stood:
+    """The withdrawal of ``attempt`` stands; ``missing`` are the ranks that were not ready, by side."""
+
+    side: str
+    attempt: int
+    missing: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The coordinator cannot let these calls meet (both sides send, labels or plans disagree)."""
+
+    side: str
+    attempt: int
+    error: EthaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """All source ranks of ``side`` wait to send (``standing``), or no longer do."""
+
+    side: str
+    standing: bool
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Transfer ``seq`` from ``side``: take each rank's oldest waiting call and move.
+
+    ``attempts`` names the READYs it consumes, (agent, side, attempt) each, so that the other
+    direction's coordinator can forget just these.
+    """
+
+    seq: int
+    side: str
+    version: Version
+    attempts: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """My part of ``seq`` is moved: my vote to commit."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """My part of ``seq`` cannot be finished, or one of my workers wants it ended."""
+
+    seq: int
+    cause: EthaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """``seq`` ends without a result for anybody; ``cause`` is the first one."""
+
+    seq: int
+    cause: EthaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Everybody's part of ``seq`` is done: the result stands."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """I know that ``seq`` is committed."""
+
+    seq: int
+
+
+Message = Ready | Unready | Stood | Refused | Offer | Go | Done | Failed | Abort | Commit | Committed
