@@ -106,3 +106,31 @@ def check_socket_path(path: Path) -> Path:
     if size > MAX_SOCKET_PATH:
         raise ConfigError(f"socket path of {size} bytes, at most {MAX_SOCKET_PATH} fit: shorten ETHA_RUNTIME_DIR ({path})")
     return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnv:
+    """What a launcher told this worker: rank and world size of its job, and the launch's id."""
+
+    rank: int | None
+    world_size: int | None
+    launch_id: str | None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> LaunchEnv:
+        env = os.environ if env is None else env
+
+        def number(name: str) -> int | None:
+            text = env.get(name)
+            if text is None or text == "":
+                return None
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} is not a rank or a number of ranks")
+            return int(text)
+
+        launch = env.get("ETHA_LAUNCH_ID") or None
+        run_id = env.get("TORCHELASTIC_RUN_ID")
+        # Plain torchrun sets the run id to "none": no id at all, it is the same for every launch.
+        if launch is None and run_id and run_id != "none":
+            launch = f"{run_id}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return cls(rank=number("RANK"), world_size=number("WORLD_SIZE"), launch_id=launch)
