@@ -138,9 +138,8 @@ class Coordinator(Machine[Phase]):
         return [(agent, stood), *self._offer()]
 
     def _conflict(self) -> EthaError | None:
-        sends = {side for (_, side), m in self.ready.items() if m.verb == "send"}
-        if len(sends) == 2:
-            a, b = sorted(sends)
+        if self.wanted <= self.ready.keys() and all(m.verb == "send" for m in self.ready.values()):
+            a, b = sorted(self.agents)
             return TransferError(
                 f"{self.name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
                 outcome="withdrawn",

@@ -132,6 +132,7 @@ class Transfers(Machine[Moving]):
         self.sides = {side: _Side() for side, _ in self.queues}
         self.offers: dict[str, Version] = {}
         self.current: _Current | None = None
+        self.broken: PeerLostError | None = None
         self._inbox: deque[Message | Settle] = deque()
         self._out: list[TransferEffect] = []
 
@@ -140,6 +141,8 @@ class Transfers(Machine[Moving]):
     def wait(self, call: Call) -> list[TransferEffect]:
         """A worker's call came in."""
         self.queues[call.member].append(call)
+        if self.broken is not None:
+            self._drop(call, self._gone(self.broken))
         self._ready(call.member[0])
         return self._flush()
 
@@ -193,10 +196,11 @@ class Transfers(Machine[Moving]):
 
     def break_up(self, error: PeerLostError) -> list[TransferEffect]:
         """The pair is lost, or a worker of this batch is gone: every call ends with ``error``."""
+        self.broken = self.broken or error
         for side in self.sides.values():
             side.standing, side.withdrawing = None, False
         for call in [call for queue in self.queues.values() for call in queue]:
-            self._drop(call, PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn"))
+            self._drop(call, self._gone(error))
         if self.current is not None:
             self._spoil(None, error)
         return self._flush()
@@ -326,6 +330,9 @@ class Transfers(Machine[Moving]):
             return TransferTimeoutError(f"{cause.message}; not ready: {who}", **cause.data())
         return cause
 
+    def _gone(self, error: PeerLostError) -> PeerLostError:
+        return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
+
     def _drop(self, call: Call, error: EthaError) -> None:
         self.queues[call.member].remove(call)
         self._out.append(Fail(call=call.key, error=error))
@@ -355,10 +362,13 @@ class Transfers(Machine[Moving]):
         self._ready(message.side)
 
     def _go(self, agent: str, message: Go) -> None:
-        assert self.current is None, f"{self.name}: GO {message.seq} within {self.current}"
         self.seq = max(self.seq, message.seq)
         for coordinator in self.coordinators.values():
             coordinator.observe(message)
+        if self.broken is not None:
+            self._tell(agent, Failed(seq=message.seq, cause=self.broken))
+            return
+        assert self.current is None, f"{self.name}: GO {message.seq} within {self.current}"
         calls = {member: queue.popleft() for member, queue in self.queues.items()}
         for side in self.sides.values():
             side.standing, side.withdrawing = None, False

@@ -1,0 +1,207 @@
+"""A pair as one agent sees it: who waits to be let in, which epoch stands, why it was lost.
+
+Pure. The truth is in Redis; ``viewed`` takes each newer view of it. A worker's death, heard here
+first, breaks the pair at once and does not wait for Redis to say so.
+
+    FORMING --view formed--> FORMED --view lost, depart--> LOST --view formed (next epoch)--> FORMED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from etha.agent.effects import Answer, CallKey, Fail, Member
+from etha.agent.machine import Machine
+from etha.bus.messages import PairFormed
+from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError
+from etha.store.records import Member as Holder
+from etha.store.records import PairView
+
+
+class Standing(Enum):
+    """Where a pair stands."""
+
+    FORMING = 1
+    FORMED = 2
+    LOST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A worker's ``init_pair`` that is waiting."""
+
+    key: CallKey
+    side: str
+    rank: int
+    remote: str
+    world_size: int
+    launch: str | None
+    holder: Holder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Ask the store to let this worker in; its view comes back through ``joined``."""
+
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Tell the store that this holder is gone from its rank."""
+
+    side: str
+    rank: int
+    holder: Holder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """``epoch`` stands; ``view`` names every holder."""
+
+    epoch: int
+    view: PairView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """``epoch`` is over for everybody who was in it."""
+
+    epoch: int
+    error: PeerLostError
+
+
+PairEffect = Answer | Fail | Join | Leave | Formed | Broken
+
+
+class Pair(Machine[Standing]):
+    """The pair ``name`` on one agent; ``epoch`` is the last that formed."""
+
+    TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Standing.FORMING: frozenset({Standing.FORMED}),
+        Standing.FORMED: frozenset({Standing.LOST}),
+        Standing.LOST: frozenset({Standing.FORMED}),
+    }
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"pair {name}", Standing.FORMING)
+        self.pair = name
+        self.epoch = 0
+        self.view: PairView | None = None
+        self.lost: PeerLostError | None = None
+        self.waiting: dict[CallKey, Asked] = {}
+        self._inside: set[CallKey] = set()
+
+    def ask(self, asked: Asked) -> list[PairEffect]:
+        """A worker calls ``init_pair``."""
+        self.waiting[asked.key] = asked
+        return [Join(asked=asked)]
+
+    def joined(self, key: CallKey, view: PairView) -> list[PairEffect]:
+        """The store has let the caller in."""
+        if key in self.waiting:
+            self._inside.add(key)
+        return self.viewed(view)
+
+    def refused(self, key: CallKey, error: EthaError) -> list[PairEffect]:
+        """The store has refused the caller."""
+        return [Fail(call=key, error=error)] if self._forget(key) else []
+
+    def viewed(self, view: PairView) -> list[PairEffect]:
+        """What Redis says now; older views than the last are ignored."""
+        if self.view is not None and view.version < self.view.version:
+            return self._admit(self.view)
+        self.view = view
+        out: list[PairEffect] = []
+        formed = view.state == "formed"
+        if self.state is Standing.FORMED and (not formed or view.epoch > self.epoch):
+            out += self._break(view.reason or "relaunched", view.error or "the other side was launched again")
+        if formed and view.epoch > self.epoch:
+            self.epoch, self.lost = view.epoch, None
+            self.move(Standing.FORMED)
+            out.append(Formed(epoch=view.epoch, view=view))
+        return out + self._admit(view)
+
+    def expire(self, key: CallKey, *, cancelled: bool) -> list[PairEffect]:
+        """The caller's deadline passed, or it cancelled: it leaves the rendezvous."""
+        asked = self._forget(key)
+        if asked is None:
+            return []
+        missing = self.missing(asked)
+        who = "; ".join(f"{side}: rank {', '.join(map(str, ranks))}" for side, ranks in missing.items())
+        what = "was cancelled" if cancelled else "ended at its deadline"
+        text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}; missing: {who or 'nobody'}"
+        leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
+        return [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing)), leave]
+
+    def depart(self, side: str, rank: int, holder: Holder, reason: str) -> list[PairEffect]:
+        """A holder's process died or its last client closed."""
+        out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
+        for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
+            self._forget(key)
+        if self.state is Standing.FORMED and self._holds(side, rank, holder):
+            how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.host})"
+            out += self._break(reason, f"{side} rank {rank} {how}")
+        return out
+
+    def missing(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        """Ranks not seen on each side; a side that nobody came from counts as its rank 0 and on."""
+        out: dict[str, tuple[int, ...]] = {}
+        for side in (asked.side, asked.remote):
+            known = self.view.sides.get(side) if self.view is not None else None
+            size = known.world_size if known is not None and known.world_size else 0
+            size = size or (asked.world_size if side == asked.side else 1)
+            here = set(self.view.present(side)) if self.view is not None else set()
+            if absent := tuple(rank for rank in range(size) if rank not in here):
+                out[side] = absent
+        return out
+
+    def error(self, epoch: int) -> PeerLostError | None:
+        """Why a call of ``epoch`` cannot go on, None when it can."""
+        if self.state is Standing.FORMED and epoch == self.epoch:
+            return None
+        if self.lost is not None:
+            return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
+        text = f"pair {self.pair!r} is at epoch {self.epoch}, this batch belongs to epoch {epoch}"
+        return PeerLostError(f"{text}; call init_pair and register_tensors again", reason="relaunched")
+
+    def members(self) -> dict[Member, Holder]:
+        """Everybody in the view, by (side, rank)."""
+        if self.view is None:
+            return {}
+        return {(s, r): h for s, side in self.view.sides.items() for r, h in side.members.items()}
+
+    def _holds(self, side: str, rank: int, holder: Holder) -> bool:
+        found = self.members().get((side, rank))
+        return found is not None and found.same_process(holder)
+
+    def _admit(self, view: PairView) -> list[PairEffect]:
+        out: list[PairEffect] = []
+        for key in list(self._inside):
+            asked = self.waiting[key]
+            inside = self._holds(asked.side, asked.rank, asked.holder)
+            if inside and self.state is Standing.FORMED and view.epoch == self.epoch and view.state == "formed":
+                self._forget(key)
+                remote = view.sides[asked.remote].world_size
+                assert remote is not None
+                formed = PairFormed(epoch=self.epoch, local_world_size=asked.world_size, remote_world_size=remote)
+                out.append(Answer(call=key, message=formed))
+            elif not inside:
+                self._forget(key)
+                text = f"pair {self.pair!r}: {asked.side} rank {asked.rank} was evicted by a newer launch of its side"
+                out.append(Fail(call=key, error=PeerLostError(text, reason="relaunched")))
+        return out
+
+    def _break(self, reason: str, text: str) -> list[PairEffect]:
+        self.move(Standing.LOST)
+        text = f"pair {self.pair!r} epoch {self.epoch} is over: {text}; call init_pair and register_tensors again"
+        self.lost = PeerLostError(text, reason=reason)
+        return [Broken(epoch=self.epoch, error=self.lost)]
+
+    def _forget(self, key: CallKey) -> Asked | None:
+        self._inside.discard(key)
+        return self.waiting.pop(key, None)

@@ -1,0 +1,152 @@
+"""What a tensor that a user registers is: whether Etha can move it, and where its bytes lie.
+
+Reads tensors, changes nothing. A tensor that cannot be moved becomes a Refusal, so that one call
+reports all of them at once and every rank of both sides hears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from etha.bus.messages import Refusal
+from etha.config import MAX_TENSOR_NAME
+from etha.errors import ConfigError
+
+#: Steps that the exact overlap test of two strided views may take before we call them overlapping.
+_OVERLAP_WORK = 100_000
+
+
+def check_tensor_name(name: str) -> str:
+    """``name`` itself, or ConfigError: any text of at most 500 bytes."""
+    if not isinstance(name, str) or not name or len(name.encode()) > MAX_TENSOR_NAME:
+        raise ConfigError(f"tensor name {name!r:.80} must be a text of 1 to {MAX_TENSOR_NAME} bytes")
+    return name
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain local tensor (no grad, same memory); waits for an unfinished async collective."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    return local.detach()
+
+
+def refusals_of(name: str, tensor: Any, device: torch.device, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
+    """Every reason why ``tensor`` cannot be moved, most basic first; nothing for a good one."""
+
+    def no(text: str) -> Refusal:
+        return Refusal(code="unsupported", name=name, text=text, target_only=False)
+
+    if not isinstance(tensor, torch.Tensor):
+        yield no(f"a {type(tensor).__name__} is not a tensor")
+        return
+    if id(tensor) in unsharded:
+        yield no(
+            f"an unsharded parameter of the FSDP2 module {unsharded[id(tensor)]!r}: call its reshard() first "
+            f"(or fully_shard(..., reshard_after_forward=True)) and register the sharded parameters"
+        )
+        return
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, AsyncCollectiveTensor)
+    if type(local) not in plain:
+        yield no(f"tensors of class {type(local).__name__} cannot be moved; register the plain tensors it is made of")
+    elif local.is_meta:
+        yield no("a meta tensor has no memory; materialise it first (module.to_empty(device=...))")
+    elif local.layout != torch.strided:
+        yield no(f"a sparse tensor ({local.layout}); register its indices and values, or to_dense()")
+    elif local.is_quantized:
+        yield no("a quantized tensor; register its int_repr() and scales")
+    elif local.is_conj() or local.is_neg():
+        yield no("a conjugate or negative view; call resolve_conj() / resolve_neg() first")
+    elif local.device.type != device.type:
+        yield no(
+            f"it lies on {local.device}, this client's agent serves {device}; use a client with device={local.device.type!r}"
+        )
+    elif overlaps_itself(local):
+        text = "several of its elements share one memory place (stride 0 or overlapping); fine to send, not to receive"
+        yield Refusal(code="alias", name=name, text=text, target_only=True)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory; False is proven, True is to be on the safe side."""
+    if tensor.numel() <= 1:
+        return False
+    reach = 0
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def aliases(locals_: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Refusal]:
+    """Refusals (target only) for names whose memory overlaps without being the same region."""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + _reach(t), name, t) for name, t in locals_ if t.numel() and not t.is_meta
+    )
+    for i, (_, end, name, tensor) in enumerate(spans):
+        for start, _, other, peer in spans[i + 1 :]:
+            if start >= end:
+                break
+            if _same_region(tensor, peer) or not _share_memory(tensor, peer):
+                continue
+            text = f"its memory overlaps that of {other!r}; a target may have two names only for the same region"
+            yield Refusal(code="alias", name=name, text=text, target_only=True)
+
+
+def unsharded_parameters() -> dict[int, str]:
+    """id of each live FSDP2 parameter that is unsharded at present -> its name in its module.
+
+    PyTorch keeps no public list, so this reads its registry of module states; a PyTorch that moved
+    it finds nothing here and such parameters then meet the ordinary layout checks.
+    """
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError:
+        return {}
+    found: dict[int, str] = {}
+    for state in list(_module_state_mapping.values()):
+        ref = state() if callable(state) else state
+        groups = getattr(ref, "_fsdp_param_groups", None) or filter(None, [getattr(ref, "_fsdp_param_group", None)])
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    found[id(unsharded)] = str(getattr(parameter, "_param_fqn", None) or "?")
+    return found
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return int((last + 1) * tensor.element_size())
+
+
+def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+
+
+class _Bytes:
+    """A tensor's memory to numpy, as opaque items: numpy knows no bfloat16."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        item = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(s * item for s in tensor.stride()),
+            "typestr": f"|V{item}",
+        }
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return bool(np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)), max_work=_OVERLAP_WORK))
+    except np.exceptions.TooHardError:
+        return True

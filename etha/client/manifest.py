@@ -1,0 +1,146 @@
+"""From what a user hands to ``register_tensors`` to one list of entries: names, layouts, memory.
+
+Computes and reads tensors; sends nothing. The list form is matched by position within each pair, the
+mapping by name; both become names here, so that the rest of Etha knows one form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from etha.bus.messages import Refusal
+from etha.client.inspect import aliases, check_tensor_name, local_of, refusals_of, unsharded_parameters
+from etha.client.place import Place
+from etha.errors import ConfigError, LayoutError
+from etha.plan import Layout
+
+Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairDefaults:
+    """What ``init_pair`` said of plain tensors: where this worker stands, the mesh, the placements."""
+
+    name: str
+    place: Place
+    mesh: Mesh | None
+    placements: tuple[Placement, ...] | None
+
+    def layout(self, name: str, placements: Sequence[Placement] | None) -> Layout:
+        """The layout of the plain tensor ``name``: its own placements, else the pair's default."""
+        chosen = placements if placements is not None else self.placements
+        if chosen is None or self.mesh is None:
+            raise LayoutError(
+                f"tensor {name!r} is a plain tensor and has no layout: give placements={{{name!r}: [...]}} and "
+                f"init_pair(..., device_mesh=...), or device_mesh and placements as the default of pair {self.name!r}"
+            )
+        return self.place.layout_of(self.mesh, chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One good tensor: ``local`` is the plain local tensor, ``owner`` what the user registered."""
+
+    name: str
+    pair: int
+    owner: torch.Tensor
+    local: torch.Tensor
+    layout: Layout
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything one worker registers in one batch."""
+
+    form: Literal["list", "map"]
+    pairs: tuple[str, ...]
+    items: tuple[Item, ...]
+    refusals: tuple[Refusal, ...]
+
+    def same_tensors(self, other: Manifest) -> bool:
+        """Whether both name the same memory under the same names and layouts."""
+        return (self.form, self.pairs, len(self.items)) == (other.form, other.pairs, len(other.items)) and all(
+            (a.name, a.pair, a.shape, a.layout, a.local.data_ptr(), a.local.shape, a.local.stride(), a.local.dtype)
+            == (b.name, b.pair, b.shape, b.layout, b.local.data_ptr(), b.local.shape, b.local.stride(), b.local.dtype)
+            for a, b in zip(self.items, other.items, strict=True)
+        )
+
+
+def build_manifest(
+    tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor],
+    *,
+    pair_name: str | None,
+    placements: Mapping[str, Sequence[Placement]] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+    pairs: Mapping[str, PairDefaults],
+    device: torch.device,
+) -> Manifest:
+    """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
+    form, named = _named(tensors, pair_name)
+    used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
+    if unknown := [pair for pair in used if pair not in pairs]:
+        raise ConfigError(f"pairs {unknown} are not formed in this client: call init_pair first")
+    names = {name for name, _, _ in named}
+    for what, given in (("placements", placements), ("shapes", shapes)):
+        if strangers := sorted(set(given or {}) - names):
+            raise ConfigError(f"{what} names {strangers[:5]}, which are not among the registered tensors")
+    items: list[Item] = []
+    refusals: list[Refusal] = []
+    unsharded = unsharded_parameters()
+    layouts: dict[Any, Layout] = {}
+    for name, tensor, pair in named:
+        check_tensor_name(name)
+        found = list(refusals_of(name, tensor, device, unsharded))
+        refusals += found
+        if any(not refusal.target_only for refusal in found):
+            continue
+        defaults = pairs[pair]
+        shape: tuple[int, ...] | None
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            key = (pair, id(spec.mesh), spec.placements)
+            layout = layouts.get(key) or layouts.setdefault(key, defaults.place.translate(Layout.from_dtensor(tensor)))
+            shape = tuple(tensor.shape)
+            if shapes and name in shapes and tuple(shapes[name]) != shape:
+                raise ConfigError(f"shapes[{name!r}]={tuple(shapes[name])} but the DTensor's shape is {shape}")
+        else:
+            own = (placements or {}).get(name)
+            key = (pair, None if own is None else tuple(own))
+            layout = layouts.get(key) or layouts.setdefault(key, defaults.layout(name, own))
+            shape = tuple(int(n) for n in shapes[name]) if shapes and name in shapes else None
+        items.append(
+            Item(name=name, pair=used.index(pair), owner=tensor, local=local_of(tensor), layout=layout, shape=shape)
+        )
+    refusals += aliases([(item.name, item.local) for item in items])
+    return Manifest(form=form, pairs=used, items=tuple(items), refusals=tuple(refusals))
+
+
+def _named(
+    tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor], pair_name: str | None
+) -> tuple[Literal["list", "map"], list[tuple[str, torch.Tensor, str]]]:
+    if isinstance(tensors, Mapping):
+        if pair_name is None:
+            raise ConfigError("register_tensors with a mapping of names needs pair_name=")
+        return "map", [(name, tensor, pair_name) for name, tensor in tensors.items()]
+    named = []
+    counts: dict[str, int] = {}
+    for position, entry in enumerate(tensors):
+        if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[1], str):
+            raise ConfigError(
+                f"tensors[{position}] is not a (tensor, pair_name) tuple; or pass a mapping name -> tensor"
+            )
+        tensor, pair = entry
+        index = counts.get(pair, 0)
+        counts[pair] = index + 1
+        named.append((f"{pair}[{index}]", tensor, pair))
+    if pair_name is not None and set(counts) - {pair_name}:
+        raise ConfigError(f"pair_name={pair_name!r} but the list names the pairs {sorted(counts)}")
+    return "list", named

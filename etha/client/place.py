@@ -1,0 +1,67 @@
+"""Where this worker stands in its side: rank, world size, launch, and its torch world's ranks.
+
+Explicit arguments win, then ``torch.distributed``, then what the launcher left in the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from etha.config import LaunchEnv
+from etha.errors import ConfigError, LayoutError
+from etha.plan import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This worker in one side; ``ranks`` maps torch world ranks to side ranks, None is identity."""
+
+    rank: int
+    world_size: int
+    launch: str | None
+    ranks: Mapping[int, int] | None
+
+    @classmethod
+    def of(cls, *, world_size: int | None, rank: int | None, ranks: Mapping[int, int] | None, env: LaunchEnv) -> Place:
+        """Fill in what the arguments leave open; ConfigError names what does not fit."""
+        world = dist.is_available() and dist.is_initialized()
+        if world_size is None:
+            world_size = dist.get_world_size() if world else (1 if env.world_size is None else env.world_size)
+        if rank is None:
+            rank = dist.get_rank() if world else (0 if env.rank is None else env.rank)
+        for what, value in (("rank", rank), ("expected_world_size", world_size)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{what}={value!r} is not an int")
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not inside a side of {world_size} ranks (0 to {world_size - 1})")
+        if ranks is None and world and (shift := rank - dist.get_rank()) != 0:
+            ranks = {r: r + shift for r in range(dist.get_world_size())}
+        return cls(rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks)
+
+    def layout_of(self, mesh: DeviceMesh | torch.Tensor | tuple[int, ...], placements: Sequence[Placement]) -> Layout:
+        """A layout over ``mesh``: a mesh or table of torch world ranks, or a plain shape over side ranks."""
+        if isinstance(mesh, tuple):
+            return self.check(Layout(mesh, tuple(placements)))
+        table: Any = mesh.mesh if isinstance(mesh, DeviceMesh) else mesh
+        return self.translate(Layout(table.tolist(), tuple(placements)))
+
+    def translate(self, layout: Layout) -> Layout:
+        """``layout`` in ranks of the side instead of the torch world."""
+        return self.check(layout if self.ranks is None else layout.translate(self.ranks))
+
+    def check(self, layout: Layout) -> Layout:
+        """``layout`` itself, or LayoutError when it names ranks outside the side."""
+        strangers = sorted(r for r in layout.ranks if not 0 <= r < self.world_size)
+        if strangers:
+            raise LayoutError(
+                f"the mesh names ranks {strangers[:8]} outside the side's {self.world_size}; "
+                f"give init_pair ranks={{torch world rank: rank in the side}}"
+            )
+        return layout

@@ -1,0 +1,103 @@
+"""A batch on several agents in memory: ordered links, any interleaving, for walks of ``Transfers``."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from etha.agent.effects import Fail, Settled, StartMove, StopMove, Tell
+from etha.agent.transfer import Call, Transfers
+from etha.errors import EthaError, TransferError
+from etha.peer.messages import Message, Verb
+
+
+@dataclass
+class World:
+    """``agents``: side -> agent of each rank. Outcomes are kept by call."""
+
+    agents: dict[str, tuple[str, ...]]
+    atomic: bool = False
+    machines: dict[str, Transfers] = field(default_factory=dict)
+    links: dict[tuple[str, str], deque[Message]] = field(default_factory=dict)
+    running: dict[str, int] = field(default_factory=dict)
+    stopping: set[str] = field(default_factory=set)
+    results: dict[tuple[str, int], int] = field(default_factory=dict)
+    errors: dict[tuple[str, int], EthaError] = field(default_factory=dict)
+    calls: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        names = sorted({a for ranks in self.agents.values() for a in ranks})
+        for name in names:
+            self.machines[name] = Transfers("b", me=name, agents=self.agents, digests={}, seq=0, atomic=self.atomic)
+            for other in names:
+                self.links[name, other] = deque()
+
+    def agent(self, member: tuple[str, int]) -> str:
+        return self.agents[member[0]][member[1]]
+
+    def call(self, member: tuple[str, int], verb: Verb, version: int | None = None) -> tuple[str, int]:
+        key = (f"{member[0]}{member[1]}", len(self.calls))
+        self.calls[key] = member
+        self.waiting.add(key)
+        me = self.agent(member)
+        self.perform(me, self.machines[me].wait(Call(key=key, member=member, verb=verb, version=version)))
+        return key
+
+    def end(self, key: tuple[str, int], *, expired: bool) -> None:
+        me = self.agent(self.calls[key])
+        self.perform(me, self.machines[me].end(key, expired=expired))
+
+    def deliver(self, source: str, target: str) -> None:
+        message = self.links[source, target].popleft()
+        if target not in self.dead:
+            self.perform(target, self.machines[target].hear(source, message))
+
+    def moved(self, agent: str, error: EthaError | None = None) -> None:
+        seq = self.running.pop(agent)
+        self.stopping.discard(agent)
+        self.perform(agent, self.machines[agent].moved(seq, error))
+
+    def perform(self, me: str, effects: list) -> None:
+        self.machines[me].validate()
+        for effect in effects:
+            match effect:
+                case Tell(agent=agent, message=message):
+                    self.links[me, agent].append(message)
+                case StartMove(seq=seq):
+                    assert me not in self.running
+                    self.running[me] = seq
+                case StopMove(seq=seq):
+                    assert self.running[me] == seq
+                    self.stopping.add(me)
+                case Fail(call=key, error=error):
+                    assert key in self.waiting, f"{key} answered twice"
+                    self.waiting.discard(key)
+                    self.errors[key] = error
+                case Settled(seq=seq, error=None, calls=calls):
+                    for key in calls.values():
+                        assert key in self.waiting, f"{key} answered twice"
+                        self.waiting.discard(key)
+                        self.results[key] = seq
+        self.consistent()
+
+    def consistent(self) -> None:
+        """Nobody has a result of a transfer that somebody else was told is aborted."""
+        for error in self.errors.values():
+            if isinstance(error, TransferError) and error.outcome == "aborted":
+                seq = int(error.message.split(" seq ")[1].split()[0])
+                assert seq not in self.results.values(), f"{seq} committed and aborted: {error}"
+
+    def busy(self) -> list[tuple[str, str]]:
+        return [link for link, queue in self.links.items() if queue]
+
+    def drain(self) -> None:
+        """Deliver and finish all there is, in a fixed order."""
+        while True:
+            if links := self.busy():
+                self.deliver(*links[0])
+            elif self.running:
+                self.moved(next(iter(self.running)))
+            else:
+                return
