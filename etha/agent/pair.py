@@ -112,9 +112,9 @@ class Pair(Machine[Standing]):
         return [Fail(call=key, error=error)] if self._forget(key) else []
 
     def viewed(self, view: PairView) -> list[PairEffect]:
-        """What Redis says now; older views than the last are ignored."""
-        if self.view is not None and view.version < self.view.version:
-            return self._admit(self.view)
+        """What Redis says now, in the order in which it said it; older epochs are ignored."""
+        if view.epoch < self.epoch:
+            return []
         self.view = view
         out: list[PairEffect] = []
         formed = view.state == "formed"
@@ -149,16 +149,10 @@ class Pair(Machine[Standing]):
         return out
 
     def missing(self, asked: Asked) -> dict[str, tuple[int, ...]]:
-        """Ranks not seen on each side; a side that nobody came from counts as its rank 0 and on."""
-        out: dict[str, tuple[int, ...]] = {}
-        for side in (asked.side, asked.remote):
-            known = self.view.sides.get(side) if self.view is not None else None
-            size = known.world_size if known is not None and known.world_size else 0
-            size = size or (asked.world_size if side == asked.side else 1)
-            here = set(self.view.present(side)) if self.view is not None else set()
-            if absent := tuple(rank for rank in range(size) if rank not in here):
-                out[side] = absent
-        return out
+        """Ranks that have not come; rank 0 stands for a side that nobody came from."""
+        if self.view is None:
+            return {asked.side: tuple(range(asked.world_size)), asked.remote: (0,)}
+        return self.view.missing()
 
     def error(self, epoch: int) -> PeerLostError | None:
         """Why a call of ``epoch`` cannot go on, None when it can."""
@@ -177,14 +171,14 @@ class Pair(Machine[Standing]):
 
     def _holds(self, side: str, rank: int, holder: Holder) -> bool:
         found = self.members().get((side, rank))
-        return found is not None and found.same_process(holder)
+        return found is not None and found.is_same(holder)
 
     def _admit(self, view: PairView) -> list[PairEffect]:
         out: list[PairEffect] = []
         for key in list(self._inside):
             asked = self.waiting[key]
             inside = self._holds(asked.side, asked.rank, asked.holder)
-            if inside and self.state is Standing.FORMED and view.epoch == self.epoch and view.state == "formed":
+            if inside and self.state is Standing.FORMED and view.state == "formed":
                 self._forget(key)
                 remote = view.sides[asked.remote].world_size
                 assert remote is not None

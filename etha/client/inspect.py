@@ -66,7 +66,8 @@ def refusals_of(name: str, tensor: Any, device: torch.device, unsharded: Mapping
         yield no("a conjugate or negative view; call resolve_conj() / resolve_neg() first")
     elif local.device.type != device.type:
         yield no(
-            f"it lies on {local.device}, this client's agent serves {device}; use a client with device={local.device.type!r}"
+            f"it lies on {local.device}, this client's agent serves {device}; "
+            f"use a client with device={local.device.type!r}"
         )
     elif overlaps_itself(local):
         text = "several of its elements share one memory place (stride 0 or overlapping); fine to send, not to receive"

@@ -58,7 +58,7 @@ class Place:
 
     def check(self, layout: Layout) -> Layout:
         """``layout`` itself, or LayoutError when it names ranks outside the side."""
-        strangers = sorted(r for r in layout.ranks if not 0 <= r < self.world_size)
+        strangers = sorted(r for r in layout.ranks.reshape(-1).tolist() if r >= self.world_size)
         if strangers:
             raise LayoutError(
                 f"the mesh names ranks {strangers[:8]} outside the side's {self.world_size}; "

@@ -1,0 +1,224 @@
+"""From what every rank registered to the plans of both directions, or every reason why not; pure.
+
+Every agent of a batch computes this alone from the same records, so it must not depend on anything
+else: no clock, no memory of earlier batches, one order of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from etha.agent.effects import Member
+from etha.agent.roster import Described, Manifest, Record
+from etha.errors import LayoutError, Violation
+from etha.plan import Plan, TensorSpec, build_plan, dtypes
+from etha.plan.registration import find_violations, infer_global_shape, merge_layouts, resolve_strided
+
+Specs = dict[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a complete roster amounts to.
+
+    ``plans`` and ``violations`` are keyed by the source side of a direction; a direction has a plan iff
+    it has no violations. ``refused`` is not empty when the registration as a whole fails.
+    """
+
+    sides: tuple[str, str]
+    plans: Mapping[str, Plan]
+    digests: Mapping[str, str]
+    violations: Mapping[str, tuple[Violation, ...]]
+    refused: tuple[Violation, ...]
+    atomic: bool
+    bucket_size: int | None
+    seq: int
+    tensors: int
+
+    @property
+    def digest(self) -> str:
+        """Of both directions, as it stands in Redis; equal on every agent."""
+        return "+".join(f"{side}:{self.digests.get(side, 'none')}" for side in self.sides)
+
+    def nbytes(self, source: str) -> int:
+        """Bytes of the whole batch at the wire dtypes, all targets; 0 for an impossible direction."""
+        plan = self.plans.get(source)
+        return 0 if plan is None else plan.target_bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Host and agent of each rank, by side."""
+
+    agents: Mapping[str, Sequence[str]]
+    hosts: Mapping[str, Sequence[str]]
+
+
+def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest], where: Where) -> Evaluation:
+    """Describe both sides, list what is wrong in either direction, plan what can work."""
+    first, second = sides = tuple(sorted(where.agents))
+    ordered = sorted(records.items())
+    common, only_as_target = _refusals(ordered, manifests)
+    specs: dict[str, Specs] = {}
+    for side in sides:
+        found = {rank: manifests[record.manifest] for (s, rank), record in ordered if s == side}
+        specs[side], wrong = describe_side(side, found)
+        common += wrong
+    common += _forms(ordered) + _pairs(ordered, manifests)
+    plans: dict[str, Plan] = {}
+    violations: dict[str, tuple[Violation, ...]] = {}
+    for source, target in ((first, second), (second, first)):
+        names = {"source": source, "target": target}
+        wrong = common + [v for v in only_as_target if v.side == target]
+        told = {v.name for v in wrong}
+        wrong += [
+            Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=v.text)
+            for v in find_violations(specs[source], specs[target])
+            if v.name not in told or v.code not in ("unknown_name", "missing_name", "uncovered")
+        ]
+        violations[source] = tuple(dict.fromkeys(wrong))
+        if not wrong:
+            plans[source] = build_plan(
+                specs[source],
+                specs[target],
+                source_hosts=where.hosts[source],
+                target_hosts=where.hosts[target],
+                source_agents=where.agents[source],
+                target_agents=where.agents[target],
+            )
+    sizes = [record.bucket_size for record in records.values() if record.bucket_size is not None]
+    return Evaluation(
+        sides=(first, second),
+        plans=plans,
+        digests={source: plan.digest() for source, plan in plans.items()},
+        violations=violations,
+        refused=_refused(ordered, (first, second), violations),
+        # Who only sends has nothing to keep whole, so only a receiver's wish counts.
+        atomic=any(record.atomic and record.direction != "send" for record in records.values()),
+        bucket_size=min(sizes, default=None),
+        seq=max((record.seq for record in records.values()), default=0),
+        tensors=len(specs[first].keys() | specs[second].keys()),
+    )
+
+
+def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, list[Violation]]:
+    """One TensorSpec a name from what each rank of a side says of it, and where they disagree."""
+    named: dict[str, dict[int, Described]] = {}
+    for rank in sorted(manifests):
+        for name, described in manifests[rank].tensors.items():
+            named.setdefault(name, {})[rank] = described
+    specs: Specs = {}
+    wrong: list[Violation] = []
+    known: dict[object, tuple[TensorSpec | None, list[Violation]]] = {}
+    for name in sorted(named):
+        ranks = named[name]
+        # Tensors that every rank describes alike share everything that follows.
+        key = tuple((rank, d.dtype, id(d.layout), d.shape, d.local) for rank, d in ranks.items())
+        if key not in known:
+            known[key] = _describe(side, name, ranks)
+        spec, found = known[key]
+        wrong += [Violation(code=v.code, name=name, side=side, rank=v.rank, text=v.text) for v in found]
+        if spec is not None:
+            specs[name] = spec
+    return specs, wrong
+
+
+def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[TensorSpec | None, list[Violation]]:
+    def bad(code: str, text: str, rank: int | None = None) -> Violation:
+        return Violation(code=code, name=name, side=side, rank=rank, text=text)
+
+    found = {d.dtype for d in ranks.values()}
+    if len(found) > 1:
+        return None, [bad("dtype", f"the ranks of one side register it as {' and '.join(sorted(found))}")]
+    shapes = {d.shape for d in ranks.values() if d.shape is not None}
+    if len(shapes) > 1:
+        return None, [bad("shape_mismatch", f"the ranks of one side give it the global shapes {sorted(shapes)}")]
+    shape = next(iter(shapes), None)
+    try:
+        layouts = merge_layouts({rank: d.layout for rank, d in ranks.items()})
+        if shape is None:
+            shape = infer_global_shape(layouts, {rank: d.local for rank, d in ranks.items() if d.local is not None})
+        locals_ = {rank: _real(d, shape, rank) for rank, d in ranks.items()}
+        layouts = tuple(
+            resolve_strided(part, shape, {r: s for r, s in locals_.items() if r in part}) for part in layouts
+        )
+        spec = TensorSpec(shape, dtypes.from_name(next(iter(found))), layouts, frozenset(ranks))
+    except LayoutError as error:
+        return None, [bad("layout", error.message)]
+    wrong = []
+    for rank, real in locals_.items():
+        told = spec.local_shape(rank)
+        if told is None:
+            wrong.append(bad("layout", "the rank registers it but is not in the mesh of its layout", rank))
+        elif told != real:
+            text = f"its local tensor is {real}, but its layout cuts the global shape {shape} to {told} there"
+            wrong.append(bad("shape_mismatch", text, rank))
+    return (None if wrong else spec), wrong
+
+
+def _real(described: Described, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return described.local if described.local is not None else described.layout.local_shape(shape, rank)
+
+
+def _refusals(
+    records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]
+) -> tuple[list[Violation], list[Violation]]:
+    common, only_as_target = [], []
+    for (side, rank), record in records:
+        for refusal in manifests[record.manifest].refusals:
+            violation = Violation(code=refusal.code, name=refusal.name, side=side, rank=rank, text=refusal.text)
+            (only_as_target if refusal.target_only else common).append(violation)
+    return common, only_as_target
+
+
+def _forms(records: Sequence[tuple[Member, Record]]) -> list[Violation]:
+    """The list form is matched by position: every rank has to use it, with a list of the same length."""
+    forms = {record.form for _, record in records}
+    if len(forms) < 2:
+        return []
+    return [
+        Violation(
+            code="form",
+            name="",
+            side=side,
+            rank=rank,
+            text="registered a list; others a mapping: use the same form on both sides",
+        )
+        for (side, rank), record in records
+        if record.form == "list"
+    ]
+
+
+def _pairs(records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]) -> list[Violation]:
+    """A name belongs to one pair on all ranks."""
+    first: dict[str, str] = {}
+    wrong = []
+    seen: set[tuple[str, str]] = set()
+    for (side, rank), record in records:
+        if (side, record.manifest) in seen:
+            continue
+        seen.add((side, record.manifest))
+        for name, described in manifests[record.manifest].tensors.items():
+            pair = first.setdefault(name, described.pair)
+            if pair != described.pair:
+                text = f"it belongs to pair {pair!r} on another rank, to {described.pair!r} here"
+                wrong.append(Violation(code="pair", name=name, side=side, rank=rank, text=text))
+    return wrong
+
+
+def _refused(
+    records: Sequence[tuple[Member, Record]], sides: tuple[str, str], violations: Mapping[str, tuple[Violation, ...]]
+) -> tuple[Violation, ...]:
+    """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
+    first, second = sides
+    asked = set()
+    for (side, _), record in records:
+        other = second if side == first else first
+        if record.direction in ("send", "both"):
+            asked.add(side)
+        if record.direction in ("recv", "both"):
+            asked.add(other)
+    if not asked and all(violations.values()):
+        asked = set(sides)
+    return tuple(dict.fromkeys(v for source in sides if source in asked for v in violations[source]))

@@ -1,0 +1,199 @@
+"""What one rank registered, as it stands in Redis for every agent to read; pure.
+
+A ``Record`` is short and one a rank; the tensors stand in a manifest, stored once by digest and shared
+by all ranks that registered the same. Whatever is read here is checked: others wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from etha.bus.messages import Refusal, Register
+from etha.errors import LayoutError, ProtocolError
+from etha.plan import Layout, dtypes
+
+Direction = Literal["send", "recv", "both"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """One tensor on one rank. ``shape`` is global (None: unknown), ``local`` what really lies there."""
+
+    pair: str
+    dtype: str
+    layout: Layout
+    shape: tuple[int, ...] | None
+    local: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Tensors and refusals of one rank. ``local`` of a tensor is None where the layout tells it."""
+
+    tensors: Mapping[str, Described]
+    refusals: tuple[Refusal, ...]
+
+    @classmethod
+    def of(cls, register: Register, rank: int) -> Manifest:
+        """From the message of ``rank``; LayoutError and ProtocolError for what no client of ours sends."""
+        layouts = [Layout.from_plain(plain) for plain in register.layouts]
+        tensors: dict[str, Described] = {}
+        told: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...] | None] = {}
+        for entry in register.entries:
+            if entry.layout >= len(layouts) or entry.pair >= len(register.pairs) or min(entry.layout, entry.pair) < 0:
+                raise ProtocolError(f"tensor {entry.name!r} refers to a layout or pair that was not sent")
+            if entry.name in tensors:
+                raise ProtocolError(f"tensor {entry.name!r} is registered twice")
+            dtypes.from_name(entry.handle.dtype)
+            key = (entry.layout, entry.shape)
+            if key not in told:
+                told[key] = _predict(layouts[entry.layout], entry.shape, rank)
+            tensors[entry.name] = Described(
+                pair=register.pairs[entry.pair],
+                dtype=entry.handle.dtype,
+                layout=layouts[entry.layout],
+                shape=entry.shape,
+                local=None if entry.handle.shape == told[key] else entry.handle.shape,
+            )
+        return cls(tensors=tensors, refusals=register.refusals)
+
+    def layouts(self) -> dict[str, str]:
+        """digest -> JSON of every layout that the fields refer to."""
+        found = {d.layout.digest(): d.layout for d in self.tensors.values()}
+        return {digest: json.dumps(layout.to_plain(), separators=(",", ":")) for digest, layout in found.items()}
+
+    def fields(self) -> dict[str, str]:
+        """The manifest as a hash: ``t:NAME`` -> [pair, dtype, layout, shape, local], ``r:I`` -> refusal."""
+        out = {
+            f"t:{name}": json.dumps([d.pair, d.dtype, d.layout.digest(), d.shape, d.local], separators=(",", ":"))
+            for name, d in self.tensors.items()
+        }
+        for i, r in enumerate(self.refusals):
+            out[f"r:{i}"] = json.dumps([r.code, r.name, r.text, r.target_only], separators=(",", ":"))
+        return out
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str], layouts: Mapping[str, Layout]) -> Manifest:
+        """The inverse of ``fields``; ProtocolError names the field that is wrong."""
+        tensors: dict[str, Described] = {}
+        refusals: dict[int, Refusal] = {}
+        for key, text in fields.items():
+            kind, _, name = key.partition(":")
+            match kind, _json(key, text):
+                case "t", [str(pair), str(dtype), str(digest), shape, local] if digest in layouts:
+                    sizes, real = _shape(key, shape), _shape(key, local)
+                    tensors[name] = Described(pair=pair, dtype=dtype, layout=layouts[digest], shape=sizes, local=real)
+                case "r", [str(code), str(tensor), str(why), bool(target_only)] if name.isdecimal():
+                    refusals[int(name)] = Refusal(code=code, name=tensor, text=why, target_only=target_only)
+                case _:
+                    _wrong(key, text)
+        return cls(tensors=tensors, refusals=tuple(refusals[i] for i in sorted(refusals)))
+
+    @staticmethod
+    def layout_digests(fields: Mapping[str, str]) -> set[str]:
+        """The layouts that the fields refer to."""
+        found = set()
+        for key, text in fields.items():
+            if key.startswith("t:"):
+                match _json(key, text):
+                    case [_, _, str(digest), _, _]:
+                        found.add(digest)
+                    case _:
+                        _wrong(key, text)
+        return found
+
+
+def digest_of(fields: Mapping[str, str]) -> str:
+    """Hex digest of a manifest's fields, whatever their order."""
+    body = json.dumps(sorted(fields.items()), separators=(",", ":"))
+    return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One rank's registration in short; ``seq`` is the highest that its worker has seen."""
+
+    manifest: str
+    form: Literal["list", "map"]
+    pairs: tuple[str, ...]
+    direction: Direction | None
+    bucket_size: int | None
+    atomic: bool
+    seq: int
+
+    @classmethod
+    def of(cls, register: Register, manifest: str) -> Record:
+        """The record of a worker's message whose manifest has this digest."""
+        return cls(
+            manifest=manifest,
+            form=register.form,
+            pairs=register.pairs,
+            direction=register.direction,
+            bucket_size=register.bucket_size,
+            atomic=register.atomic,
+            seq=register.seq,
+        )
+
+    def to_json(self) -> str:
+        """Short JSON, as ``redis-cli`` shows it."""
+        return json.dumps(
+            [self.manifest, self.form, self.pairs, self.direction, self.bucket_size, self.atomic, self.seq],
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, key: str, text: str) -> Record:
+        """The inverse of ``to_json``; ProtocolError names the key."""
+        match _json(key, text):
+            case [
+                str(manifest),
+                "list" | "map" as form,
+                [*pairs],
+                None | "send" | "recv" | "both" as direction,
+                None | int() as bucket,
+                bool(atomic),
+                int(seq),
+            ] if all(isinstance(pair, str) for pair in pairs) and seq >= 0:
+                return cls(
+                    manifest=manifest,
+                    form=form,  # type: ignore[arg-type]
+                    pairs=tuple(pairs),
+                    direction=direction,
+                    bucket_size=bucket,
+                    atomic=atomic,
+                    seq=seq,
+                )
+        _wrong(key, text)
+
+
+def _predict(layout: Layout, shape: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    """The local shape that the layout gives ``rank``, None where it gives none."""
+    if shape is None:
+        return None
+    try:
+        return layout.local_shape(shape, rank)
+    except LayoutError:
+        return None
+
+
+def _json(key: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        _wrong(key, text)
+
+
+def _shape(key: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        _wrong(key, str(value))
+    return tuple(value)
+
+
+def _wrong(key: str, text: str) -> NoReturn:
+    raise ProtocolError(f"Redis: field {key!r} of a registration is not what an agent writes: {text[:120]!r}")

@@ -1,0 +1,89 @@
+"""``etha.empty``, ``etha.empty_like``, ``etha.share_module``: tensors that an agent maps directly.
+
+Data then crosses memory once with no system call in between. Nothing else in Etha moves a user's
+tensor; these do because they were asked to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from etha.errors import ConfigError
+from etha.memory import shared
+
+
+def empty(
+    shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """A zeroed contiguous tensor of ``shape`` in memory that an agent maps; ConfigError off the CPU."""
+    _check_cpu(torch.device(device), "empty")
+    size = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    if any(n < 0 for n in size):
+        raise ConfigError(f"etha.empty: shape {size} has a negative size")
+    strides = [math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size))]
+    return _allocate(size, strides, dtype)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, dtype and (where dense) strides as a plain ``tensor``."""
+    _check_cpu(tensor.device, "empty_like")
+    model = torch.empty_like(tensor, device="meta")
+    return _allocate(tuple(model.shape), model.stride(), model.dtype)
+
+
+def share_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Move every parameter and buffer of ``module`` into memory that an agent maps, and return it.
+
+    In place: parameters keep their identity, tied ones and views of one storage stay tied, strides stay.
+    NumPy arrays and raw pointers into the old memory are left behind. Call it before ``fully_shard``,
+    which keeps pointers of its own. ConfigError for tensors off the CPU, before anything has moved.
+    """
+    if any(isinstance(m, FSDPModule) for m in module.modules()):
+        raise ConfigError("etha.share_module: the module is already fully_shard-ed; share it before fully_shard")
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if type(local.data) is not torch.Tensor or local.layout is not torch.strided:
+            raise ConfigError(f"etha.share_module: {name!r} is a {type(local).__name__}, not a plain strided tensor")
+        _check_cpu(local.device, f"share_module: {name!r}")
+        if local.numel():
+            tensors[id(local)] = local
+
+    # Per old storage: the bytes in use, and the tensors that use them.
+    used: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        used.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    groups = [(*_extent(group), group) for group in used.values()]
+    for (low, high, group), new in zip(groups, shared.storages([h - lo for lo, h, _ in groups]), strict=True):
+        old = group[0].untyped_storage()
+        torch.empty(0, dtype=torch.uint8).set_(new).copy_(torch.empty(0, dtype=torch.uint8).set_(old)[low:high])
+        for tensor in group:
+            offset = (tensor.storage_offset() * tensor.itemsize - low) // tensor.itemsize
+            tensor.data = shared.strided(new, tensor.shape, tensor.stride(), tensor.dtype, offset)
+    return module
+
+
+def _extent(group: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Byte range of one storage that these tensors use; its start is a multiple of 16, whatever the dtypes."""
+    lows, highs = [], []
+    for t in group:
+        lows.append(t.storage_offset() * t.itemsize)
+        highs.append(lows[-1] + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize)
+    return min(lows) // 16 * 16, max(highs)
+
+
+def _allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(tuple(shape), dtype=dtype)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return shared.strided(shared.storage(extent * dtype.itemsize), shape, strides, dtype)
+
+
+def _check_cpu(device: torch.device, what: str) -> None:
+    if device.type != "cpu":
+        raise ConfigError(f"etha.{what}: device {device} is not supported, only cpu memory can be shared this way")
