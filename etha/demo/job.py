@@ -1,0 +1,102 @@
+"""One of the two jobs: ``python -m etha.demo.job trainer OPTIONS --store FILE --report FD``.
+
+Loads torch once and forks the job's ranks, each with its place in a gloo process group of the job's own.
+A rank that dies takes the job down, with a line that says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from etha.demo import inference, synthetic, trainer
+from etha.demo.events import Reporter
+from etha.demo.options import RANKS, Options
+from etha.demo.process import describe, die_with_parent
+
+log = logging.getLogger(__name__)
+
+
+def work(job: str, options: Options) -> Callable[[Reporter], None]:
+    """What each rank of ``job`` runs."""
+    if job == "trainer":
+        send = trainer.train if options.synthetic is None else synthetic.send
+        return lambda report: send(options, report)
+    receive = inference.serve if options.synthetic is None else synthetic.receive
+    return lambda report: asyncio.run(receive(options, report))
+
+
+def run_rank(job: str, rank: int, options: Options, store: str, report: int, parent: int) -> None:
+    """The whole life of one rank; ``report`` is the pipe to the launcher, which only rank 0 keeps."""
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+    if rank != 0:
+        os.close(report)
+    pipe = os.fdopen(report, "w", encoding="utf-8") if rank == 0 else None
+    size = RANKS[job]
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=options.timeout),
+    )
+    try:
+        work(job, options)(Reporter(job, pipe))
+    finally:
+        dist.destroy_process_group()
+        if pipe is not None:
+            pipe.close()
+
+
+def run_job(job: str, options: Options, store: str, report: int) -> int:
+    """Run all ranks; the exit status: 0, or 1 when any of them failed (the others are then killed)."""
+    context = multiprocessing.get_context("fork")
+    parent = os.getpid()
+    ranks: list[ForkProcess] = [
+        context.Process(target=run_rank, args=(job, rank, options, store, report, parent), name=f"{job} rank {rank}")
+        for rank in range(RANKS[job])
+    ]
+    for process in ranks:
+        process.start()
+    os.close(report)
+    running = list(ranks)
+    while running:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        for process in [p for p in running if p.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode != 0:
+                log.error("%s %s", process.name, describe(process.exitcode))
+                for other in running:
+                    other.kill()
+                    other.join()
+                return 1
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the module; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="etha.demo.job", description=__doc__)
+    parser.add_argument("job", choices=sorted(RANKS))
+    parser.add_argument("options", type=Options.from_json)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--report", type=int, required=True)
+    args = parser.parse_args(argv)
+    die_with_parent(os.getppid())
+    return run_job(args.job, args.options, args.store, args.report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The launcher: starts both jobs in a private runtime directory, hands on their events, ends all it started.
+
+launcher (subreaper) --+-- trainer job ---- 4 ranks        each job: own session, own process group,
+                       +-- inference job -- 2 ranks        own log, own pipe for events
+                       +-- agent, embedded server (adopted when the jobs end)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from etha.demo.events import Event
+from etha.demo.options import RANKS, Options
+from etha.demo.process import adopting, children, describe, end
+
+log = logging.getLogger(__name__)
+
+#: A drained agent has 30 s for running transfers; the demo leaves none running.
+AGENT_SECONDS = 20.0
+OTHERS_SECONDS = 5.0
+TAIL_LINES = 30
+#: What a surrounding launcher or shell may have set for jobs of its own.
+_FOREIGN = ("ETHA_", "TORCHELASTIC_", "MASTER_", "GROUP_", "LOCAL_")
+_FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+
+
+class DemoError(Exception):
+    """The demo could not be run to its end; the message carries the ends of the logs."""
+
+
+async def run(options: Options, tell: Callable[[Event], None]) -> None:
+    """Run both jobs to their end, calling ``tell`` with each event; DemoError when a job fails.
+
+    Whatever happens, nothing that was started is left when this returns.
+    """
+    with private_directory() as directory, adopting() as before:
+        agents: set[int] = set()
+
+        def hear(event: Event) -> None:
+            if event.kind == "agent":
+                agents.add(int(event.fields["pid"]))
+            else:
+                tell(event)
+
+        failures: list[str] = []
+        try:
+            async with asyncio.TaskGroup() as jobs:
+                for job in RANKS:
+                    jobs.create_task(run_job(job, options, directory, hear))
+        except* JobFailed as group:
+            failures = [str(failure) for failure in group.exceptions]
+        finally:
+            stop(agents, before)
+        if failures:
+            raise DemoError("\n".join([*failures, *tails(directory)]))
+
+
+class JobFailed(Exception):
+    """One job ended with an error."""
+
+
+async def run_job(job: str, options: Options, directory: Path, hear: Callable[[Event], None]) -> None:
+    """Start one job and follow it to its end; JobFailed unless it ends with status 0. Cancelling kills it."""
+    pipe_out, pipe_in = os.pipe()
+    with (directory / f"{job}.log").open("wb") as output:  # noqa: ASYNC230 (a local file, opened once)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "etha.demo.job", job, options.to_json(),
+                "--store", str(directory / f"{job}.store"), "--report", str(pipe_in),
+                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env=environment(directory, os.environ), pass_fds=(pipe_in,), start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(pipe_in)
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(follow(pipe_out, hear))
+            status = await process.wait()
+            if status != 0:
+                raise JobFailed(f"the {job} job {describe(status)}")
+    except* JobFailed as group:
+        raise group.exceptions[0] from None
+    finally:
+        if process.returncode is None:
+            process.kill()  # its ranks die with it
+            await process.wait()
+
+
+async def follow(pipe: int, hear: Callable[[Event], None]) -> None:
+    """Hand on events from the read end ``pipe`` until the job says that it is done, or closes it."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=2**24)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
+    try:
+        while line := await reader.readline():
+            event = Event.from_line(line)
+            hear(event)
+            if event.kind == "done":
+                return
+    finally:
+        transport.close()
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of mode 0700 with a short name, for sockets fit few bytes; removed with all that is in it."""
+    directory = Path(tempfile.mkdtemp(prefix="etha-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def environment(directory: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job: ``base`` without what other launchers set, one thread a process, loopback only."""
+    kept = {k: v for k, v in base.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
+    return kept | {
+        "ETHA_RUNTIME_DIR": str(directory / "run"),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def stop(agents: set[int], before: set[int]) -> None:
+    """End what the jobs left to this process: agents first, which still need the embedded server, then the rest."""
+    end(agents & (children() - before), seconds=AGENT_SECONDS)
+    while others := children() - before:
+        end(others, seconds=OTHERS_SECONDS)
+
+
+def tails(directory: Path) -> list[str]:
+    """The ends of all logs in ``directory``, each under a line with its name."""
+    found = []
+    for path in sorted(directory.rglob("*.log")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        if lines:
+            found += [f"--- {path.name}", *lines]
+    return found
+
+
+async def run_until_signal(options: Options, tell: Callable[[Event], None]) -> None:
+    """``run``, cancelled by SIGTERM as it is by Ctrl-C, so that both leave nothing behind."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await run(options, tell)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -1,0 +1,66 @@
+"""The trainer of the demo: FSDP2 x TP on a 2 x 2 mesh, a version to the inference job every few steps.
+
+Everything about Etha is in ``train``: one pair, one batch, one transfer a version.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from etha import TensorBusClient
+from etha.demo import text
+from etha.demo.events import Reporter
+from etha.demo.hashes import digests
+from etha.demo.model import GPT, Shape, evaluating, fsdp_by_tensor_parallel
+from etha.demo.options import Options
+
+ROWS = 16
+HELD_OUT_ROWS = 64
+LEARNING_RATE = 3e-3
+WARM_UP = 10
+
+
+def train(options: Options, report: Reporter) -> None:
+    """Train for ``options.steps`` steps and send every version of ``options.versions``."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    corpus = text.load()
+    torch.manual_seed(0)
+    model = fsdp_by_tensor_parallel(GPT(Shape(vocabulary=len(corpus.vocabulary))), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    random = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
+
+    with TensorBusClient(device="cpu", timeout=options.timeout) as client:
+        report.tell("agent", pid=client.status()["agent"]["pid"])
+        client.init_pair("weights", "trainer", "inference")
+        # Without a forward pass between the last reshard() and here, parameters are the sharded DTensors.
+        with client.register_tensors(
+            "model", dict(model.named_parameters()), pair_name="weights", direction="send"
+        ) as batch:
+            for step in range(options.steps + 1):
+                if step in options.versions:
+                    loss = held_out_loss(model, corpus, mesh)
+                    result = batch.transfer("send", version=step)
+                    hashes = digests(model.named_parameters(), here=report.speaks)
+                    report.tell("version", number=step, loss=loss, hashes=hashes, seconds=result.seconds)
+                if step < options.steps:
+                    inputs, targets = corpus.batch(ROWS, model.shape.context, random)
+                    torch.autograd.backward(model.loss(inputs, targets))
+                    optimizer.step()
+                    warm_up.step()
+                    optimizer.zero_grad()
+                    report.tell("progress", step=step + 1, steps=options.steps)
+    report.tell("done")
+
+
+def held_out_loss(model: GPT, corpus: text.Text, mesh: DeviceMesh) -> float:
+    """Loss over the held-out rows in nats per character; each data-parallel rank takes an equal part of them."""
+    inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context)
+    parts, mine = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    with evaluating(model):
+        loss = model.loss(inputs.chunk(parts)[mine], targets.chunk(parts)[mine])
+    dist.all_reduce(loss, group=mesh["dp"].get_group())
+    return float(loss) / parts
