@@ -1,0 +1,251 @@
+"""Batches: what each rank registers, stored once by digest, and the roster that says who has come.
+
+A registration is one generation of a batch. A rank that comes while it is open belongs to it; one that comes
+after it was completed (it closed early and registers again) waits for the others in the next.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+
+from etha.errors import ConfigError, ProtocolError
+from etha.store.connect import Client
+from etha.store.keys import REGISTRATION_LEASE
+from etha.store.records import (
+    BATCH_FIELDS,
+    MAX_FIELD,
+    MAX_LAYOUT,
+    MAX_NAMES,
+    MAX_WORLD,
+    BatchView,
+    Roster,
+    version_to_text,
+)
+from etha.store.session import Session
+
+_LEASE_MS = int(REGISTRATION_LEASE * 1000)
+_CLOSED_LEASE_MS = 86_400_000
+_CHUNK = 2000
+
+
+class Batches(Session):
+    """The batch half of the store."""
+
+    async def put_layouts(self, layouts: Mapping[str, str], *, timeout: float | None = None) -> None:
+        """Store layouts, digest -> JSON; those that are there only get their lease renewed."""
+        keys = {self.keys.layout(digest): text for digest, text in layouts.items()}
+
+        async def write(client: Client) -> None:
+            pipe = client.pipeline(transaction=False)
+            for key, text in keys.items():
+                pipe.hset(key, "json", text)
+                pipe.pexpire(key, _LEASE_MS)
+            await pipe.execute()
+
+        await self._connection.call("store layouts", write, self._limit(timeout))
+        self._owned.registration_keys.update(keys)
+
+    async def layouts(self, digests: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
+        """Layouts by digest, as JSON; those that are not there are missing from the result."""
+        wanted = list(dict.fromkeys(digests))
+
+        async def read(client: Client) -> list[str | None]:
+            pipe = client.pipeline(transaction=False)
+            for digest in wanted:
+                pipe.hget(self.keys.layout(digest), "json")
+            return list(await pipe.execute())
+
+        texts = await self._connection.call("read layouts", read, self._limit(timeout))
+        found = {digest: text for digest, text in zip(wanted, texts, strict=True) if text is not None}
+        for digest, text in found.items():
+            if len(text) > MAX_LAYOUT:
+                raise ProtocolError(
+                    f"Redis key {self.keys.layout(digest)!r}: {len(text)} characters, at most {MAX_LAYOUT}"
+                )
+        return found
+
+    async def put_manifest(self, digest: str, fields: Mapping[str, str], *, timeout: float | None = None) -> None:
+        """Store what a rank registers, name -> short JSON, under the digest of it all; once for all ranks."""
+        key = self.keys.manifest(digest)
+        part = f"{key}:part:{uuid.uuid4().hex}"
+        names = list(fields)
+
+        async def write(client: Client) -> None:
+            if not fields or await client.pexpire(key, _LEASE_MS):
+                return
+            # A key under its digest is whole: written aside, then renamed.
+            pipe = client.pipeline(transaction=False)
+            for at in range(0, len(names), _CHUNK):
+                pipe.hset(part, mapping={name: fields[name] for name in names[at : at + _CHUNK]})
+                pipe.pexpire(part, _LEASE_MS)
+            pipe.rename(part, key)
+            await pipe.execute()
+
+        await self._connection.call(f"store {key}", write, self._limit(timeout))
+        self._owned.registration_keys.add(key)
+
+    async def manifest(self, digest: str, *, timeout: float | None = None) -> dict[str, str]:
+        """What ``put_manifest`` stored; empty when it is not there (or was empty)."""
+        key = self.keys.manifest(digest)
+
+        async def read(client: Client) -> dict[str, str]:
+            size = int(await client.hlen(key))
+            if size > MAX_NAMES:
+                raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {MAX_NAMES} tensors are possible")
+            return dict(await client.hgetall(key))
+
+        fields = await self._connection.call(f"read {key}", read, self._limit(timeout))
+        for name, text in fields.items():
+            if len(text) > MAX_FIELD:
+                raise ProtocolError(
+                    f"Redis key {key!r}: field {name[:80]!r} has {len(text)} characters, at most {MAX_FIELD}"
+                )
+        return fields
+
+    async def enroll(
+        self,
+        pair: str,
+        batch: str,
+        epoch: int,
+        side: str,
+        rank: int,
+        record: str,
+        *,
+        expected: int,
+        timeout: float | None = None,
+    ) -> int:
+        """Register one rank with its ``record`` (short JSON); the generation in which it waits for the others.
+
+        ``expected`` is the number of ranks of both sides; the one that completes it sets state ``registered``.
+        PeerLostError when the pair has formed a later epoch.
+        """
+        if len(record) > MAX_FIELD:
+            raise ConfigError(f"batch {batch}: record of {len(record)} characters, at most {MAX_FIELD}")
+        known = self._owned.batches.get((pair, batch), {})
+        request = {
+            "pair": pair,
+            "batch": batch,
+            "epoch": epoch,
+            "side": side,
+            "rank": rank,
+            "record": record,
+            "expected": expected,
+            "token": uuid.uuid4().hex,
+            "known_generation": int(known.get("generation", 0)),
+        }
+        done = await self._script("enroll", [self.keys.batch(pair, batch)], request, timeout)
+        generation = int(done["generation"])
+        self._owned.remember_batch(pair, batch, {"generation": str(generation), "epoch": str(epoch)})
+        self._owned.enrolled[pair, batch, side, rank] = generation
+        self._owned.registration_keys.add(self.keys.roster(pair, batch, generation))
+        return generation
+
+    async def unenroll(
+        self, pair: str, batch: str, generation: int, side: str, rank: int, *, timeout: float | None = None
+    ) -> bool:
+        """Take a registration back (deadline, refusal) or say that the batch is closed.
+
+        True: it was open still, so nobody counts on this rank. False: all had come, it is marked closed.
+        """
+        if self._owned.enrolled.get((pair, batch, side, rank)) == generation:
+            del self._owned.enrolled[pair, batch, side, rank]
+            self._owned.forget_batches()
+            if not self._owned.enrolled:
+                self._owned.registration_keys.clear()
+        request = {
+            "pair": pair,
+            "batch": batch,
+            "generation": generation,
+            "side": side,
+            "rank": rank,
+            "closed_lease": _CLOSED_LEASE_MS,
+        }
+        keys = [self.keys.batch(pair, batch), self.keys.roster(pair, batch, generation)]
+        return bool(await self._script("unenroll", keys, request, timeout))
+
+    async def roster(self, pair: str, batch: str, generation: int, *, timeout: float | None = None) -> Roster:
+        """Who has come in this generation and what the agents computed; readable long after it was completed."""
+        key = self.keys.roster(pair, batch, generation)
+
+        async def read(client: Client) -> Roster:
+            size = int(await client.hlen(key))
+            if size > 4 * MAX_WORLD:
+                raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {4 * MAX_WORLD} are possible")
+            return Roster.from_redis(key, generation, await client.hgetall(key))
+
+        return await self._connection.call(f"read {key}", read, self._limit(timeout))
+
+    async def verdict(
+        self, pair: str, batch: str, generation: int, agent: str, digest: str, *, timeout: float | None = None
+    ) -> None:
+        """Publish the digest of the plan that ``agent`` computed for this generation."""
+        key, roster = self.keys.batch(pair, batch), self.keys.roster(pair, batch, generation)
+
+        async def write(client: Client) -> None:
+            pipe = client.pipeline(transaction=True)
+            await (
+                pipe.hset(roster, f"agent:{agent}", digest).pexpire(roster, _LEASE_MS).publish(key, "verdict").execute()
+            )
+
+        await self._connection.call(f"write {roster}", write, self._limit(timeout))
+
+    async def set_batch(
+        self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float | None = None
+    ) -> None:
+        """Set fields of ``BatchView``; generation, epoch and seq never go back, whoever writes last.
+
+        With ``generation`` and ``seq`` among them, a writer that is behind changes nothing of what is newer.
+        """
+        text = batch_text(fields)
+        self._owned.remember_batch(pair, batch, text)
+        await self._write_batch(pair, batch, text, self._limit(timeout))
+
+    def note_batch(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
+        """As ``set_batch`` without writing: what this agent knows, should Redis ever lose it."""
+        self._owned.remember_batch(pair, batch, batch_text(fields))
+
+    async def batch(self, pair: str, batch: str, *, timeout: float | None = None) -> BatchView | None:
+        """The batch, or None when nobody has registered it."""
+        key = self.keys.batch(pair, batch)
+        values = await self._connection.call(
+            f"read {key}",
+            lambda client: client.hgetall(key),
+            self._limit(timeout),
+        )
+        return BatchView.from_redis(key, pair, batch, values) if values else None
+
+    async def batches(self, *, timeout: float | None = None) -> list[BatchView]:
+        """All batches of the namespace, by pair and name."""
+        names = await self._connection.call(
+            f"read {self.keys.batches}", lambda client: client.smembers(self.keys.batches), self._limit(timeout)
+        )
+        found = []
+        for name in sorted(names):
+            pair, slash, batch = name.partition("/")
+            if not slash:
+                raise ProtocolError(f"Redis key {self.keys.batches!r}: member {name[:80]!r} is not PAIR/BATCH")
+            view = await self.batch(pair, batch, timeout=timeout)
+            if view is not None:
+                found.append(view)
+            else:
+                await self._prune(self.keys.batches, name, timeout)
+        return found
+
+    async def _write_batch(self, pair: str, batch: str, text: Mapping[str, str], timeout: float) -> None:
+        request = {"pair": pair, "batch": batch, "fields": dict(text)}
+        await self._script("batch", [self.keys.batch(pair, batch)], request, timeout)
+
+
+def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]:
+    """Fields of a batch as Redis holds them; ValueError for one that the key table does not have."""
+    unknown = set(fields) - BATCH_FIELDS
+    if unknown:
+        raise ValueError(f"a batch has no fields {sorted(unknown)}")
+    text = {}
+    for name, value in fields.items():
+        if name == "version":
+            text[name] = version_to_text(value if isinstance(value, int | str) else None)
+        else:
+            text[name] = "" if value is None else str(value)[:MAX_FIELD]
+    return text

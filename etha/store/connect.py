@@ -1,0 +1,231 @@
+"""The edge to Redis: client options, retries until a deadline, and errors of our own.
+
+``from_url`` retries nothing, knows no keep-alive and leaves health checks off; here they are explicit.
+A password never leaves this file: whatever is shown or logged is ``redact(url)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import random
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis.asyncio as aioredis
+from redis import exceptions as redis_errors
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError
+from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+#: redis-py's own annotations differ from version to version, and mix str and bytes.
+Client = Any
+
+#: Seconds: to connect, for one answer, between health checks of an idle connection, of a pause between tries.
+CONNECT_TIMEOUT = 3.0
+ANSWER_TIMEOUT = 5.0
+HEALTH_CHECK = 10.0
+MAX_PAUSE = 0.5
+MAX_CONNECTIONS = 4
+
+
+def redact(url: str) -> str:
+    """``url`` with the password, wherever it stands, replaced by ``***``."""
+    try:
+        parts = urlsplit(url)
+        user, at, host = parts.netloc.rpartition("@")
+        name, colon, _ = user.partition(":")
+        secret = {"password", "ssl_password"}
+        query = urlencode(
+            [(k, "***" if k in secret else v) for k, v in parse_qsl(parts.query, keep_blank_values=True)], safe="*/"
+        )
+        netloc = (f"{name}:***" if colon else name) + at + host
+        return urlunsplit((parts.scheme, netloc, parts.path, query, ""))
+    except ValueError:
+        return "(malformed URL)"
+
+
+def _options(url: str, **options: Any) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "protocol": 2,  # plain replies in every version of redis-py; 3 turns pub/sub into push messages
+        "decode_responses": True,
+        "encoding_errors": "replace",  # foreign bytes are for ``records`` to refuse, not for the parser to die of
+        "socket_connect_timeout": CONNECT_TIMEOUT,
+        "socket_timeout": ANSWER_TIMEOUT,
+        "retry": Retry(ExponentialBackoff(cap=0.2, base=0.01), 1),
+        **options,
+    }
+    if not url.startswith("unix:"):
+        common["socket_keepalive"] = True
+        # A dead host is noticed after 10 + 3 x 3 s, where the platform can tell it so.
+        wanted = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+        common["socket_keepalive_options"] = {
+            getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)
+        }
+    return common
+
+
+def make_pool(url: str, **options: Any) -> Any:
+    """A bounded pool that waits for a free connection; ConfigError when ``url`` cannot be read."""
+    options = _options(url, **options)
+    try:
+        return aioredis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
+    except ValueError as error:
+        raise ConfigError(
+            f"Redis URL {redact(url)} cannot be read ({error}): use redis://, rediss:// or unix://, for example "
+            f"redis://user:password@host:6379/0 or unix://user:password@/path/redis.sock"
+        ) from None
+
+
+#: What passes when the server is back, has loaded, has failed over or has memory again.
+_PASSING = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.ReadOnlyError,
+    redis_errors.OutOfMemoryError,
+    redis_errors.TryAgainError,
+    redis_errors.ClusterDownError,
+    OSError,
+    TimeoutError,
+)
+
+
+class Unreachable(Exception):
+    """This try failed, a later one may not."""
+
+
+@contextmanager
+def translated(url: str, what: str) -> Iterator[None]:
+    """Foreign errors become ours; those that pass with time become ``Unreachable``."""
+    try:
+        yield
+    except EthaError:
+        raise
+    except (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError) as error:
+        raise ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password") from None
+    except redis_errors.InvalidResponse as error:
+        raise ProtocolError(f"{redact(url)} does not speak the Redis protocol: {error}") from None
+    except (ssl.SSLCertVerificationError, ssl.CertificateError) as error:
+        raise ConfigError(f"Redis at {redact(url)}: the certificate is not accepted: {error}") from None
+    except _PASSING as error:
+        certificate = "CERTIFICATE_VERIFY_FAILED" in str(error)
+        if certificate:
+            raise ConfigError(f"Redis at {redact(url)}: the certificate is not accepted: {error}") from None
+        raise Unreachable(str(error) or type(error).__name__) from error
+    except redis_errors.ResponseError as error:
+        if str(error).startswith(("BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")):
+            raise Unreachable(str(error)) from error
+        if "WRONGPASS" in str(error) or "NOAUTH" in str(error):
+            raise ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password") from None
+        raise ProtocolError(f"Redis at {redact(url)} cannot {what}: {error}") from None
+
+
+class Connection:
+    """Commands to one Redis: each is tried until its deadline, through outages.
+
+    ``revive`` is called before a try that follows a failed one (the embedded server may have to be started).
+    """
+
+    def __init__(self, url: str, prefix: str, revive: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.url = url
+        self._prefix = prefix
+        self._revive = revive
+        self._pool = make_pool(url, health_check_interval=HEALTH_CHECK)
+        self._client: Client = aioredis.Redis(connection_pool=self._pool)
+
+    async def call(self, what: str, work: Callable[[Client], Awaitable[T]], timeout: float) -> T:
+        """``work`` with the client, again and again until it gets through; it must bear being repeated.
+
+        ``timeout`` in seconds, ``math.inf`` waits for ever; then RedisUnavailableError.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        pause, cause = 0.02, f"no answer within {timeout:g} s"
+        while True:
+            try:
+                async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+                    with translated(self.url, what):
+                        return await work(self._client)
+            except Unreachable as error:
+                cause = str(error)
+            except TimeoutError:
+                pass
+            left = deadline - loop.time()
+            if left <= 0:
+                raise RedisUnavailableError(
+                    f"Redis at {redact(self.url)} could not be reached within {timeout:g} s to {what}: {cause}"
+                )
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(MAX_PAUSE, pause * 2)
+            if self._revive is not None:
+                await self._try_to_revive(deadline)
+
+    async def _try_to_revive(self, deadline: float) -> None:
+        assert self._revive is not None
+        try:
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+                await self._revive()
+        except (EthaError, TimeoutError) as error:
+            log.warning("the Redis server at %s could not be started again: %s", redact(self.url), error)
+
+    async def script(self, name: str, keys: Sequence[str], request: dict[str, Any], timeout: float) -> Any:
+        """Run ``name``.lua; its answer without the envelope, or the error that it describes."""
+        text = await self.raw_script(name, keys, request, timeout)
+        answer = json.loads(text)
+        if "error" in answer:
+            raise Refused(answer)
+        return answer["ok"]
+
+    async def raw_script(self, name: str, keys: Sequence[str], request: dict[str, Any], timeout: float) -> Any:
+        """Run ``name``.lua and return what Redis answers."""
+        argument = json.dumps(
+            {
+                **request,
+                "prefix": self._prefix,
+                "history": int(HISTORY_LEASE * 1000),
+                "registration": int(REGISTRATION_LEASE * 1000),
+                "max_events": MAX_EVENTS,
+            }
+        )
+        script = self._client.register_script(script_text(name))
+        return await self.call(name.replace("_", " "), lambda _: script(keys=keys, args=[argument]), timeout)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        await self._pool.disconnect()
+
+
+class Refused(Exception):
+    """What a script answered instead of doing it; ``held`` are members that the caller is to look at first."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(answer["text"])
+        held = answer.get("held")
+        self.held: list[dict[str, Any]] = held if isinstance(held, list) else []
+        self.code, self.text, self.reason = str(answer["error"]), str(answer["text"]), str(answer.get("reason", ""))
+
+    def as_error(self) -> EthaError:
+        if self.code == "config":
+            return ConfigError(self.text)
+        if self.code == "peer_lost":
+            return PeerLostError(self.text, reason=self.reason, outcome="aborted")
+        return ProtocolError(self.text)
+
+
+@cache
+def script_text(name: str) -> str:
+    """The text of ``name``.lua behind the functions that all scripts share."""
+    here = Path(__file__).parent
+    return (here / "common.lua").read_text() + (here / f"{name}.lua").read_text()

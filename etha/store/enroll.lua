@@ -1,0 +1,38 @@
+-- One rank registers a batch. KEYS: batch. The roster of a generation is KEYS[1]:ranks:GENERATION.
+local key, who = KEYS[1], req.side .. '/' .. string.format('%d', req.rank)
+local B = hash(key)
+local generation = math.max(number(B.generation), req.known_generation)
+local function roster(g) return key .. ':ranks:' .. string.format('%d', g) end
+
+-- The same call once more, because its answer was lost.
+for g = generation, math.max(1, generation - 1), -1 do
+  if redis.call('HGET', roster(g), 'token:' .. who) == req.token then return ok({generation = g}) end
+end
+if req.epoch < number(B.epoch) then
+  return refuse('peer_lost', 'pair ' .. req.pair .. ' is at epoch ' .. B.epoch .. ', ' .. req.side .. ' rank '
+    .. string.format('%d', req.rank) .. ' registers batch ' .. req.batch .. ' at epoch '
+    .. string.format('%d', req.epoch) .. ': call init_pair again', {reason = 'relaunched'})
+end
+local open = B.state == 'registering' and number(B.epoch) == req.epoch and number(B.generation) == generation
+if not open then
+  generation = generation + 1
+  redis.call('HSET', key, 'state', 'registering', 'generation', string.format('%d', generation),
+    'epoch', string.format('%d', req.epoch), 'last_error', '')
+  redis.call('HSETNX', key, 'seq', '0')
+  redis.call('SADD', PREFIX .. 'batches', req.pair .. '/' .. req.batch)
+  event('registering', 'pair', req.pair, 'batch', req.batch, 'epoch', req.epoch, 'generation', generation)
+end
+local list = roster(generation)
+if redis.call('HSET', list, who, req.record) == 1 then redis.call('HINCRBY', list, 'entries', 1) end
+redis.call('HSET', list, 'token:' .. who, req.token)
+redis.call('PEXPIRE', list, req.registration)
+local state, entries = 'registering', number(redis.call('HGET', list, 'entries'))
+if entries >= req.expected then
+  state = 'registered'
+  redis.call('HSET', key, 'state', state)
+  event('registered', 'pair', req.pair, 'batch', req.batch, 'epoch', req.epoch, 'generation', generation)
+end
+keep(PREFIX .. 'batches')
+keep(key)
+changed(key, state)
+return ok({generation = generation})

@@ -1,0 +1,254 @@
+"""Every key that Etha keeps in Redis, in one table; pure.
+
+``docs/redis.md`` is ``python -m etha.store.keys``. All keys lie under ``etha:{NAMESPACE}:``, braces included,
+so that a namespace lives in one slot of a Redis Cluster. Each key has a lease, renewed by whoever needs it;
+nothing is left behind for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from etha.config import check_name
+
+#: Lease of an agent's record and how often it is renewed, in seconds.
+AGENT_LEASE = 10.0
+AGENT_BEAT = 3.0
+#: Lease of what a registration needs while it lasts (layouts, manifests, rosters), in seconds.
+REGISTRATION_LEASE = 3600.0
+#: Lease of what outlives its agents (pairs, batches, events), in seconds after the last change.
+HISTORY_LEASE = 7 * 86400.0
+#: How many entries the stream of events keeps, about.
+MAX_EVENTS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyKind:
+    """One row of the key table: ``pattern`` without the namespace, upper-case parts are variables."""
+
+    pattern: str
+    type: str
+    owner: str
+    fields: Mapping[str, str]
+    doc: str
+
+
+_HISTORY = "7 days after the last change"
+_REGISTRATION = "1 hour, renewed by every agent that waits for the registration"
+
+TABLE: tuple[KeyKind, ...] = (
+    KeyKind(
+        pattern="server",
+        type="hash",
+        owner="the namespace; leased, renewed by every agent",
+        fields={"id": "random hex: two URLs that show the same id are one Redis"},
+        doc="Which Redis this is. Written by the first agent, restored by the others after data loss.",
+    ),
+    KeyKind(
+        pattern="agent:ID",
+        type="hash",
+        owner="that agent; leased for 10 s, renewed every 3 s",
+        fields={
+            "host": "what counts as one host (ETHA_HOST_ID)",
+            "device": "`cpu` or `cuda-GPU-<uuid>`",
+            "pid": "process id on its host",
+            "address": "HOST:PORT of its links (data on PORT+1)",
+            "public_key": "CURVE public key, hex",
+            "started_at": "seconds since 1970",
+            "version": "version of Etha",
+            "beats": "how often the lease was renewed",
+        },
+        doc="One agent. An agent whose record is gone is dead.",
+    ),
+    KeyKind(
+        pattern="agents",
+        type="set",
+        owner="each agent adds itself; readers remove ids whose record is gone",
+        fields={},
+        doc="Ids of agents.",
+    ),
+    KeyKind(
+        pattern="pair:PAIR",
+        type="hash",
+        owner=f"the pair's members; leased, {_HISTORY}",
+        fields={
+            "state": "`forming` (never formed), `formed`, or `lost` (waits for its members to call init_pair again)",
+            "epoch": "number of the last forming, 0 before the first; never goes back",
+            "sides": "JSON list of the two side names",
+            "world_sizes": "JSON object side -> ranks of its current launch",
+            "launches": "JSON object side -> id of its current launch",
+            "formed_launches": "JSON object side -> launch of the last epoch",
+            "retired": "JSON object side -> ids of launches that were superseded, at most 16",
+            "autos": "JSON object side -> how many launches told by occupancy it has had",
+            "reason": "of a lost pair: `relaunched`, `closed` or `died`",
+            "error": "of a lost pair: who and why, for people",
+        },
+        doc="A link between two sides.",
+    ),
+    KeyKind(
+        pattern="pair:PAIR:SIDE",
+        type="hash",
+        owner=f"the side's workers, through their agents; leased, {_HISTORY}",
+        fields={
+            "RANK": "JSON object: agent, host, pid, start (clock ticks after boot), launch, "
+            "epoch (which epoch this member waits for or is in)"
+        },
+        doc="Who holds which rank of a side.",
+    ),
+    KeyKind(
+        pattern="pairs",
+        type="set",
+        owner=f"whoever joins a pair; leased, {_HISTORY}; readers remove names whose hash is gone",
+        fields={},
+        doc="Names of pairs.",
+    ),
+    KeyKind(
+        pattern="batch:PAIR:BATCH",
+        type="hash",
+        owner=f"the pair's agents; leased, {_HISTORY}",
+        fields={
+            "state": "`registering`, `registered`, `moving`, `refused`, `closed`",
+            "generation": "number of the registration, from 1; grows with each",
+            "epoch": "of the pair, when the generation began",
+            "seq": "number of the last transfer, over all generations and epochs",
+            "version": "what the tensors hold: the label of the last transfer",
+            "tensors": "how many",
+            "bytes": "of the whole batch, all targets",
+            "digest": "of the plan, hex",
+            "transport": "how the last transfer moved",
+            "last_seconds": "duration of the last transfer",
+            "last_error": "of the last transfer or registration, empty when it worked",
+        },
+        doc="A batch on one pair.",
+    ),
+    KeyKind(
+        pattern="batch:PAIR:BATCH:ranks:GENERATION",
+        type="hash",
+        owner=f"the registering ranks; leased, {_REGISTRATION}",
+        fields={
+            "SIDE/RANK": "what that rank registered, short JSON",
+            "token:SIDE/RANK": "which call wrote it, so that a repeated one changes nothing",
+            "closed:SIDE/RANK": "that rank has closed the batch",
+            "agent:ID": "digest of the plan that this agent computed",
+            "entries": "how many ranks are there",
+            "closed": "how many of them have closed the batch",
+        },
+        doc="The roster of one registration. Stays readable after its ranks have gone on to the next.",
+    ),
+    KeyKind(
+        pattern="batches",
+        type="set",
+        owner=f"whoever registers; leased, {_HISTORY}; readers remove names whose hash is gone",
+        fields={},
+        doc="PAIR/BATCH of every batch.",
+    ),
+    KeyKind(
+        pattern="manifest:DIGEST",
+        type="hash",
+        owner=f"the agents that registered it; leased, {_REGISTRATION}",
+        fields={"NAME": "short JSON: one tensor's shape, dtype and layout digest"},
+        doc="What one or many ranks registered, stored once. `manifest:DIGEST:part:TOKEN` while being written.",
+    ),
+    KeyKind(
+        pattern="layout:DIGEST",
+        type="hash",
+        owner=f"the agents that registered it; leased, {_REGISTRATION}",
+        fields={"json": "the layout: mesh and placements"},
+        doc="One layout, stored once, whatever the number of ranks and tensors that have it.",
+    ),
+    KeyKind(
+        pattern="events",
+        type="stream",
+        owner=f"the namespace; capped at about {MAX_EVENTS} entries; leased, {_HISTORY}",
+        fields={"kind": "what happened", "...": "pair, side, rank, batch, epoch, seq, reason: what fits"},
+        doc="One line for each thing that happened, for `XRANGE` and `etha status --watch`.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Full key names of one namespace."""
+
+    namespace: str
+
+    def __post_init__(self) -> None:
+        check_name("namespace", self.namespace)
+
+    @property
+    def prefix(self) -> str:
+        return f"etha:{{{self.namespace}}}:"
+
+    @property
+    def server(self) -> str:
+        return f"{self.prefix}server"
+
+    @property
+    def agents(self) -> str:
+        return f"{self.prefix}agents"
+
+    @property
+    def pairs(self) -> str:
+        return f"{self.prefix}pairs"
+
+    @property
+    def batches(self) -> str:
+        return f"{self.prefix}batches"
+
+    @property
+    def events(self) -> str:
+        return f"{self.prefix}events"
+
+    def agent(self, agent: str) -> str:
+        return f"{self.prefix}agent:{check_name('agent', agent)}"
+
+    def pair(self, pair: str) -> str:
+        return f"{self.prefix}pair:{check_name('pair', pair)}"
+
+    def side(self, pair: str, side: str) -> str:
+        return f"{self.pair(pair)}:{check_name('side', side)}"
+
+    def batch(self, pair: str, batch: str) -> str:
+        return f"{self.prefix}batch:{check_name('pair', pair)}:{check_name('batch', batch)}"
+
+    def roster(self, pair: str, batch: str, generation: int) -> str:
+        return f"{self.batch(pair, batch)}:ranks:{generation}"
+
+    def manifest(self, digest: str) -> str:
+        return f"{self.prefix}manifest:{check_name('digest', digest)}"
+
+    def layout(self, digest: str) -> str:
+        return f"{self.prefix}layout:{check_name('digest', digest)}"
+
+
+def markdown() -> str:
+    """The key table as ``docs/redis.md`` shows it."""
+    lines = [
+        "# What Etha keeps in Redis",
+        "",
+        "Generated by `python -m etha.store.keys > docs/redis.md`; edit the table in `etha/store/keys.py`.",
+        "",
+        "Every key begins with `etha:{NAMESPACE}:`, braces included (a hash tag: a namespace lives in one slot of a",
+        "Redis Cluster). Values are readable: numbers, names, short JSON, ids as hex. A pub/sub channel named as the",
+        "key carries a wake-up whenever the key changed; a lost one costs latency, never correctness.",
+        "",
+        "```sh",
+        "redis-cli hgetall 'etha:{default}:pair:weights'",
+        "redis-cli -s $ETHA_RUNTIME_DIR/redis.sock xrevrange 'etha:{default}:events' + - COUNT 10   # embedded server",
+        "```",
+        "",
+        "| key | type | lease or owner | holds |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.doc} |" for k in TABLE]
+    for kind in TABLE:
+        if kind.fields:
+            lines += ["", f"## `{kind.pattern}`", "", kind.doc, "", "| field | meaning |", "|---|---|"]
+            lines += [f"| `{name}` | {doc} |" for name, doc in kind.fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,218 @@
+"""Pairs: who holds which rank of which side, and whether both sides are complete.
+
+Every change is one Lua script; what a script cannot know (does a process of this host live, has an agent renewed
+its lease since we asked) is found out here, and the script is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import asdict
+from typing import Any
+
+from etha.config import check_name
+from etha.errors import ConfigError
+from etha.store.connect import Client, Refused
+from etha.store.process import alive
+from etha.store.records import MAX_WORLD, Member, PairState, PairView, Reason, side_names
+from etha.store.session import Membership, Session
+
+
+class Pairs(Session):
+    """The pair half of the store."""
+
+    async def join(
+        self,
+        pair: str,
+        side: str,
+        remote: str,
+        *,
+        rank: int,
+        world_size: int,
+        member: Member,
+        launch: str | None,
+        timeout: float | None = None,
+    ) -> PairView:
+        """Take ``rank`` of ``side`` for ``member``; the view tells whether that completed the pair.
+
+        Does not wait for the others: watch ``keys.pair(pair)`` and read ``pair_state``. A repeated call of the same
+        worker changes nothing. ConfigError: names or sizes disagree, or the rank's holder is alive.
+        PeerLostError("relaunched"): ``launch`` was superseded.
+        """
+        if side == remote:
+            raise ConfigError(f"pair {pair}: local and remote name are both {side!r}, a pair links two sides")
+        if not 1 <= world_size <= MAX_WORLD or not 0 <= rank < world_size:
+            raise ConfigError(f"pair {pair}: rank {rank} is not in side {side} of world_size {world_size}")
+        if launch is not None and not 0 < len(launch) <= 500:
+            raise ConfigError(f"launch id of {len(launch)} characters: 1 to 500 are allowed")
+        if self._owned.agent is None or self._owned.agent.id != member.agent:
+            raise ConfigError(f"agent {member.agent} joins pair {pair} before it has published its record")
+        keys = [self.keys.pair(pair), self.keys.side(pair, side), self.keys.side(pair, remote)]
+        request: dict[str, Any] = {
+            "pair": pair,
+            "side": side,
+            "remote": remote,
+            "rank": rank,
+            "world": world_size,
+            "member": member.holder(),
+            "dead": {},
+            "known_epoch": self._known_epoch(pair),
+        }
+        if launch is not None:
+            request["launch"] = launch
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limit(timeout)
+        while True:
+            try:
+                done = await self._connection.script("join", keys, request, deadline - loop.time())
+                break
+            except Refused as refusal:
+                dead = await self._dead(refusal.held, member.host, deadline)
+                if not dead:
+                    raise refusal.as_error() from None
+                request["dead"].update(dead)
+        mine = Membership(request={**request, "dead": {}}, member=member)
+        known = self._owned.memberships.get((pair, side, rank))
+        if known is not None and member.is_same(known.member):
+            mine.member, mine.view = known.member, known.view
+        self._owned.memberships[pair, side, rank] = mine
+        view = await self.pair(pair, timeout=deadline - loop.time())
+        if view is None:  # Redis has lost it since; the lease puts it back
+            return PairView(name=pair, state="forming", epoch=int(done["epoch"]))
+        return view
+
+    async def leave(
+        self, pair: str, side: str, rank: int, member: Member, reason: Reason, *, timeout: float | None = None
+    ) -> bool:
+        """Give the rank up if it is still ``member``'s; a formed pair is lost by that. True if it was."""
+        mine = self._owned.memberships.get((pair, side, rank))
+        if mine is not None and mine.member.is_same(member):
+            del self._owned.memberships[pair, side, rank]
+        keys = [self.keys.pair(pair), self.keys.side(pair, side)]
+        request = {"pair": pair, "side": side, "rank": rank, "member": member.holder(), "reason": reason}
+        async with self._changing:
+            return bool(await self._script("leave", keys, request, timeout))
+
+    async def pair(self, pair: str, *, timeout: float | None = None) -> PairView | None:
+        """The pair and all its members, read at one moment; None when there is none."""
+        key = self.keys.pair(pair)
+
+        async def read(client: Client) -> PairView | None:
+            values = await client.hgetall(key)
+            while values:
+                names = side_names(key, values)
+                pipe = client.pipeline(transaction=True).hgetall(key)
+                for name in names:
+                    pipe.hgetall(self.keys.side(pair, name))
+                values, *members = await pipe.execute()
+                if values and side_names(key, values) == names:
+                    return PairView.read(key, pair, values, dict(zip(names, members, strict=True)))
+            return None
+
+        view = await self._connection.call(f"read {key}", read, self._limit(timeout))
+        if view is not None:
+            self._owned.see(view)
+        return view
+
+    async def pair_state(self, pair: str, *, timeout: float | None = None) -> PairState | None:
+        """The pair without its members: one small read, whatever the number of ranks."""
+        key, names = self.keys.pair(pair), ("state", "epoch", "reason", "error")
+
+        async def read(client: Client) -> PairState | None:
+            values = dict(zip(names, await client.hmget(key, list(names)), strict=True))
+            if values["state"] is None and values["epoch"] is None:
+                return None
+            return PairState.from_redis(key, pair, {k: v for k, v in values.items() if v is not None})
+
+        return await self._connection.call(f"read {key}", read, self._limit(timeout))
+
+    async def pairs(self, *, timeout: float | None = None) -> list[PairView]:
+        """All pairs of the namespace, by name."""
+        names = await self._connection.call(
+            f"read {self.keys.pairs}", lambda client: client.smembers(self.keys.pairs), self._limit(timeout)
+        )
+        found = []
+        for name in sorted(names):
+            view = await self.pair(check_name("pair", name), timeout=timeout)
+            if view is not None:
+                found.append(view)
+            else:
+                await self._prune(self.keys.pairs, name, timeout)
+        return found
+
+    def _known_epoch(self, pair: str) -> int:
+        seen = [m.view.epoch for (name, _, _), m in self._owned.memberships.items() if name == pair and m.view]
+        return max(seen, default=0)
+
+    async def _dead(self, held: list[dict[str, Any]], host: str, deadline: float) -> dict[str, bool]:
+        """The holders as the script names dead processes, or nothing as soon as one of them lives."""
+        found: dict[str, bool] = {}
+        verdicts: dict[str, bool] = {}
+        for holder in held:
+            agent, pid, start = holder["agent"], int(holder["pid"]), int(holder["start"])
+            if holder["host"] == host:
+                gone = not alive(pid, start)
+            else:
+                if agent not in verdicts:
+                    verdicts[agent] = await self._agent_died(agent, deadline)
+                gone = verdicts[agent]
+            if not gone:
+                return {}
+            found[f"{holder['host']}/{pid}/{start}"] = True
+        return found
+
+    async def _agent_died(self, agent: str, deadline: float) -> bool:
+        """Wait until the lease of ``agent`` is renewed (False) or ends (True); False when the deadline comes first.
+
+        A lease tells only that its agent lived up to ten seconds ago. An agent that lives reports the death of
+        its workers itself, so a renewal after we asked vouches for them.
+        """
+        loop = asyncio.get_running_loop()
+        key = self.keys.agent(agent)
+
+        async def beats() -> str | None:
+            return await self._connection.call(
+                f"read {key}",
+                lambda client: client.hget(key, "beats"),
+                deadline - loop.time(),
+            )
+
+        try:
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+                async with self._watches.changes(key) as changed:
+                    first = await beats()
+                    while first is not None:
+                        await changed()
+                        now = await beats()
+                        if now is not None and now != first:
+                            return False
+                        first = now
+        except TimeoutError:
+            return False
+        return True
+
+    async def _restore_pair(self, pair: str, side: str, rank: int, timeout: float) -> None:
+        """Put one of our ranks back after Redis has lost it; a rank that still waited joins again."""
+        async with self._changing:
+            mine = self._owned.memberships.get((pair, side, rank))
+            if mine is None:
+                return
+            remote = mine.request["remote"]
+            keys = [self.keys.pair(pair), self.keys.side(pair, side), self.keys.side(pair, remote)]
+            if mine.view is None or mine.member.epoch > mine.view.epoch:
+                request = {**mine.request, "known_epoch": self._known_epoch(pair)}
+                await self._script("join", keys, request, timeout)
+                return
+            view = mine.view
+            known = {
+                "epoch": view.epoch,
+                "state": view.state,
+                "reason": view.reason or "",
+                "error": view.error,
+                "sides": sorted(view.sides),
+                "world_sizes": {name: s.world_size for name, s in view.sides.items()},
+                "launches": {name: s.launch for name, s in view.sides.items()},
+            }
+            request = {"pair": pair, "side": side, "rank": rank, "member": asdict(mine.member), "known": known}
+            await self._script("restore", keys, request, timeout)

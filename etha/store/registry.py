@@ -1,0 +1,158 @@
+"""The store: what agents read and write in Redis to find each other. Metadata only, no tensor goes through it.
+
+async with await Store.open(url, namespace, timeout=30) as store:
+    await store.publish_agent(record)
+    view = await store.join("weights", "trainer", "inference", rank=0, world_size=2, member=me, launch=None)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from etha.errors import ProtocolError
+from etha.store.connect import Client, Connection, redact
+from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, Keys
+from etha.store.lease import Lease
+from etha.store.watch import Callback, Watches
+
+log = logging.getLogger(__name__)
+
+
+class Store(Lease):
+    """One agent's view of one namespace in one Redis; see ``Pairs``, ``Batches`` and ``Lease`` for the calls.
+
+    Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). Through an
+    outage calls wait and try again until it has passed, then raise RedisUnavailableError. What Redis holds is
+    checked when read: ProtocolError names the key.
+    """
+
+    _task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls, url: str, namespace: str, *, timeout: float, revive: Callable[[], Awaitable[None]] | None = None
+    ) -> Store:
+        """Connect and start the task that keeps leases and subscriptions; ``close`` ends it.
+
+        ``revive`` is awaited between tries while the server does not answer: the embedded one is started again.
+        ConfigError: the URL, user or password is wrong. RedisUnavailableError: nobody answered in time.
+        """
+        keys = Keys(namespace)
+        connection = Connection(url, keys.prefix, revive)
+        store = cls(connection, keys, Watches(url), timeout)
+        try:
+            store.identity = await _identify(connection, keys, timeout)
+        except BaseException:
+            await connection.close()
+            raise
+        store._task = asyncio.get_running_loop().create_task(store._run(), name=f"store {redact(url)}")
+        return store
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def url(self) -> str:
+        """Where it is connected to, fit to be shown: without the password."""
+        return redact(self._connection.url)
+
+    async def close(self) -> None:
+        """End the tasks and connections; what was published stays until it is withdrawn or its lease ends."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        try:
+            await asyncio.wait([task])
+        finally:
+            await self._connection.close()
+
+    def watch(self, key: str, callback: Callback) -> AbstractContextManager[None]:
+        """While entered, ``callback()`` is called once subscribed, at every change of ``key`` and every 2 s."""
+        return self._watches.watch(key, callback)
+
+    def changes(self, key: str) -> AbstractAsyncContextManager[Callable[[], Any]]:
+        """``async with store.changes(key) as changed:`` read, decide, ``await changed()``, read again."""
+        return self._watches.changes(key)
+
+    async def event(self, kind: str, *, timeout: float | None = None, **fields: object) -> None:
+        """Add a line to the stream of events."""
+        key = self.keys.events
+        line: dict[Any, Any] = {"kind": kind, **{name: str(value) for name, value in fields.items()}}
+
+        async def write(client: Client) -> None:
+            pipe = client.pipeline(transaction=False)
+            pipe.xadd(key, line, maxlen=MAX_EVENTS, approximate=True)
+            pipe.pexpire(key, int(HISTORY_LEASE * 1000))
+            await pipe.execute()
+
+        await self._connection.call(f"write {key}", write, self._limit(timeout))
+
+    async def events(
+        self, count: int = 100, *, after: str = "-", timeout: float | None = None
+    ) -> list[tuple[str, dict[str, str]]]:
+        """The last ``count`` events as (id, fields), oldest first; ``after`` an id: only later ones."""
+        least = after if after == "-" else f"({after}"
+        found = await self._connection.call(
+            f"read {self.keys.events}",
+            lambda client: client.xrevrange(self.keys.events, "+", least, count=count),
+            self._limit(timeout),
+        )
+        return [(str(at), {str(k): str(v) for k, v in fields.items()}) for at, fields in reversed(found)]
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watches.run())
+                group.create_task(self._keep())
+        except BaseExceptionGroup:
+            log.exception("the store's own tasks ended: leases are no longer kept")
+            raise
+
+
+async def _identify(connection: Connection, keys: Keys, timeout: float) -> str:
+    async def read(client: Client) -> str | None:
+        pipe = client.pipeline(transaction=True)
+        pipe.hsetnx(keys.server, "id", uuid.uuid4().hex)
+        pipe.pexpire(keys.server, int(HISTORY_LEASE * 1000))
+        pipe.hget(keys.server, "id")
+        found = (await pipe.execute())[-1]
+        return None if found is None else str(found)
+
+    identity = await connection.call(f"read {keys.server}", read, timeout)
+    if identity is None or not 0 < len(identity) <= 100:
+        raise ProtocolError(f"Redis key {keys.server!r}: field 'id' is {identity!r}, expected 1 to 100 characters")
+    return identity
+
+
+async def identify(url: str, namespace: str, *, timeout: float) -> str:
+    """The ``identity`` of the Redis at ``url``, to tell whether it is the one that a store is open at."""
+    keys = Keys(namespace)
+    connection = Connection(url, keys.prefix)
+    try:
+        return await _identify(connection, keys, timeout)
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def opened(
+    url: str, namespace: str, *, timeout: float, revive: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[Store]:
+    """``Store.open`` and ``close`` in one."""
+    store = await Store.open(url, namespace, timeout=timeout, revive=revive)
+    try:
+        yield store
+    finally:
+        await store.close()

@@ -1,0 +1,88 @@
+"""What the parts of the store share: the connection, the key names, the wake-ups, and what this agent owns.
+
+Owned is what must be put back when Redis has lost it: the agent's record, its ranks' memberships, its batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from etha.store.connect import Connection, Refused
+from etha.store.keys import Keys
+from etha.store.records import AgentRecord, Member, PairView
+from etha.store.watch import Watches
+
+#: Batches that this agent has closed but whose seq it still remembers.
+MAX_CLOSED = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class Membership:
+    """One rank that a worker of this agent holds, as it was last seen; ``view`` is None before the pair formed."""
+
+    request: dict[str, Any]
+    member: Member
+    view: PairView | None = None
+
+
+@dataclass(slots=True)
+class Owned:
+    """What this agent puts back after Redis has lost it."""
+
+    agent: AgentRecord | None = None
+    memberships: dict[tuple[str, str, int], Membership] = field(default_factory=dict)
+    batches: OrderedDict[tuple[str, str], dict[str, str]] = field(default_factory=OrderedDict)
+    enrolled: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
+    registration_keys: set[str] = field(default_factory=set)
+
+    def see(self, view: PairView) -> None:
+        """Remember what a read of a pair told about our ranks."""
+        for side, members in view.sides.items():
+            for rank, member in members.members.items():
+                mine = self.memberships.get((view.name, side, rank))
+                if mine is not None and member.is_same(mine.member) and member.epoch >= mine.member.epoch:
+                    mine.member = member
+                    if member.epoch == view.epoch:
+                        mine.view = view
+
+    def remember_batch(self, pair: str, batch: str, fields: dict[str, str]) -> None:
+        self.batches.setdefault((pair, batch), {}).update(fields)
+        self.batches.move_to_end((pair, batch))
+
+    def forget_batches(self) -> None:
+        """Drop the oldest batches in which no rank of ours is enrolled, beyond ``MAX_CLOSED``."""
+        if len(self.batches) <= MAX_CLOSED:
+            return
+        open_now = {(pair, batch) for pair, batch, _, _ in self.enrolled}
+        idle = [key for key in self.batches if key not in open_now]
+        for key in idle[: len(self.batches) - MAX_CLOSED]:
+            del self.batches[key]
+
+
+class Session:
+    """Base of the store's parts."""
+
+    def __init__(self, connection: Connection, keys: Keys, watches: Watches, timeout: float) -> None:
+        self.keys = keys
+        self.timeout = timeout
+        self._connection = connection
+        self._watches = watches
+        self._owned = Owned()
+        # Putting back a membership must not overtake its leaving.
+        self._changing = asyncio.Lock()
+
+    def _limit(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else timeout
+
+    async def _script(self, name: str, keys: list[str], request: dict[str, Any], timeout: float | None) -> Any:
+        try:
+            return await self._connection.script(name, keys, request, self._limit(timeout))
+        except Refused as refusal:
+            raise refusal.as_error() from None
+
+    async def _prune(self, key: str, name: str, timeout: float | None) -> None:
+        """Remove a name from an index whose hash is gone; whoever writes that hash adds it again."""
+        await self._connection.call(f"prune {key}", lambda client: client.srem(key, name), self._limit(timeout))

@@ -1,0 +1,228 @@
+"""The small process above the embedded Redis server: starts it, holds the lock, leaves when nobody needs it.
+
+    python supervisor.py RUNTIME_DIR --binary PATH [--grace S] [--timeout S] [--report FD]
+
+One line goes to FD: ``running PID``, ``failed TEXT``. Two locks: ``redis.start`` is held while somebody starts a
+server, so late comers block until that is decided; ``redis.lock`` for as long as a supervisor lives, its pid inside.
+Standard library only, and run by its path, so that it costs a few MB and no import of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SOCKET, LOCK, START = "redis.sock", "redis.lock", "redis.start"
+_PR_SET_PDEATHSIG = 1
+_COUNT_AGENTS = b"""
+local count, cursor = 0, '0'
+repeat
+  local page = redis.call('SCAN', cursor, 'MATCH', 'etha:{*}:agent:*', 'COUNT', 1000)
+  cursor, count = page[1], count + #page[2]
+until cursor == '0'
+return count
+"""
+
+
+class Failed(Exception):
+    """The server could not be started; the text goes to whoever asked for it."""
+
+
+def ask(path: Path, *words: bytes, timeout: float) -> bytes:
+    """First line of the server's answer to one command, without the line end; OSError when there is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(timeout)
+        link.connect(str(path))
+        link.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words))
+        answer = b""
+        while not answer.endswith(b"\r\n") and len(answer) < 4096:
+            if not (more := link.recv(4096)):
+                raise ConnectionResetError("closed while answering")
+            answer += more
+        return answer.removesuffix(b"\r\n")
+
+
+def answers(path: Path, timeout: float) -> bool:
+    """Does a server answer PING at ``path``?"""
+    try:
+        return ask(path, b"PING", timeout=timeout) == b"+PONG"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, what: str) -> Iterator[None]:
+    """Break whatever blocks inside after ``seconds`` (SIGALRM: this process has one thread)."""
+
+    def ring(*_: object) -> None:
+        raise Failed(f"{what}: not within {seconds:.1f} s")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def lock(path: Path) -> int:
+    """Wait for the lock at ``path`` and hold it until the descriptor is closed."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], deque[bytes]]:
+    """The server, once it says that it is ready; it dies with this process. Its last lines of log with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    options = ["--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700", "--dir", str(path.parent)]
+    options += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", "", "--loglevel", "notice"]
+    server = subprocess.Popen(
+        [binary, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=path.parent,
+        preexec_fn=die_with_parent,
+    )
+    assert server.stdout is not None
+    tail: deque[bytes] = deque(maxlen=20)
+    try:
+        for line in server.stdout:
+            tail.append(line)
+            if b"ready to accept connections" in line.lower():
+                break
+        else:
+            raise Failed(f"{binary} ended with {server.wait()}: " + b" | ".join(tail).decode(errors="replace"))
+        if not answers(path, 5):
+            raise Failed(f"{binary} is up but does not answer at {path}")
+    except BaseException:
+        server.kill()
+        server.wait()
+        raise
+    return server, tail
+
+
+def serve(server: subprocess.Popen[bytes], path: Path, grace: float) -> int:
+    """Stay until told to go (SIGTERM), the server ends, or no agent has had a lease for ``grace`` seconds."""
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stop = []
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.append(True))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    assert server.stdout is not None
+    os.set_blocking(server.stdout.fileno(), False)
+    with selectors.DefaultSelector() as ready:
+        ready.register(wake_read, selectors.EVENT_READ)
+        ready.register(server.stdout, selectors.EVENT_READ)
+        last_needed = time.monotonic()
+        look = min(5.0, grace / 4)
+        next_look = last_needed + look
+        while not stop and server.poll() is None:
+            for key, _ in ready.select(max(0.0, next_look - time.monotonic())):
+                # The log is read so that the server never blocks on it; nobody needs it any more.
+                if not os.read(key.fd, 65536):
+                    ready.unregister(key.fileobj)
+            if time.monotonic() < next_look:
+                continue
+            if needed(path):
+                last_needed = time.monotonic()
+            elif time.monotonic() - last_needed >= grace:
+                break
+            next_look = time.monotonic() + look
+    return end(server, path)
+
+
+def needed(path: Path) -> bool:
+    """Has any agent in any namespace a lease? A server too busy to tell is needed."""
+    try:
+        return ask(path, b"EVAL", _COUNT_AGENTS, b"0", timeout=5) != b":0"
+    except OSError:
+        return True
+
+
+def end(server: subprocess.Popen[bytes], path: Path) -> int:
+    """Stop the server, gently at first; 0 when it was running until now."""
+    was_running = server.poll() is None
+    if was_running:
+        server.terminate()
+        try:
+            server.wait(3)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+    path.unlink(missing_ok=True)
+    return 0 if was_running else 1
+
+
+def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: Callable[[str], None]) -> int:
+    """Serve, or find that somebody else does."""
+    os.umask(0o077)
+    path = runtime / SOCKET
+    until = time.monotonic() + timeout
+    with deadline(timeout, "starting the embedded Redis server"):
+        starting = lock(runtime / START)
+        if answers(path, min(5.0, timeout)):
+            report(f"running {os.getpid()}")
+            return 0
+    with deadline(until - time.monotonic(), f"the Redis server at {path} neither answers nor ends"):
+        held = lock(runtime / LOCK)
+    with deadline(until - time.monotonic(), f"starting {binary}"):
+        server, _ = start_server(binary, path)
+    os.ftruncate(held, 0)
+    os.write(held, b"%d\n" % os.getpid())
+    report(f"running {os.getpid()}")
+    os.close(starting)
+    return serve(server, path, grace)
+
+
+def main(arguments: list[str]) -> int:
+    """Detach from whoever started us, then supervise."""
+    parser = argparse.ArgumentParser(description="Supervisor of the embedded Redis server.")
+    parser.add_argument("runtime", type=Path)
+    parser.add_argument("--binary", required=True)
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds without any agent before leaving")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for the start")
+    parser.add_argument("--report", type=int, help="descriptor for the one line that says how it went; else detach not")
+    given = parser.parse_args(arguments)
+    # Detached, we are nobody's child: no zombie is left in the agent, no Ctrl-C of its terminal reaches us.
+    if given.report is not None:
+        if os.fork():
+            return 0
+        os.setsid()
+
+    def report(line: str) -> None:
+        if given.report is not None:
+            with contextlib.suppress(OSError):  # whoever asked has gone meanwhile
+                os.write(given.report, line.replace("\n", " ").encode()[:4000] + b"\n")
+                os.close(given.report)
+
+    try:
+        return supervise(given.runtime.absolute(), given.binary, given.grace, given.timeout, report)
+    except (Failed, OSError) as error:
+        report(f"failed {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
