@@ -1,0 +1,140 @@
+"""The agent's descriptor socket: authenticated connections that bring file descriptors by SCM_RIGHTS.
+
+Each belongs to one session and lives as long: its end is how the agent hears that a living process has
+let go of the bus. Anything unexpected closes a connection with one log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from etha.bus.codec import Envelope, Failure, Malformed, Reply, Request, decode, encode
+from etha.bus.handshake import Attach, Descriptors, Done
+from etha.bus.packets import PacketConnection, close_all
+from etha.bus.process import Credentials
+from etha.errors import EthaError, ProtocolError
+
+log = logging.getLogger(__name__)
+
+#: Connections that have not said yet whose they are.
+MAX_STRANGERS = 256
+_ACCEPT_PAUSE = 0.5
+
+
+class Attachments:
+    """Accepts connections on ``listener`` (owned) and hands each to ``on_attach(attachment, session)``."""
+
+    def __init__(
+        self, listener: socket.socket, uid: int, on_attach: Callable[[Attachment, str], None], timeout: float
+    ) -> None:
+        self._listener = listener
+        self._uid = uid
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self.on_attach = on_attach
+        self.strangers: set[Attachment] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop listening and drop those who belong to no session; idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for stranger in list(self.strangers):
+            stranger.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # out of descriptors: the listener stays readable, so look away
+                log.error("cannot accept a descriptor connection: %s", error)
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(_ACCEPT_PAUSE, self._resume)
+                return
+            credentials = Credentials.of_socket(connection)
+            if credentials.uid != self._uid or len(self.strangers) >= MAX_STRANGERS:
+                log.warning("refused a descriptor connection of process %d, uid %d", credentials.pid, credentials.uid)
+                connection.close()
+                continue
+            self.strangers.add(Attachment(self, connection, credentials, self._timeout))
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+
+class Attachment:
+    """One descriptor connection; ``credentials`` are the kernel's."""
+
+    def __init__(self, owner: Attachments, connection: socket.socket, credentials: Credentials, timeout: float) -> None:
+        self.credentials = credentials
+        self._owner = owner
+        self._packets = PacketConnection(connection, self._packet, self._ended)
+        self._timer = asyncio.get_running_loop().call_later(timeout, self.close)
+        self._take: Callable[[dict[str, Any], list[int]], None] | None = None
+        self._gone: Callable[[], None] | None = None
+
+    def serve(self, take: Callable[[dict[str, Any], list[int]], None], gone: Callable[[], None]) -> None:
+        """It belongs to a session now: ``take(header, fds)`` owns the fds, ``gone()`` hears of its end."""
+        self._take, self._gone = take, gone
+        self._timer.cancel()
+        self._owner.strangers.discard(self)
+
+    def close(self) -> None:
+        """Idempotent; ``gone`` is not called."""
+        self._timer.cancel()
+        self._owner.strangers.discard(self)
+        self._packets.close()
+
+    def _ended(self, text: str) -> None:
+        if text:
+            log.warning("dropped the descriptor connection of process %d: %s", self.credentials.pid, text)
+        self.close()
+        if self._gone is not None:
+            self._gone()
+
+    def _packet(self, data: bytes, fds: list[int]) -> None:
+        try:
+            request = decode(data)
+            if not isinstance(request, Request):
+                raise Malformed(f"a {type(request).__name__} instead of a request")
+        except Malformed as error:
+            close_all(fds)
+            return self._ended(str(error))
+        try:
+            self._handle(request, fds)
+        except EthaError as error:
+            self._answer(Failure(request.id, error))
+            if self._take is None:
+                self._ended(str(error))
+        except Exception as error:
+            log.exception("descriptors of process %d could not be taken", self.credentials.pid)
+            self._answer(Failure(request.id, EthaError(f"the agent failed: {type(error).__name__}: {error}")))
+        else:
+            self._answer(Reply(request.id, Done()))
+
+    def _handle(self, request: Request, fds: list[int]) -> None:
+        match request.message:
+            case Descriptors(header=header) if self._take is not None:
+                return self._take(header, fds)
+            case Attach(session=session) if self._take is None and not fds:
+                return self._owner.on_attach(self, session)
+        close_all(fds)
+        raise ProtocolError(f"{type(request.message).__name__} is not expected here")
+
+    def _answer(self, envelope: Envelope) -> None:
+        try:
+            self._packets.send(encode(envelope))
+        except OSError as error:
+            if not self._packets.closed:
+                self._ended(f"an answer cannot be sent: {error.strerror}")

@@ -1,0 +1,58 @@
+"""The agent's places in the file system: one lock, and AF_UNIX listeners that only their owner made.
+
+A second ``bind`` of ZeroMQ silently takes a live ipc path over, so listeners are made here, under a
+flock, with their mode set before they can be seen; what a dead agent left is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from etha.config import check_socket_path
+from etha.errors import ConfigError
+
+
+class PathLock:
+    """An exclusive flock on ``path``, which holds the owner's pid as text and is never removed."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Take it; ConfigError that names the owner when another process has it."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise ConfigError(
+                f"process {owner or '?'} already serves {what}: one agent per device and namespace; "
+                f"use that one, another ETHA_NAMESPACE or another ETHA_RUNTIME_DIR"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd: int | None = fd
+
+    def release(self) -> None:
+        """Give it up; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def listen(path: Path, kind: socket.SocketKind, backlog: int = 1024) -> socket.socket:
+    """A listening AF_UNIX socket at ``path``, mode 0600; the caller holds the lock that guards it."""
+    check_socket_path(path)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # taken over by bind: no moment with a wider mode
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        listener.bind(os.fspath(path))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
+    return listener

@@ -1,0 +1,107 @@
+"""Packets with file descriptors on a plain AF_UNIX SOCK_SEQPACKET connection.
+
+Descriptors arrive close-on-exec, bounded in number; a packet that is too large, carries too many or
+cannot be read ends the connection. What the packets mean is the business of ``server`` and ``link``.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+#: Bytes and descriptors of one packet.
+MAX_PACKET = 1 << 16
+MAX_DESCRIPTORS = 64
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+class PacketConnection:
+    """Calls ``on_packet(data, fds)``, which owns the fds, and ``on_end(text)`` once when the other end is gone."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_packet: Callable[[bytes, list[int]], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._on_packet = on_packet
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._room: asyncio.Future[None] | None = None
+        self._loop.add_reader(connection.fileno(), self._ready)
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.fileno() < 0
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one packet; BlockingIOError when the other end does not read, OSError when it is gone."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    async def send_when_room(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send one packet, waiting for room as long as it takes; OSError when the other end is gone."""
+        while True:
+            while self._room is not None:  # somebody waits already: one writer callback per descriptor
+                await asyncio.shield(self._room)
+            try:
+                return self.send(data, fds)
+            except BlockingIOError:
+                self._room = self._loop.create_future()
+                self._loop.add_writer(self._connection.fileno(), self._has_room)
+
+    def close(self) -> None:
+        """End the connection for every holder of it, forked children too; idempotent."""
+        if self.closed:
+            return
+        self._loop.remove_reader(self._connection.fileno())
+        if self._room is not None:
+            self._has_room()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _has_room(self) -> None:
+        self._loop.remove_writer(self._connection.fileno())
+        room, self._room = self._room, None
+        if room is not None and not room.done():
+            room.set_result(None)
+
+    def _ready(self) -> None:
+        while not self.closed:
+            try:
+                data, fds, flags, _ = socket.recv_fds(self._connection, MAX_PACKET, MAX_DESCRIPTORS, _FLAGS)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                return self._end(str(error.strerror))
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > MAX_DESCRIPTORS:
+                close_all(fds)
+                return self._end(f"a packet above {MAX_PACKET} bytes or {MAX_DESCRIPTORS} descriptors")
+            if not data:
+                close_all(fds)
+                return self._end("")
+            try:
+                self._on_packet(data, fds)
+            except Exception:
+                log.exception("a packet could not be handled")
+
+    def _end(self, text: str) -> None:
+        self.close()
+        self._on_end(text)

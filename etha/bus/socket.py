@@ -1,0 +1,101 @@
+"""A plain ZeroMQ socket on an asyncio loop: one reader that drains, sends that never block.
+
+ZMQ_FD is edge-triggered and a send can swallow its edge: so everything is read until EAGAIN, and looked
+at again after each send. Nothing awaits a read, so nothing can cancel one and lose a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+log = logging.getLogger(__name__)
+
+#: Messages read in one go before the loop gets its turn.
+BURST = 128
+
+
+class LoopSocket:
+    """Calls ``on_frames`` with the frames of each message; owns ``socket``. Loop thread only."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[Sequence[zmq.Frame]], None]) -> None:
+        self._socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._draining = False
+        self._again: asyncio.Handle | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._loop.add_reader(self._fd, self._ready)
+        self._soon()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._socket.closed)
+
+    def send(self, *parts: bytes) -> None:
+        """Queue one message; zmq.Again when its pipe is full or gone, EHOSTUNREACH for an unknown peer."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        finally:
+            if not self._draining and self._events() & zmq.POLLIN:
+                self._soon()
+
+    async def writable(self) -> None:
+        """Return once a message could be sent: with IMMEDIATE set, once connected."""
+        self._writable = waiter = self._loop.create_future()
+        self._look()
+        await waiter
+
+    def close(self) -> None:
+        """Stop reading and close at once; idempotent."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._fd)
+        if self._again is not None:
+            self._again.cancel()
+        if self._writable is not None:
+            self._writable.cancel()
+        self._socket.close(0)
+
+    def _events(self) -> int:
+        return int(self._socket.getsockopt(zmq.EVENTS))
+
+    def _soon(self) -> None:
+        if self._again is None:
+            self._again = self._loop.call_soon(self._ready)
+
+    def _ready(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        self._draining = True
+        try:
+            for _ in range(BURST):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                try:
+                    self._on_frames(frames)
+                except Exception:
+                    log.exception("a message could not be handled")
+                if self._socket.closed:
+                    return
+            else:
+                self._soon()
+        finally:
+            self._draining = False
+        if self._writable is not None:
+            self._look()
+
+    def _look(self) -> None:
+        events = self._events()
+        if events & zmq.POLLIN:
+            self._soon()
+        if events & zmq.POLLOUT and self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+            self._writable = None
