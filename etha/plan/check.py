@@ -1,0 +1,269 @@
+"""check: the coverage proof. From the rows alone, against what the layouts say each rank owns.
+
+For every class and turn: each target element of each holder is written exactly once, with the element
+of the same global index, read inside what the sender owns; each slot takes every contribution once, in
+order; no element is reduced twice; both ends of every link have the same rows in the same order.
+It uses none of the code that made the rows: only the layouts' own tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.errors import PlanError, Violation
+from etha.plan import cells, dtypes
+from etha.plan.cover import cover, same_elements
+from etha.plan.layout import Layout, TensorSpec
+from etha.plan.program import CONTRIBUTE, RESULT, Region, Template
+from etha.plan.violations import Problem
+
+if TYPE_CHECKING:
+    from etha.plan.plan import Plan
+
+Ints = npt.NDArray[np.int64]
+#: (turn, kind, source, target, end) -> what travels there, in order.
+_Rows = dict[tuple[int, int, int, int, str], list[tuple[object, ...]]]
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError with every violation of ``plan``; silent when it is proven."""
+    found = list(plan.violations)
+    for at in range(len(plan.classes)):
+        members = np.flatnonzero(plan.class_of == at)
+        for turn, problem in _Proof(plan, at, plan.names[int(members[0])]).problems():
+            for tensor in members[plan.turn_of[members] == turn].tolist():
+                violation: Violation = problem.of(plan.names[tensor])
+                found.append(violation)
+    if found:
+        raise PlanError(f"the plan has {len(found)} violations, the first: {found[0]}", violations=found)
+
+
+class _Proof:
+    """One class of equal tensors; ``name`` is any of them."""
+
+    def __init__(self, plan: Plan, klass: int, name: str) -> None:
+        self.plan, self.klass = plan, klass
+        self.source, self.target = plan.source[name], plan.target[name]
+        self.shape = self.source.shape
+        wire = dtypes.wire_dtype(self.source.dtype, self.target.dtype)
+        self.itemsize = dtypes.itemsize(wire)
+        self.turns = plan.classes[klass].turns
+        self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
+        self.same: dict[tuple[int, int, int], tuple[str, str] | None] = {}
+        #: (turn, slot number) -> (owner, first index per dim in its local tensor)
+        self.slots: dict[tuple[int, int], tuple[int, list[int]]] = {}
+
+    def problems(self) -> Iterator[tuple[int, Problem]]:
+        """(turn, problem) of everything that is wrong in the class."""
+        sources, targets = self.source.holders(), self.target.holders()
+        for rank in sources:
+            yield from self._slots_of(rank)
+        yield from self._reduced_once()
+        for rank in targets:
+            yield from self._written(rank)
+        yield from self._links(sources, targets)
+
+    def _template(self, side: str, rank: int) -> tuple[Template, dict[int, Region]] | None:
+        template, cache = self.plan.template(self.klass, side, rank)
+        return None if template is None else (template, cache)
+
+    def _owned(self, side: str, rank: int) -> list[tuple[Ints, Ints, int]] | None:
+        """Per dim (local offsets, global starts, local size) of the runs of a rank, from its layout."""
+        key = (side, rank)
+        if key not in self.runs:
+            spec = self.source if side == "source" else self.target
+            self.runs[key] = _owned(spec, rank)
+        return self.runs[key]
+
+    def _written(self, rank: int) -> Iterator[tuple[int, Problem]]:
+        """The rows of a target rank fill its local tensor exactly once, each from where it may read."""
+        shape = self.target.local_shape(rank)
+        assert shape is not None
+        found = self._template("target", rank)
+        for turn in range(self.turns):
+            regions = []
+            if found is not None:
+                template, cache = found
+                for row in range(int(template.rows[turn]), int(template.rows[turn + 1])):
+                    region = template.region_of(int(template.region[row]), cache)
+                    regions.append(region)
+                    sender = int(template.source[row])
+                    origin = None
+                    if template.kind[row] == RESULT:
+                        number = template.make_slot(int(template.slot[row] + template.slots[turn]), 0).number
+                        owner, origin = self.slots.get((turn, number), (-1, None))
+                        if owner != sender:
+                            text = f"slot {number} is not reduced by rank {sender}, from which it is taken"
+                            yield turn, Problem("out_of_source", "target", rank, text)
+                            continue
+                    for problem in self._reads(sender, rank, region, origin):
+                        yield turn, problem
+                    if int(np.prod(region.shape, dtype=np.int64)) * self.itemsize != template.nbytes[row]:
+                        text = f"row {row} says {template.nbytes[row]} bytes of a region of shape {region.shape}"
+                        yield turn, Problem("plan_mismatch", "target", rank, text)
+            missing, doubled = cover(shape, regions)
+            if missing:
+                yield turn, Problem("uncovered", "target", rank, f"{missing} elements are not written")
+            if doubled:
+                yield turn, Problem("double_write", "target", rank, f"{doubled} elements are written more than once")
+
+    def _reads(self, sender: int, rank: int, region: Region, origin: list[int] | None) -> Iterator[Problem]:
+        """Each run of a row takes elements that the sender owns to the same global indices of the receiver."""
+        here, there = self._owned("source", sender), self._owned("target", rank)
+        if here is None or there is None:
+            yield Problem("out_of_source", "target", rank, f"rank {sender} holds nothing of it to read")
+            return
+        for d, runs in enumerate(region.dims):
+            moved = runs if origin is None else runs + np.array([origin[d], 0, 0])
+            key = (id(runs), id(here[d]), id(there[d]))
+            if origin is not None or key not in self.same:
+                self.same[key] = same_elements(moved, here[d], there[d])
+            wrong = self.same[key]
+            if wrong is not None:
+                code, text = wrong
+                yield Problem(code, "target", rank, f"from rank {sender}, dim {d}: {text}")
+
+    def _slots_of(self, rank: int) -> Iterator[tuple[int, Problem]]:
+        """The slots that ``rank`` owns take contribution 0, 1, ... K-1 of one replica row, of the same elements."""
+        found = self._template("source", rank)
+        if found is None or not (found[0].kind == CONTRIBUTE).any():
+            return
+        template, cache = found
+        mine = np.flatnonzero((template.kind == CONTRIBUTE) & (template.target == rank))
+        turn_of = np.searchsorted(template.rows, mine, "right") - 1
+        expected = _row_of(self.source, rank)
+        seen: dict[tuple[int, int], list[int]] = {}
+        for row, turn in zip(mine.tolist(), turn_of.tolist(), strict=True):
+            slot = template.make_slot(int(template.slot[row] + template.slots[turn]), 0)
+            key = (turn, slot.number)
+            order = seen.setdefault(key, [])
+            order.append(int(template.index[row]))
+            region = template.region_of(int(template.region[row]), cache)
+            dense = [
+                runs.tolist() == [[int(runs[0, 0]), 0, size]]
+                for runs, size in zip(region.dims, slot.shape, strict=True)
+            ]
+            origin = [int(runs[0, 0]) for runs in region.dims]
+            sender = int(template.source[row])
+            if not all(dense):
+                yield (
+                    turn,
+                    Problem("uncovered", "source", rank, f"contribution of rank {sender} does not fill its slot"),
+                )
+            elif len(order) == 1:
+                if key in self.slots:
+                    yield turn, Problem("double_write", "source", rank, f"slot {slot.number} has two owners")
+                self.slots[key] = (rank, origin)
+            elif self.slots[key][1] != origin:
+                yield turn, Problem("out_of_source", "source", rank, f"rank {sender} contributes other elements")
+            if order[-1] >= len(expected) or expected[order[-1]] != sender:
+                text = f"contribution {order[-1]} comes from rank {sender}, not from its replica row {expected}"
+                yield turn, Problem("out_of_source", "source", rank, text)
+        for (turn, number), order in seen.items():
+            if order != list(range(len(expected))):
+                text = f"slot {number} takes contributions {order} of {len(expected)}"
+                yield turn, Problem("uncovered", "source", rank, text)
+
+    def _reduced_once(self) -> Iterator[tuple[int, Problem]]:
+        """Slots of one cell do not overlap."""
+        groups: dict[tuple[int, bytes], list[tuple[int, list[int], int]]] = {}
+        shapes: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (turn, number), (owner, origin) in self.slots.items():
+            found = self._template("source", owner)
+            assert found is not None
+            template = found[0]
+            for which in range(int(template.slots[turn]), int(template.slots[turn + 1])):
+                slot = template.make_slot(which, 0)
+                if slot.number == number:
+                    shapes[turn, number] = slot.shape
+            here = self._owned("source", owner)
+            assert here is not None
+            cell = b"".join(starts.tobytes() + b"|" for _, starts, _ in here)
+            groups.setdefault((turn, cell), []).append((number, origin, owner))
+        for (turn, _), slots in groups.items():
+            owner = slots[0][2]
+            local = self.source.local_shape(owner)
+            assert local is not None
+            boxes = [
+                Region(dims=tuple(np.array([[0, lo, n]]) for lo, n in zip(origin, shapes[turn, number], strict=True)))
+                for number, origin, _ in slots
+            ]
+            doubled = cover(local, boxes)[1]
+            if doubled:
+                yield turn, Problem("double_write", "source", owner, f"{doubled} elements are reduced more than once")
+
+    def _links(self, sources: list[int], targets: list[int]) -> Iterator[tuple[int, Problem]]:
+        """Both ends of every link have the same rows in the same order."""
+        sent: _Rows = {}
+        received: _Rows = {}
+        for side, ranks, into in (("source", sources, sent), ("target", targets, received)):
+            for rank in ranks:
+                found = self._template(side, rank)
+                if found is None:
+                    continue
+                for key, row in _link_rows(*found, side, rank):
+                    into.setdefault(key, []).append(row)
+        contributions: dict[tuple[int, int, int], dict[str, list[tuple[object, ...]]]] = {}
+        for key in sorted(sent.keys() | received.keys()):
+            turn, kind, a, b, end = key
+            if kind == CONTRIBUTE:
+                contributions.setdefault((turn, a, b), {})[end] = sent[key]
+                continue
+            if end == "source" and sent[key] != received.get((turn, kind, a, b, "target")):
+                text = f"ranks {a} and {b} disagree on what goes from one to the other"
+                yield turn, Problem("plan_mismatch", "target", b, text)
+            if end == "target" and (turn, kind, a, b, "source") not in sent:
+                yield turn, Problem("plan_mismatch", "target", b, f"rank {a} does not send what rank {b} awaits")
+        for (turn, a, b), ends in contributions.items():
+            if ends.get("source") != ends.get("target"):
+                text = f"ranks {a} and {b} disagree on what one contributes to the other"
+                yield turn, Problem("plan_mismatch", "source", b, text)
+
+
+def _link_rows(
+    template: Template, cache: dict[int, Region], side: str, rank: int
+) -> Iterator[tuple[tuple[int, int, int, int, str], tuple[object, ...]]]:
+    """((turn, kind, source, target, end), what travels) of each row, in order; own contributions from both ends."""
+    columns = (template.kind, template.source, template.target, template.index, template.nbytes, template.region)
+    rows = zip(*(c.tolist() for c in columns), strict=True)
+    bounds, turn = template.rows.tolist(), 0
+    marks: dict[int, bytes] = {}
+    for row, (kind, source, target, index, nbytes, key) in enumerate(rows):
+        while row >= bounds[turn + 1]:
+            turn += 1
+        mark = marks.get(key)
+        if mark is None:
+            dims = template.region_of(key, cache).dims
+            mark = marks[key] = b"".join(runs.tobytes() + b"|" for runs in dims)
+        if kind != CONTRIBUTE:
+            yield (turn, kind, source, target, side), (nbytes, mark)
+            continue
+        if source == rank:
+            yield (turn, kind, source, target, "source"), (index, nbytes, mark)
+        if target == rank:
+            yield (turn, kind, source, target, "target"), (index, nbytes, mark)
+
+
+def _owned(spec: TensorSpec, rank: int) -> list[tuple[Ints, Ints, int]] | None:
+    if spec.present is not None and rank not in spec.present:
+        return None
+    for layout in spec.layouts:
+        where = layout.cell(len(spec.shape), rank)
+        if where is not None:
+            tables = [cells.table(n, s) for n, s in zip(spec.shape, layout.grid(len(spec.shape)).splits, strict=True)]
+            rows = [t.rows_of(c) for t, c in zip(tables, where, strict=True)]
+            return [(t.offset[r], t.start[r], int(t.sizes[c])) for t, r, c in zip(tables, rows, where, strict=True)]
+    return None
+
+
+def _row_of(spec: TensorSpec, rank: int) -> list[int]:
+    """The ranks whose contributions belong with those of ``rank``, by number: read off the mesh itself."""
+    layout: Layout = next(part for part in spec.layouts if rank in part)
+    place = tuple(np.argwhere(layout.ranks == rank)[0])
+    index = tuple(slice(None) if axis.partial else at for axis, at in zip(layout.axes, place, strict=True))
+    row: list[int] = layout.ranks[index].reshape(-1).tolist()
+    return row

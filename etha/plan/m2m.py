@@ -1,0 +1,277 @@
+"""The M2M map: the shape-independent half of a plan, made once per pair of layouts.
+
+Who holds each cell on both sides, how near each holder is, and which replica sends to whom: the same
+agent first, then the same host, else every replica exactly 1/P of the bytes. Both ends evaluate the
+same closed forms, so there is nothing to negotiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.errors import LayoutError
+from etha.plan.layout import Layout
+from etha.plan.placement import Axis, Splits
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+#: A piece is not striped over replicas, nor a reduction divided over peers, below so many bytes each.
+MIN_SLICE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Topology:
+    """Host and agent of each rank, as numbers that are equal where the names are.
+
+    Ranks whose host or agent nobody named are alone on it. ``source_order`` and ``target_order`` sort
+    the ranks of a side by (host, rank). ``names`` is what the digest covers.
+    """
+
+    source_host: Ints
+    target_host: Ints
+    source_agent: Ints
+    target_agent: Ints
+    source_order: Ints
+    target_order: Ints
+    one_agent: bool
+    apart: bool  # no source rank shares an agent or a host with any target rank
+    names: tuple[tuple[str, ...] | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        world_sizes: tuple[int, int],
+        hosts: tuple[Sequence[str] | None, Sequence[str] | None],
+        agents: tuple[Sequence[str] | None, Sequence[str] | None],
+    ) -> Topology:
+        for side, names in (("source_hosts", hosts[0]), ("target_hosts", hosts[1])):
+            _check_names(side, names, world_sizes[side == "target_hosts"])
+        for side, names in (("source_agents", agents[0]), ("target_agents", agents[1])):
+            _check_names(side, names, world_sizes[side == "target_agents"])
+        sh, th = _numbered(hosts, world_sizes)
+        sa, ta = _numbered(agents, world_sizes)
+        both = np.concatenate([sa, ta])
+        return cls(
+            source_host=sh,
+            target_host=th,
+            source_agent=sa,
+            target_agent=ta,
+            source_order=_order(sh),
+            target_order=_order(th),
+            one_agent=bool(len(both) and (both == both[0]).all()),
+            apart=not (np.intersect1d(sh, th).size or np.intersect1d(sa, ta).size),
+            names=tuple(None if n is None else tuple(n) for n in (*hosts, *agents)),
+        )
+
+    def host_of(self, side: str, rank: Ints) -> Ints:
+        return (self.source_host if side == "source" else self.target_host)[rank]
+
+
+def _check_names(what: str, names: Sequence[str] | None, world_size: int) -> None:
+    if names is not None and (isinstance(names, str) or len(names) < world_size):
+        raise LayoutError(
+            f"{what} names {len(names)} ranks, but the layouts reach rank {world_size - 1}: name each rank"
+        )
+
+
+def _numbered(names: tuple[Sequence[str] | None, Sequence[str] | None], sizes: tuple[int, int]) -> tuple[Ints, Ints]:
+    known = {name: i for i, name in enumerate(sorted({n for side in names if side is not None for n in side}))}
+    out, fresh = [], len(known)
+    for side, size in zip(names, sizes, strict=True):
+        if side is None:
+            out.append(np.arange(fresh, fresh + size, dtype=np.int64))
+            fresh += size
+        else:
+            out.append(np.array([known[n] for n in side], dtype=np.int64))
+    return out[0], out[1]
+
+
+def _order(host: Ints) -> Ints:
+    """Place of each rank when sorted by (host, rank)."""
+    order = np.argsort(host, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Holding:
+    """The holders of one grid: ``ranks`` (cells, K, P), -1 where nobody is, real replicas first.
+
+    ``count`` (cells,) are the replicas of each cell that are complete: all K contributions present.
+    """
+
+    splits: tuple[Splits, ...]
+    ranks: Ints
+    count: Ints
+    partial: tuple[tuple[Axis, int], ...]
+
+    def find(self, rank: int) -> tuple[int, int, int] | None:
+        """(flat cell, contribution, replica) of a rank that holds something."""
+        at = np.flatnonzero(self.ranks.reshape(-1) == rank)
+        if not len(at):
+            return None
+        cell, k, p = np.unravel_index(int(at[0]), self.ranks.shape)
+        return int(cell), int(k), int(p)
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """Cells of each dim."""
+        return tuple(int(np.prod([cut[0] for cut in s], dtype=np.int64)) for s in self.splits)
+
+
+def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: int, order: Ints) -> list[Holding]:
+    """The layouts of one name as holders; layouts that cut alike become one, their ranks replicas."""
+    groups: dict[tuple[tuple[Splits, ...], tuple[tuple[Axis, int], ...]], list[Ints]] = {}
+    for layout in sorted(layouts, key=lambda part: int(part.ranks.min())):
+        grid = layout.grid(ndim)
+        groups.setdefault((grid.splits, grid.partial), []).append(grid.ranks)
+    found = []
+    for (splits, partial), tables in groups.items():
+        ranks = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=2)
+        if present is not None:
+            ranks = np.where(np.isin(ranks, np.fromiter(present, dtype=np.int64)), ranks, -1)
+        missing: Bools = np.any(ranks < 0, axis=1)  # (cells, P): a replica without all its contributions is none
+        ranks = np.where(missing[:, None, :], -1, ranks)
+        place = np.where(missing, np.iinfo(np.int64).max, order[np.maximum(ranks[:, 0, :], 0)])
+        by_place = np.argsort(place, axis=1, kind="stable")
+        ranks = np.take_along_axis(ranks, by_place[:, None, :], axis=2)
+        found.append(
+            Holding(
+                splits=splits,
+                ranks=ranks,
+                count=(~missing).sum(axis=1),
+                partial=partial,
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class M2M:
+    """Holders of both sides of a pair of layouts; several source grids are replicas of each other."""
+
+    source: tuple[Holding, ...]
+    target: tuple[Holding, ...]
+    topology: Topology
+    replicas: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", sum(h.ranks.shape[2] for h in self.source))
+
+    def sources(self, cells: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
+        """Holders of joint cells: ranks (M, P) by (host, rank), their grid (M, P), how many (M,)."""
+        parts = [h.ranks[c, 0, :] for h, c in zip(self.source, cells, strict=True)]
+        if len(parts) == 1:
+            return parts[0], np.zeros_like(parts[0]), self.source[0].count[cells[0]]
+        ranks = np.concatenate(parts, axis=1)
+        grid = np.repeat(np.arange(len(parts)), [p.shape[1] for p in parts])
+        place = np.where(ranks < 0, np.iinfo(np.int64).max, self.topology.source_order[np.maximum(ranks, 0)])
+        order = np.argsort(place, axis=1, kind="stable")
+        return np.take_along_axis(ranks, order, axis=1), grid[order], (ranks >= 0).sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """Who sends what: arrays over (turns, pieces, slices, copies).
+
+    ``column`` is the sender's place among the piece's holders. ``parts[m]`` is into how many slices the
+    copies that come from afar are cut along ``dim[m]``; ``whole`` (pieces, copies) are not cut.
+    """
+
+    column: Ints
+    valid: Bools
+    whole: Bools
+    parts: Ints
+    dim: Ints
+
+
+def assign(
+    ranks: Ints,  # (M, P) holders of each piece on the source side
+    count: Ints,  # (M,)
+    copies: Ints,  # (M, Q) holders of its target cell
+    wanted: Ints,  # (M,)
+    ordinal: Ints,  # (M,) number of the piece among those of its source cell
+    degree: Ints,  # (M,) how many there are
+    extents: Ints,  # (M, d)
+    nbytes: Ints,  # (M,)
+    turns: int,
+    topology: Topology,
+    only: int | None = None,
+) -> Assignment:
+    """Choose the senders of the copies of each piece.
+
+    A copy with a holder on its agent, else on its host, comes from such a holder in rotation. The rest:
+    with Q copies and P replicas each piece is cut into k slices so that Q k is a multiple of P, and unit
+    u = q k + s goes to sender floor(u P / (Q k)): every replica sends exactly 1/P. ``only``: the answer
+    for one copy, the same as in the answer for all.
+    """
+    pieces, most = ranks.shape
+    slots = copies.shape[1]
+    q = np.arange(slots, dtype=np.int64)
+    asked = q < wanted[:, None]  # (M, Q)
+    one = slice(None) if only is None else slice(only, only + 1)
+    dim = np.zeros(pieces, dtype=np.int64)
+    parts = np.ones(pieces, dtype=np.int64)
+    if most == 1 or pieces == 0:
+        asked = asked[:, one]
+        valid = (asked & (count > 0)[:, None])[None, :, None, :]
+        column = np.zeros((1, pieces, 1, asked.shape[1]), dtype=np.int64)
+        return Assignment(column=column, valid=valid, whole=np.ones_like(asked), parts=parts, dim=dim)
+    alive = np.maximum(count, 1)
+    # A running number of the copies of a source cell over its pieces and the tensors of the class.
+    serial = np.arange(turns, dtype=np.int64)[:, None] * degree + ordinal  # (W, M)
+    if topology.one_agent:
+        q, asked = q[one], asked[:, one]
+        column = (serial[:, :, None] * wanted[:, None] + q) % alive[:, None]
+        valid = np.broadcast_to(asked & (count > 0)[:, None], column.shape)
+        return Assignment(
+            column=column[:, :, None, :], valid=valid[:, :, None, :], whole=np.ones_like(asked), parts=parts, dim=dim
+        )
+
+    near = np.zeros((pieces, slots), dtype=bool)
+    near_column = np.zeros((turns, pieces, slots), dtype=np.int64)
+    if not topology.apart:
+        here, there = np.maximum(ranks, 0), np.maximum(copies, 0)
+        held = (np.arange(most) < count[:, None])[:, None, :]
+        same = held & (topology.source_agent[here][:, None, :] == topology.target_agent[there][:, :, None])
+        host = held & (topology.source_host[here][:, None, :] == topology.target_host[there][:, :, None])
+        match = np.where(same.any(axis=2, keepdims=True), same, host)  # (M, Q, P)
+        matches = match.sum(axis=2)
+        near = (matches > 0) & asked
+        order = np.argsort(~match, axis=2, kind="stable")
+        pick = (serial[:, :, None] * wanted[:, None] + q) % np.maximum(matches, 1)
+        near_column = np.take_along_axis(np.broadcast_to(order, (turns, *order.shape)), pick[..., None], axis=3)[..., 0]
+
+    far = asked & ~near & (count > 0)[:, None]
+    number = np.cumsum(far, axis=1) - 1
+    total = far.sum(axis=1)
+    parts = np.where(total > 0, alive // np.gcd(alive, np.maximum(total, 1)), 1)
+    parts = np.minimum(parts, np.maximum(nbytes // MIN_SLICE, 1))
+    if extents.shape[1]:
+        long = extents >= parts[:, None]
+        dim = np.where(long.any(axis=1), long.argmax(axis=1), extents.argmax(axis=1))
+        parts = np.minimum(parts, np.take_along_axis(extents, dim[:, None], axis=1)[:, 0])
+    else:
+        parts = np.ones_like(parts)
+    parts = np.maximum(parts, 1)
+    units = np.maximum(total * parts, 1)
+    s = np.arange(int(parts.max()), dtype=np.int64)
+    unit = number[:, None, :] * parts[:, None, None] + s[:, None]  # (M, S, Q)
+    far_column = unit * alive[:, None, None] // units[:, None, None]
+    turn = np.where(units % alive == 0, 0, serial * units)  # even: nothing to rotate
+    far_column = (far_column + turn[:, :, None, None]) % alive[:, None, None]  # (W, M, S, Q)
+    column = np.where(near[:, None, :], near_column[:, :, None, :], far_column)
+    valid = np.where(near[:, None, :], (s == 0)[:, None], far[:, None, :] & (s[:, None] < parts[:, None, None]))
+    return Assignment(
+        column=column[..., one],
+        valid=np.broadcast_to(valid, column.shape)[..., one],
+        whole=(near | (parts == 1)[:, None])[:, one],
+        parts=parts,
+        dim=dim,
+    )
