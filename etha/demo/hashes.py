@@ -13,7 +13,7 @@ def digest(tensor: torch.Tensor) -> str:
     """BLAKE2b of shape, dtype and every byte of a plain tensor, in C order."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     state = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
-    state.update(memoryview(flat.numpy()))
+    state.update(flat.numpy().data)
     return state.hexdigest()
 
 

@@ -71,7 +71,7 @@ class JobFailed(Exception):
 async def run_job(job: str, options: Options, directory: Path, hear: Callable[[Event], None]) -> None:
     """Start one job and follow it to its end; JobFailed unless it ends with status 0. Cancelling kills it."""
     pipe_out, pipe_in = os.pipe()
-    with (directory / f"{job}.log").open("wb") as output:  # noqa: ASYNC230 (a local file, opened once)
+    with (directory / f"{job}.log").open("wb") as output:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "etha.demo.job", job, options.to_json(),

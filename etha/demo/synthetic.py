@@ -113,7 +113,7 @@ async def receive(options: Options, report: Reporter) -> None:
             mesh,
             [placement],
             run_check=False,
-            shape=shape,
+            shape=torch.Size(shape),
             stride=_stride(shape),
         )
     report.tell("ready", parameters=sum(math.prod(shape) for shape in shapes.values()))

@@ -1,0 +1,291 @@
+"""The command line: ``etha agent | status | plan | demo | doctor``.
+
+The only place that prints and configures logging; what a command does lives in the file it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from etha.config import ENVIRONMENT, Settings
+from etha.errors import AgentUnavailableError, EthaError
+
+if TYPE_CHECKING:
+    from etha.demo.events import Event
+    from etha.demo.report import Ledger
+
+# Heavy imports (torch, the client, the demo) stay inside the commands, so that --help answers at once.
+
+#: Under every --help; typer wants an empty line between paragraphs.
+EPILOG = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
+#: For a status call; an agent that takes longer is frozen.
+STATUS_SECONDS = 5.0
+#: Columns where the output is no terminal.
+PLAIN_WIDTH = 132
+
+app = typer.Typer(
+    help="Moves tensors between two PyTorch jobs that were launched separately, from any DTensor layout to any other.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
+
+
+def main() -> None:
+    """Entry point of the ``etha`` command; Etha's own errors become one line and status 1."""
+    try:
+        app()
+    except EthaError as error:
+        err.print(Text(f"{error.code}: {error.message}", "red"))
+        raise SystemExit(1) from None
+
+
+@app.callback()
+def configure(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log debug lines too, to standard error")] = False,
+) -> None:
+    """Set up logging for every command."""
+    handler = RichHandler(console=err, show_path=False, markup=False)
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(message)s", handlers=[handler])
+
+
+@app.command(epilog=EPILOG)
+def agent(
+    device: Annotated[str, typer.Option(help="cpu, cuda:N, or all")] = "cpu",
+    redis: Annotated[str | None, typer.Option(help="URL of Redis; default: $ETHA_REDIS_URL, else embedded")] = None,
+    namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT for links, data on PORT+1")] = None,
+) -> None:
+    """Run an agent in the foreground; SIGTERM lets running transfers finish and leaves cleanly."""
+    from etha.agent import __main__ as daemon
+
+    raise typer.Exit(daemon.run(device=device, redis_url=redis, namespace=namespace, listen=listen))
+
+
+@app.command(epilog=EPILOG)
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again every second, until Ctrl-C")] = False,
+) -> None:
+    """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom."""
+    settings = Settings.from_env()
+    if not watch:
+        show(whole(ask(settings)), as_json)
+        return
+    with stopped_by_ctrl_c():
+        if as_json:
+            while True:
+                show(whole(ask(settings)), as_json)
+                time.sleep(1)
+        with Live(console=out, auto_refresh=False) as live:
+            while True:
+                live.update(status_tables(whole(ask(settings))), refresh=True)
+                time.sleep(1)
+
+
+def addresses(settings: Settings) -> list[str]:
+    """Addresses of this host's agents in the namespace, or the one that ETHA_AGENT names."""
+    if settings.agent:
+        return [settings.agent]
+    return [f"ipc://{path}" for path in sorted((settings.runtime_dir / settings.namespace).glob("*.sock"))]
+
+
+def ask(settings: Settings) -> list[dict[str, Any]]:
+    """What each agent says of itself; AgentUnavailableError when there is none. Starts nothing."""
+    from etha import TensorBusClient
+
+    found: list[dict[str, Any]] = []
+    for address in addresses(settings):
+        try:
+            with TensorBusClient(agent=address, autostart=False, timeout=STATUS_SECONDS) as client:
+                found.append(client.status())
+        except AgentUnavailableError as error:
+            logging.getLogger(__name__).debug("%s", error)  # a socket that its agent left behind
+    if not found:
+        where = settings.agent or settings.runtime_dir / settings.namespace
+        raise AgentUnavailableError(f"no agent is running at {where}; a client starts one, and so does 'etha agent'")
+    return found
+
+
+def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
+    """One agent's status as it is; of several, all pairs and batches together and each alone under "agents"."""
+    if len(agents) == 1:
+        return agents[0]
+    return {
+        "agent": agents[0]["agent"],
+        "pairs": [pair for one in agents for pair in one["pairs"]],
+        "batches": [batch for one in agents for batch in one["batches"]],
+        "agents": agents,
+    }
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """Print a status once."""
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        out.print(status_tables(found))
+
+
+def status_tables(found: dict[str, Any]) -> Group:
+    """Agents, pairs and batches, one table each."""
+    agents = [one["agent"] for one in found.get("agents", [found])]
+    return Group(
+        dict_table("agents", agents, list(dict.fromkeys(key for one in agents for key in one))),
+        dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides"]),
+        dict_table(
+            "batches",
+            found["batches"],
+            ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"],
+        ),
+    )
+
+
+def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:
+    """Rows of plain data under their keys."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row.get(column)) for column in columns))
+    return table
+
+
+def cell(value: Any) -> Text:
+    """A value as a person reads it; never taken for markup."""
+    if value is None or value in ("", [], {}):
+        return Text("-")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Text(f"{value:,}" if value >= 100_000 else str(value))
+    return Text(json.dumps(value) if isinstance(value, dict | list) else str(value))
+
+
+@app.command(epilog=EPILOG)
+def plan(
+    source: Annotated[Path, typer.Argument(help="the source side as JSON", exists=True, dir_okay=False)],
+    target: Annotated[Path, typer.Argument(help="the target side as JSON", exists=True, dir_okay=False)],
+    plot: Annotated[Path | None, typer.Option(help="write a picture to this file, too")] = None,
+) -> None:
+    """Explain how tensors would move from one layout to another; no processes are started.
+
+    A side is {"mesh": [2, 2], "placements": ["S(0)", "R"], "tensors": {"w": {"shape": [8, 8], "dtype": "float32"}}};
+    a tensor may have "mesh" and "placements" of its own, and a nested mesh lists ranks. Placements are S(dim), R,
+    P(sum) and _S(dim, split_factor). A target without "tensors" takes the source's.
+    """
+    from etha.plan import build_plan
+    from etha.planfile import read_sides
+
+    built = build_plan(*read_sides(source, target))
+    built.check()
+    out.print(built.explain(), markup=False, highlight=False)
+    if plot is not None:
+        built.plot(plot)
+
+
+@app.command(epilog=EPILOG)
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 160,
+    every: Annotated[int, typer.Option(min=1, help="steps between two versions")] = 20,
+    synthetic: Annotated[
+        float | None, typer.Option(metavar="GIB", help="move this much random data in Llama-3 8B's proportions instead")
+    ] = None,
+) -> None:
+    """Run the main job here: a trainer and an inference job, launched independently, compared element by element.
+
+    The trainer trains a character GPT on Shakespeare with FSDP2 x TP in 4 processes and sends a version every few
+    steps; the inference job, 2 tensor-parallel asyncio processes, evaluates it on the same held-out text. Exit status
+    1 when an element or a loss differs, or the loss does not fall below 2.5 nats per character in 160 steps.
+    """
+    from etha.demo import launch
+    from etha.demo.options import Options
+    from etha.demo.report import Ledger, table
+
+    options = Options(steps=steps, every=every, synthetic=synthetic)
+    ledger = Ledger(options)
+    started = time.monotonic()
+    with demo_progress(ledger) as tell:
+        try:
+            asyncio.run(launch.run_until_signal(options, tell))
+        except launch.DemoError as error:
+            err.print(Text(f"the demo failed: {error}", "red"))
+            raise typer.Exit(1) from None
+    out.print(table(ledger.rows, synthetic=synthetic is not None))
+    if ledger.rows and ledger.rows[-1].sample:
+        out.print(Text(f"version {ledger.rows[-1].number} writes:\n{ledger.rows[-1].sample}\n"))
+    problems = ledger.verdict()
+    for problem in problems:
+        err.print(Text(problem, "red"))
+    if problems:
+        raise typer.Exit(1)
+    out.print(f"{len(ledger.rows)} versions, every element equal, in {time.monotonic() - started:.0f} s")
+
+
+@contextmanager
+def demo_progress(ledger: Ledger) -> Iterator[Any]:
+    """A bar on a terminal, a line for each version elsewhere; yields what takes the events."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as bars:
+        moving = bars.add_task("starting both jobs", total=None)
+
+        def tell(event: Event) -> None:
+            row = ledger.take(event)
+            if row is not None:
+                loss = "" if row.received_loss is None else f", loss {row.received_loss:.4f}"
+                equal = row.problems[0] if row.problems else f"{row.tensors} tensors equal"
+                bars.console.print(
+                    f"version {row.number}: {row.nbytes:,} bytes at {row.gb_per_s:.2f} GB/s{loss}, {equal}"
+                )
+            elif event.kind == "progress":
+                done, total = (
+                    event.fields[k] for k in (("step", "steps") if "step" in event.fields else ("bytes", "total"))
+                )
+                bars.update(moving, description=event.job, completed=done, total=total)
+
+        yield tell
+
+
+@contextmanager
+def stopped_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the command without a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@app.command(epilog=EPILOG)
+def doctor() -> None:
+    """Try what this machine must be able to do, and say how to mend what fails; exit status 1 if anything does."""
+    from etha.doctor import examine
+
+    findings = examine(Settings.from_env())
+    table = Table()
+    for heading in ("check", "", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.name, Text("ok", "green") if finding.ok else Text("fails", "red"), Text(finding.text))
+    out.print(table)
+    for finding in findings:
+        if not finding.ok:
+            out.print(Text(f"{finding.name}: {finding.mend}", "red"))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,224 @@
+"""``etha doctor``: what this machine must be able to do for Etha, tried for real, and how to mend what fails.
+
+Each check is a function that returns what it found, or raises Failing with the cure. Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import importlib.metadata
+import importlib.util
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from etha.config import Settings
+from etha.errors import EthaError
+from etha.memory.pages import sealed_memfd
+from etha.memory.process import ProcessMemory, allow_reading, start_time
+from etha.memory.reach import ReachError
+from etha.store.connect import redact
+from etha.store.registry import identify
+
+log = logging.getLogger(__name__)
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+REDIS_SECONDS = 5.0
+
+
+class Failing(Exception):
+    """Something does not work; ``mend`` says what to do about it."""
+
+    def __init__(self, message: str, mend: str) -> None:
+        super().__init__(message)
+        self.mend = mend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check; ``mend`` is empty when it passed."""
+
+    name: str
+    ok: bool
+    text: str
+    mend: str = ""
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Run every check; none stops the others."""
+    checks: list[tuple[str, Callable[[Settings], str]]] = [
+        ("python and torch", check_versions),
+        ("device", check_device),
+        ("runtime directory", check_runtime_dir),
+        ("socket path", check_socket_path),
+        ("shared memory", check_shared_memory),
+        ("ptrace scope", check_yama),
+        ("other processes' memory", check_process_memory),
+        ("pidfd", check_pidfd),
+        ("Redis", check_redis),
+        ("uvloop", check_uvloop),
+    ]
+    return [_finding(name, check, settings) for name, check in checks]
+
+
+def _finding(name: str, check: Callable[[Settings], str], settings: Settings) -> Finding:
+    try:
+        return Finding(name=name, ok=True, text=check(settings))
+    except Failing as failing:
+        return Finding(name=name, ok=False, text=str(failing), mend=failing.mend)
+    except EthaError as error:
+        return Finding(name=name, ok=False, text=error.message, mend="the message says which setting to change")
+    except OSError as error:
+        return Finding(
+            name=name, ok=False, text=str(error), mend="the kernel or the container refuses this; see the text"
+        )
+
+
+def check_versions(settings: Settings) -> str:
+    """Python 3.11 to 3.13 and torch of at least 2.11."""
+    text = f"Python {sys.version.split()[0]}, torch {torch.__version__}"
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < (2, 11):
+        raise Failing(text, "Etha needs torch 2.11 or later: pip install --upgrade torch")
+    return text
+
+
+def check_device(settings: Settings) -> str:
+    """What an agent without ``--device`` would own, and the cores for its lanes."""
+    cores = len(os.sched_getaffinity(0))
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} visible), {cores} cores"
+    return f"cpu, {cores} cores (no CUDA device is visible)"
+
+
+def check_runtime_dir(settings: Settings) -> str:
+    """The directory of sockets and locks can be made, is ours, and is closed to others."""
+    try:
+        path = settings.ensure_runtime_dir()
+    except OSError as error:
+        raise Failing(str(error), "set ETHA_RUNTIME_DIR to a directory that you may write to") from None
+    return f"{path}, mode 700"
+
+
+def check_socket_path(settings: Settings) -> str:
+    """Paths of the longest sockets fit into an AF_UNIX address."""
+    path = settings.socket_path("cuda-GPU-00000000-0000-0000-0000-000000000000")
+    return f"{len(os.fsencode(path))} of 107 bytes with the longest device name"
+
+
+def check_shared_memory(settings: Settings) -> str:
+    """A memfd can be made, sealed against shrinking, and opened again through /proc as an agent does."""
+    descriptor = sealed_memfd("etha-doctor", 1 << 20)
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise Failing(
+                f"a memfd took no seals (got {seals:#x})", "the kernel needs memfd_create with sealing (3.17+)"
+            )
+        again = os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR)
+        try:
+            if os.fstat(again).st_ino != os.fstat(descriptor).st_ino:
+                raise Failing("/proc/PID/fd opens another file", "mount /proc of this PID namespace")
+        finally:
+            os.close(again)
+    finally:
+        os.close(descriptor)
+    return "memfd with seals, opened through /proc/PID/fd"
+
+
+def check_yama(settings: Settings) -> str:
+    """What the kernel says on reading other processes; scopes 2 and 3 forbid it altogether."""
+    if not YAMA.exists():
+        return "no Yama in this kernel: processes of one user may read each other"
+    scope = int(YAMA.read_text())
+    if scope >= 2:
+        raise Failing(
+            f"kernel.yama.ptrace_scope is {scope}: no process may read another's memory",
+            "sysctl kernel.yama.ptrace_scope=1, or take tensors from etha.empty / etha.share_module, which are mapped",
+        )
+    return f"ptrace_scope {scope}" + (": workers allow their agent by prctl" if scope == 1 else "")
+
+
+def check_process_memory(settings: Settings) -> str:
+    """A process that does not descend from this one's tensors' owner reads them, as an agent would."""
+    allow_reading()
+    secret = os.urandom(4096)
+    buffer = ctypes.create_string_buffer(secret, len(secret))
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(
+        target=_read_parent,
+        args=(theirs.send_bytes, os.getpid(), start_time(os.getpid()), ctypes.addressof(buffer), len(secret)),
+    )
+    child.start()
+    theirs.close()
+    try:
+        answer = ours.recv_bytes()
+    except EOFError:
+        answer = b"the reading process died"
+    finally:
+        child.join()
+        ours.close()
+    if answer != secret:
+        raise Failing(
+            f"process_vm_readv between two processes of this user failed: {answer.decode(errors='replace')}",
+            "give the container SYS_PTRACE or one PID namespace, or take tensors from etha.empty / etha.share_module",
+        )
+    return "process_vm_readv works between two processes of this user"
+
+
+def _read_parent(answer: Callable[[bytes], None], pid: int, started: int, address: int, size: int) -> None:
+    # A buffer of its own: the parent's lies at the same address in a forked child.
+    mine = np.zeros(size, dtype=np.uint8)
+    local = np.array([[mine.ctypes.data, size]], dtype=np.uint64)
+    try:
+        memory = ProcessMemory(pid, started)
+        memory.read(local, np.array([[address, size]], dtype=np.uint64))
+    except ReachError as error:
+        answer(str(error).encode())
+        return
+    answer(mine.tobytes())
+
+
+def check_pidfd(settings: Settings) -> str:
+    """The kernel tells of a process's death by a descriptor."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise Failing(
+            f"pidfd_open: {error}", "Etha needs Linux 5.4 or later, with pidfd_open allowed by seccomp"
+        ) from None
+    return "pidfd_open works"
+
+
+def check_redis(settings: Settings) -> str:
+    """The server of ETHA_REDIS_URL answers, or there is a binary for the embedded one."""
+    from etha.store.embedded import find_binary
+
+    if settings.redis_url is None:
+        binary = find_binary()
+        return f"embedded server from {binary}"
+    shown = redact(settings.redis_url)
+    try:
+        asyncio.run(identify(settings.redis_url, settings.namespace, timeout=REDIS_SECONDS))
+    except EthaError as error:
+        raise Failing(
+            error.message, f"start the server at {shown}, or unset ETHA_REDIS_URL for the embedded one"
+        ) from None
+    return f"{shown} answers"
+
+
+def check_uvloop(settings: Settings) -> str:
+    """Agents run on uvloop."""
+    if importlib.util.find_spec("uvloop") is None:
+        raise Failing("uvloop is not installed", "pip install uvloop")
+    return f"uvloop {importlib.metadata.version('uvloop')}"
