@@ -1,0 +1,263 @@
+"""The walls of the house (docs/architecture.md), read from the source with ``ast``; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "etha"
+
+#: part -> parts that it may import, itself apart. A module named with a dot is allowed where its whole part is not.
+EDGES: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "plan": {"errors"},
+    "bus": {"errors", "config", "memory.handles"},
+    "store": {"errors", "config"},
+    "peer": {"errors", "config"},
+    "memory": {"errors", "config"},
+    "transport": {"errors", "config", "memory", "plan"},
+    "agent": {"errors", "config", "plan", "bus", "store", "peer", "memory", "transport"},
+    "client": {"errors", "config", "bus", "memory", "plan"},
+    "redistribute": {"errors", "config", "plan"},
+    "integrations": {"", "errors", "config", "client", "plan"},
+    # Above the library: they use it as a user would, and "" is its public face.
+    "": {"errors", "client", "redistribute"},
+    "demo": {""},
+    "doctor": {"errors", "config", "memory", "store"},
+    "planfile": {"errors", "plan"},
+    "cli": {"", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
+}
+
+#: The ``*`` of the design: they compute and do no I/O.
+PURE = {
+    "errors.py",
+    "config.py",
+    *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
+    *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),
+    "bus/messages.py",
+    "bus/codec.py",
+    "bus/schema.py",
+    "store/keys.py",
+    "store/records.py",
+    "memory/handles.py",
+    "peer/messages.py",
+    *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
+    "demo/report.py",
+    "demo/options.py",
+}
+IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess", "uvloop", "torch.distributed"}
+#: torch.distributed is forbidden in pure files but for what planning reads: placements and meshes as values.
+VALUE_MODULES = ("torch.distributed.tensor", "torch.distributed.device_mesh")
+
+#: Files that may look at the environment, and why.
+ENVIRONMENT = {
+    "config.py": "the one place that reads settings",
+    "demo/launch.py": "hands the jobs an environment of their own: torch's and gloo's variables, no foreign launcher's",
+}
+#: Programs: they set up logging because nobody else runs in their process.
+PROGRAMS = {"cli.py", "agent/__main__.py"}
+MAX_LINES = 300
+#: A method of so few lines, with types and a telling name, needs no sentence that repeats it.
+PLAIN_LINES = 3
+
+
+def files() -> list[str]:
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / name).read_text(encoding="utf-8"), filename=name)
+
+
+def part_of(module: str) -> str:
+    """``etha.plan.layout`` is in part "plan", ``etha`` itself in ""."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def home(name: str) -> str:
+    return "" if name == "__init__.py" else name.split("/")[0].removesuffix(".py")
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """Every imported module by its full name, ``from x import y`` as ``x.y`` where that is a module of etha."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno} imports relatively; write the full name"
+            for alias in node.names:
+                if (node.module, alias.name) == ("etha", "__version__"):
+                    continue  # a constant, set before anything else is imported
+                full = f"{node.module}.{alias.name}"
+                path = PACKAGE.parent / full.replace(".", "/")
+                is_module = full.startswith("etha.") and (path.is_dir() or path.with_suffix(".py").exists())
+                yield (full if is_module else str(node.module)), node.lineno
+
+
+@pytest.mark.parametrize("name", files())
+def test_imports_go_downwards_only(name: str) -> None:
+    here = home(name)
+    assert here in EDGES, f"{name} belongs to no part of the house: give it a place in EDGES and docs/architecture.md"
+    wrong = []
+    for module, line in imports(name):
+        if module != "etha" and not module.startswith("etha."):
+            continue
+        there, inside = part_of(module), module.removeprefix("etha").removeprefix(".")
+        if there == here or there in EDGES[here] or inside in EDGES[here]:
+            continue
+        wrong.append(f"{name}:{line}: {here or 'etha'} may not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_inside_imports_an_integration() -> None:
+    wrong = [
+        f"{name}:{line}" for name in files() for module, line in imports(name) if part_of(module) == "integrations"
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name in files() if name in PURE))
+def test_pure_files_do_no_io(name: str) -> None:
+    wrong = []
+    for module, line in imports(name):
+        impure = any(module == bad or module.startswith(f"{bad}.") for bad in IMPURE_MODULES)
+        if impure and not module.startswith(VALUE_MODULES):
+            wrong.append(f"{name}:{line} imports {module}")
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncWith | ast.AsyncFor):
+            wrong.append(f"{name}:{node.lineno} is asynchronous")
+    assert not wrong, "\n".join(wrong)
+
+
+def public(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Public functions, classes and methods; what is inside a function is its own business."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.If | ast.Try):
+            yield from public(node.body, prefix)
+
+
+def needs_no_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, *, method: bool) -> bool:
+    """Overloads, setters, overrides, and methods of a few plain lines."""
+    names = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
+    if names & {"overload", "override", "typing.override", "typing.overload"} or any(
+        n.endswith(".setter") for n in names
+    ):
+        return True
+    lines = (node.body[-1].end_lineno or 0) - node.body[0].lineno + 1
+    return method and not isinstance(node, ast.ClassDef) and lines <= PLAIN_LINES
+
+
+@pytest.mark.parametrize("name", files())
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = tree(name)
+    missing = [] if ast.get_docstring(module) or not module.body else [f"{name}: the module"]
+    inherited = inherited_names(module)
+    for label, node in public(module.body):
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if ast.get_docstring(node) or needs_no_docstring(node, method="." in label) or label in inherited:
+            continue
+        missing.append(f"{name}:{node.lineno}: {label}")
+    assert not missing, "no docstring:\n" + "\n".join(missing)
+
+
+def inherited_names(module: ast.Module) -> set[str]:
+    """``Class.method`` where a base class in the same file documents the method."""
+    classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+
+    def documented(cls: str) -> set[str]:
+        node = classes.get(cls)
+        if node is None:
+            return set()
+        own = {
+            n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(n)
+        }
+        return own.union(*(documented(base.id) for base in node.bases if isinstance(base, ast.Name)))
+
+    return {f"{cls}.{method}" for cls in classes for method in documented(cls)}
+
+
+def library(module: ast.Module) -> Iterator[ast.AST]:
+    """All nodes but those under ``if __name__ == "__main__"``, where a file is a small program."""
+    for statement in module.body:
+        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'"):
+            yield from ast.walk(statement)
+
+
+@pytest.mark.parametrize("name", [name for name in files() if name != "cli.py"])
+def test_only_the_cli_prints_and_configures_logging(name: str) -> None:
+    wrong = []
+    for node in library(tree(name)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in {"print", "sys.stdout.write", "sys.stderr.write", "rich.print", "typer.echo"}:
+                wrong.append(f"{name}:{node.lineno} prints")
+            if called.endswith(("logging.basicConfig", ".addHandler")) and name not in PROGRAMS:
+                wrong.append(f"{name}:{node.lineno} configures logging")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", files())
+def test_no_pickle_and_no_drawers(name: str) -> None:
+    assert Path(name).name not in {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+    assert not [
+        m for m, _ in imports(name) if m.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    ]
+
+
+@pytest.mark.parametrize("name", files())
+def test_only_config_reads_the_environment(name: str) -> None:
+    reads = [
+        node.lineno
+        for node in ast.walk(tree(name))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv", "os.environb"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv"}
+        )
+    ]
+    assert not reads or name in ENVIRONMENT, f"{name}: lines {reads} read the environment; that is config.py's work"
+
+
+@pytest.mark.parametrize("name", files())
+def test_tasks_are_owned_and_failures_told(name: str) -> None:
+    wrong = []
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in {"asyncio.create_task", "asyncio.ensure_future", "asyncio.wait_for"}:
+                wrong.append(f"{name}:{node.lineno}: {called}; use a TaskGroup and asyncio.timeout")
+        if isinstance(node, ast.ExceptHandler) and all(isinstance(s, ast.Pass) for s in node.body):
+            caught = ast.unparse(node.type) if node.type else ""
+            if caught in {"", "Exception", "BaseException"}:
+                wrong.append(f"{name}:{node.lineno}: swallows {caught or 'everything'}")
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            wrong.append(f"{name}:{node.lineno}: __del__")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_long_files_have_a_reason() -> None:
+    reasons = ROOT / "docs" / "architecture.md"
+    text = reasons.read_text(encoding="utf-8") if reasons.exists() else ""
+    for name in files():
+        lines = len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
+        assert lines <= MAX_LINES or f"etha/{name}" in text, f"etha/{name} has {lines} lines: split it by noun"
+
+
+def test_every_variable_is_named_in_the_help() -> None:
+    named = re.findall(r'"(ETHA_[A-Z_]+)"', (PACKAGE / "config.py").read_text(encoding="utf-8"))
+    listed = re.findall(r'^    "(ETHA_[A-Z_]+)":', (PACKAGE / "config.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) == set(listed)
