@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from etha.plan.bounds import PlanStats
+from etha.plan.buckets import Bucket, buckets
+from etha.plan.describe import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.layout import Layout, TensorSpec
 from etha.plan.plan import Plan, build_plan, violations
 from etha.plan.program import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, SEND, RankPlan, Region, Slot
@@ -14,13 +17,20 @@ __all__ = [
     "RECV",
     "RESULT",
     "SEND",
+    "Bucket",
     "Layout",
     "Plan",
+    "PlanStats",
     "RankPlan",
     "Region",
     "Slot",
     "TensorSpec",
+    "buckets",
     "build_plan",
+    "infer_global_shape",
+    "merge_layouts",
+    "resolve_strided",
+    "shape_violations",
     "simulate",
     "violations",
 ]
