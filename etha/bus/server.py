@@ -27,9 +27,12 @@ from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Pu
 from etha.bus.handshake import Done, Goodbye, Hello
 from etha.bus.listen import PathLock, listen
 from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
-from etha.bus.process import Credentials, is_exiting, open_pidfd, start_time
+from etha.bus.process import Credentials, start_time
+from etha.bus.sessions import Session
 from etha.bus.socket import LoopSocket
 from etha.errors import AgentLostError, ConfigError, EthaError, ProtocolError
+
+__all__ = ["BusServer", "Peer", "Service"]
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ class BusServer:
         self._path = path
         self._service = service
         self._uid = os.geteuid()
-        self._peers: dict[bytes, _Session] = {}
-        self._by_key: dict[str, _Session] = {}
+        self._peers: dict[bytes, Session] = {}
+        self._by_key: dict[str, Session] = {}
         self._left = asyncio.Event()
         self._closing = False
 
@@ -139,7 +142,7 @@ class BusServer:
             case _:
                 self._malformed(identity, session, Malformed(f"a {type(envelope).__name__} from a worker"))
 
-    def _request(self, session: _Session, request: Request) -> None:
+    def _request(self, session: Session, request: Request) -> None:
         peer = session.peer
         if isinstance(request.message, Goodbye):
             self._post(peer, Reply(request.id, Done()))
@@ -152,12 +155,8 @@ class BusServer:
             return peer.fail(request.id, ProtocolError("a request before Attach on the descriptor socket"))
         try:
             self._service.received(peer, request)
-        except EthaError as error:
-            peer.fail(request.id, error)
         except Exception as error:
-            log.exception("%r: %s failed", peer, type(request.message).__name__)
-            told = EthaError(f"the agent failed on {type(request.message).__name__}: {type(error).__name__}: {error}")
-            peer.fail(request.id, told.with_traceback(error.__traceback__))
+            peer.fail(request.id, _told(request, error))
 
     def _greet(self, identity: bytes, address: str, envelope: Envelope) -> None:
         if not isinstance(envelope, Request):
@@ -166,15 +165,15 @@ class BusServer:
         try:
             session = self._admit(identity, address, credentials, envelope.message)
             welcome = self._service.hello(session.peer, envelope.message)
-        except EthaError as error:
-            log.info("refused process %d of uid %d: %s", credentials.pid, credentials.uid, error)
-            return self._send(identity, Failure(envelope.id, error))
+        except Exception as error:
+            log.warning("refused process %d of uid %d: %s", credentials.pid, credentials.uid, error)
+            return self._send(identity, Failure(envelope.id, _told(envelope, error)))
         self._peers[identity] = self._by_key[session.peer.key] = session
-        session.watch()
+        session.watch(ATTACH_TIMEOUT)
         self._left.clear()
         self._post(session.peer, Reply(envelope.id, replace(welcome, session=session.peer.key)))
 
-    def _admit(self, identity: bytes, address: str, credentials: Credentials, message: object) -> _Session:
+    def _admit(self, identity: bytes, address: str, credentials: Credentials, message: object) -> Session:
         if credentials.uid != self._uid:
             raise ConfigError(
                 f"the agent at {self._path} belongs to uid {self._uid} and serves no process of "
@@ -194,9 +193,9 @@ class BusServer:
             hello=message,
             post=self._post,
         )
-        return _Session(self, peer, address)
+        return Session(peer, address, self._end)
 
-    def _malformed(self, identity: bytes, session: _Session | None, error: Malformed) -> None:
+    def _malformed(self, identity: bytes, session: Session | None, error: Malformed) -> None:
         """A request that can be answered is; anything else ends the session it came in. One line each."""
         log.warning("dropped from %s: %s", session.peer if session else "a stranger", error)
         if error.id:
@@ -218,7 +217,8 @@ class BusServer:
             if isinstance(envelope, Push) and envelope.id:
                 return
             log.warning("%r does not read: %d messages wait for it; its session ends", peer, HIGH_WATER)
-            self._end(self._peers[peer.identity], "died")
+            if peer.identity in self._peers:
+                self._end(self._peers[peer.identity], "died")
 
     def _send(self, identity: bytes, envelope: Envelope) -> None:
         """Hand one message to ZeroMQ; zmq.Again when the worker does not read."""
@@ -245,9 +245,9 @@ class BusServer:
             raise ProtocolError("no such session, or it has its descriptor connection already")
         if attachment.credentials != Credentials(session.peer.pid, session.peer.uid):
             raise ProtocolError(f"{session.peer!r} attached from process {attachment.credentials.pid}")
-        session.attach(attachment)
+        session.attach(attachment, self._service.descriptors)
 
-    def _end(self, session: _Session, reason: Reason) -> None:
+    def _end(self, session: Session, reason: Reason) -> None:
         peer = session.peer
         if peer.gone:
             return
@@ -261,51 +261,10 @@ class BusServer:
         self._service.gone(peer, reason)
 
 
-class _Session:
-    """What the server holds for one peer: its pidfd, its descriptor connection, the time it has to attach."""
-
-    def __init__(self, server: BusServer, peer: Peer, address: str) -> None:
-        self.peer = peer
-        self.address = address
-        self._server = server
-        self._attachment: Attachment | None = None
-        self._pidfd: int | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def attached(self) -> bool:
-        return self._attachment is not None
-
-    def watch(self) -> None:
-        self._timer = self._server._loop.call_later(ATTACH_TIMEOUT, self._end, "closed")
-        self._pidfd = open_pidfd(self.peer.pid)
-        if self._pidfd is not None:
-            self._server._loop.add_reader(self._pidfd, self._end, "died")
-        elif self.peer.pid:
-            self._server._loop.call_soon(self._end, "died")
-
-    def attach(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        attachment.serve(self._descriptors, self._disconnected)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def release(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._pidfd is not None:
-            self._server._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
-        if self._attachment is not None:
-            self._attachment.close()
-
-    def _descriptors(self, header: dict[str, object], fds: list[int]) -> None:
-        self._server._service.descriptors(self.peer, header, fds)
-
-    def _disconnected(self) -> None:
-        # Descriptors close before the pidfd tells of a death: ask which of the two it is.
-        self._end("died" if self.peer.pid and is_exiting(self.peer.pid) else "closed")
-
-    def _end(self, reason: Reason) -> None:
-        self._server._end(self, reason)
+def _told(request: Request, error: Exception) -> EthaError:
+    """``error`` as a worker may hear it; one that is not ours is a mistake in the agent, and logged."""
+    if isinstance(error, EthaError):
+        return error
+    name = type(request.message).__name__
+    log.error("the agent failed on %s", name, exc_info=error)
+    return EthaError(f"the agent failed on {name}: {type(error).__name__}: {error}").with_traceback(error.__traceback__)

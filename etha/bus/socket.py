@@ -45,7 +45,7 @@ class LoopSocket:
                 self._soon()
 
     async def writable(self) -> None:
-        """Return once a message could be sent: with IMMEDIATE set, once connected."""
+        """Return once a message could be sent (with IMMEDIATE set, once connected) or the socket is closed."""
         self._writable = waiter = self._loop.create_future()
         self._look()
         await waiter
@@ -57,8 +57,9 @@ class LoopSocket:
         self._loop.remove_reader(self._fd)
         if self._again is not None:
             self._again.cancel()
-        if self._writable is not None:
-            self._writable.cancel()
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
         self._socket.close(0)
 
     def _events(self) -> int:

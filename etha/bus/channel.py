@@ -1,0 +1,161 @@
+"""The worker's sockets to one agent: DEALER and descriptor connection, and the pidfd that watches it.
+
+Carries envelopes and says once when the agent is gone; requests and their futures are ``link``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from etha.bus.codec import MAX_MESSAGE, Envelope, Malformed, decode, encode
+from etha.bus.packets import PacketConnection, close_all
+from etha.bus.process import Credentials, is_exiting, open_pidfd
+from etha.bus.socket import LoopSocket
+from etha.config import check_socket_path
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError
+
+#: Messages that may wait on either side of an agent or a worker that does not read.
+HIGH_WATER = 1000
+
+
+def dial(path: Path) -> socket.socket:
+    """A connection to the descriptor socket of the agent at ``path`` (``.../cpu.sock``), non-blocking.
+
+    It says at once whether anybody listens: AgentUnavailableError.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(os.fspath(check_socket_path(path.with_suffix(".fds"))))
+    except OSError as error:
+        connection.close()
+        why = {
+            errno.ENOENT: "nothing is there",
+            errno.ECONNREFUSED: "the agent that was there is gone",
+            errno.EACCES: "it belongs to another user",
+            errno.EAGAIN: "it takes no connections, is it stopped?",
+        }.get(error.errno or 0, str(error.strerror))
+        raise AgentUnavailableError(f"no agent answers at {path}: {why}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listens(path: Path) -> bool:
+    """True when an agent listens at ``path`` (``.../cpu.sock``)."""
+    try:
+        dial(path).close()
+    except AgentUnavailableError:
+        return False
+    return True
+
+
+class Channel:
+    """Made by ``open``; calls ``on_envelope``, and ``on_end(text)`` once when the agent is gone or broke the rules.
+
+    ``pid`` is the kernel's word on the agent, 0 when this pid namespace does not show it.
+    """
+
+    def __init__(
+        self, path: Path, on_envelope: Callable[[Envelope | Malformed], None], on_end: Callable[[str], None]
+    ) -> None:
+        """Connect both sockets; AgentUnavailableError when nobody listens, ConfigError for another user's agent."""
+        self._on_envelope = on_envelope
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._address: str | None = None
+        self._pidfd: int | None = None
+        connection = dial(path)
+        credentials = Credentials.of_socket(connection)
+        if credentials.uid != os.geteuid():
+            connection.close()
+            raise ConfigError(
+                f"the agent at {path} runs as uid {credentials.uid}, this process as uid {os.geteuid()}: "
+                f"set ETHA_RUNTIME_DIR to a directory of your own"
+            )
+        self.pid = credentials.pid
+        self._packets = PacketConnection(connection, self._packet, self._disconnected)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.RECONNECT_IVL, -1),  # another agent on the same path knows nothing of this session
+            (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE),
+        ):
+            dealer.setsockopt(option, value)
+        dealer.connect(f"ipc://{path}")
+        self._socket = LoopSocket(dealer, self._frames)
+        self._pidfd = open_pidfd(self.pid)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._died)
+
+    @property
+    def agent(self) -> str:
+        """The agent, as messages name it."""
+        return f"the agent (process {self.pid})" if self.pid else "the agent"
+
+    async def ready(self) -> None:
+        """Return once messages can be posted, or the channel is closed."""
+        await self._socket.writable()
+
+    def post(self, envelope: Envelope) -> None:
+        """Send on the bus; AgentLostError when the agent takes no more."""
+        try:
+            self._socket.send(encode(envelope))
+        except zmq.Again:
+            raise AgentLostError(f"{self.agent} takes no messages, {HIGH_WATER} wait: is it stopped?") from None
+
+    async def pack(self, envelope: Envelope, fds: Sequence[int] = ()) -> None:
+        """Send on the descriptor connection, waiting for room as long as it takes."""
+        try:
+            await self._packets.send_when_room(encode(envelope), fds)
+        except OSError as error:
+            raise AgentLostError(f"{self.agent} cannot be given descriptors: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close everything at once; idempotent, ``on_end`` is not called."""
+        if self._socket.closed:
+            return
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        self._packets.close()
+        self._socket.close()
+        self._context.term()
+
+    def _died(self) -> None:
+        self._on_end(f"{self.agent} died")
+
+    def _disconnected(self, text: str) -> None:
+        if self.pid and is_exiting(self.pid):  # descriptors close before the pidfd tells
+            return self._died()
+        self._on_end(f"{self.agent} ended the session" + (f": {text}" if text else ""))
+
+    def _frames(self, frames: Sequence[zmq.Frame]) -> None:
+        address = str(frames[0].get("Peer-Address"))
+        if address != self._address:
+            if Credentials.of_address(address).pid != self.pid:
+                return self._on_end(f"another process than {self.agent} answers on its bus")
+            self._address = address
+        self._decoded(frames[0].buffer)
+
+    def _packet(self, data: bytes, fds: list[int]) -> None:
+        close_all(fds)
+        self._decoded(data)
+
+    def _decoded(self, data: bytes | memoryview) -> None:
+        try:
+            envelope: Envelope | Malformed = decode(data)
+        except Malformed as error:
+            envelope = error
+        self._on_envelope(envelope)

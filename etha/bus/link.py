@@ -1,0 +1,263 @@
+"""The worker's end of the bus: one session with one agent, futures by request id.
+
+Lives on one event loop, asyncio's or uvloop's, in the user's process. The agent's death arrives by its
+pidfd and by the end of the descriptor connection, never by a timeout; then everything pending fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from etha.bus.calls import Answer, Call
+from etha.bus.channel import Channel
+from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
+from etha.bus.handshake import Attach, Descriptors, Goodbye, Hello, Welcome
+from etha.bus.packets import MAX_DESCRIPTORS
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+
+log = logging.getLogger(__name__)
+
+#: Seconds that an agent has beyond a call's deadline, and to confirm a cancellation or a goodbye.
+GRACE = 1.0
+#: Seconds from which on a timeout is none.
+_FOREVER = 1e9
+_CLOSED = "this client is closed"
+
+
+class AgentLink:
+    """One session; made by ``connect``, ended by ``close`` or ``abort``.
+
+    ``welcome`` is the agent's answer to Hello, ``agent_pid`` the kernel's word on it (0: not visible
+    from this pid namespace), ``lost`` a future whose *result* is an AgentLostError once the session is
+    over for any reason. Loop thread only. In a forked child every call raises ConfigError.
+    """
+
+    welcome: Welcome
+
+    def __init__(self, path: Path, on_push: Callable[[Any], None] | None = None) -> None:
+        """Not for users, a link without a session: see ``connect``."""
+        self._loop = asyncio.get_running_loop()
+        self._owner = os.getpid()
+        self._ids = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self.on_push = on_push
+        self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
+        self._channel = Channel(path, self._received, self._lose)
+        self.agent_pid = self._channel.pid
+
+    @classmethod
+    async def connect(
+        cls, path: Path, hello: Hello, *, timeout: float, on_push: Callable[[Any], None] | None = None
+    ) -> AgentLink:
+        """A session with the agent that serves ``path``; ``on_push`` gets pushes that belong to no request.
+
+        Raises AgentUnavailableError when nobody listens there or the agent does not answer in time, and
+        whatever the agent refuses ``hello`` with (ConfigError, ProtocolError).
+        """
+        link = cls(path, on_push)
+        try:
+            async with asyncio.timeout(timeout if timeout < _FOREVER else None):
+                await link._open(hello)
+        except TimeoutError:
+            link.abort()
+            raise AgentUnavailableError(
+                f"{link._channel.agent} at {path} did not answer within {timeout:g} s: is it stopped or overloaded?"
+            ) from None
+        except AgentLostError as error:
+            link.abort()
+            raise AgentUnavailableError(f"no session with the agent at {path}: {error}") from error
+        except BaseException:
+            link.abort()
+            raise
+        return link
+
+    async def request(
+        self,
+        message: Any,
+        *,
+        timeout: float = math.inf,
+        on_push: Callable[[Any], None] | None = None,
+        on_timeout: Callable[[], EthaError] | None = None,
+        on_cancel: Callable[[Answer | None], None] | None = None,
+    ) -> Any:
+        """The agent's answer to ``message``, or the error that it failed with.
+
+        ``on_push`` gets the pushes under this request. An agent that says nothing until a second after
+        the deadline gets a Cancel, and ``on_timeout()`` is raised (default: AgentLostError, it hangs).
+        When the awaiting task is cancelled, the agent gets a Cancel and up to a second to answer;
+        ``on_cancel`` is told that answer, Reply or Failure, or None when none came, before
+        CancelledError goes on. AgentLostError as soon as the agent is lost.
+        """
+
+        def post(request: Request) -> None:
+            self._channel.post(request)
+
+        return await self._call(message, timeout, post, on_push, on_timeout, on_cancel)
+
+    async def send_descriptors(
+        self,
+        header: dict[str, Any],
+        fds: Sequence[int],
+        *,
+        timeout: float,
+        on_timeout: Callable[[], EthaError] | None = None,
+    ) -> None:
+        """Give the agent duplicates of at most MAX_DESCRIPTORS ``fds``; returns when it has taken them."""
+        if len(fds) > MAX_DESCRIPTORS:
+            raise ProtocolError(f"{len(fds)} descriptors in one packet, at most {MAX_DESCRIPTORS} travel: send several")
+
+        async def pack(request: Request) -> None:
+            try:
+                async with asyncio.timeout(timeout + GRACE if timeout < _FOREVER else None):
+                    await self._channel.pack(request, fds)
+            except TimeoutError:
+                raise on_timeout() if on_timeout else self._hangs(request.message, timeout) from None
+
+        await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
+
+    async def close(self) -> None:
+        """Say goodbye, wait up to a second until the agent has heard, and end the session; idempotent."""
+        if os.getpid() != self._owner or self.lost.done():
+            return
+        self._fail_calls(_CLOSED)
+        try:
+            with suppress(EthaError):  # an agent that does not answer a goodbye is left all the same
+                await self.request(Goodbye(text="closed"), timeout=0)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End the session at once; pending requests fail. Idempotent, and nothing in a forked child."""
+        self._lose(_CLOSED)
+
+    async def __aenter__(self) -> AgentLink:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _open(self, hello: Hello) -> None:
+        await self._channel.ready()
+        welcome = await self.request(hello)
+        if not isinstance(welcome, Welcome):
+            raise ProtocolError(f"the agent answered Hello with {type(welcome).__name__}")
+        self.welcome = welcome
+        await self._call(Attach(session=welcome.session), math.inf, self._channel.pack)
+
+    async def _call(
+        self,
+        message: Any,
+        timeout: float,
+        post: Callable[[Request], Awaitable[None] | None],
+        on_push: Callable[[Any], None] | None = None,
+        on_timeout: Callable[[], EthaError] | None = None,
+        on_cancel: Callable[[Answer | None], None] | None = None,
+    ) -> Any:
+        self._check()
+        endless = not timeout < _FOREVER
+        call = Call(next(self._ids), on_push, self._loop)
+        request = Request(call.id, None if endless else max(0.0, timeout), message)
+        timer = None if endless else self._loop.call_later(max(0.0, timeout) + GRACE, call.expire)
+        self._calls[call.id] = call
+        posted = False
+        try:
+            posting = post(request)
+            if posting is not None:
+                await posting
+            posted = True
+            answer = await call.wait()
+        except asyncio.CancelledError:
+            if timer is not None:
+                timer.cancel()
+            try:
+                if posted:
+                    await self._confirm_cancel(call)
+            finally:
+                if on_cancel is not None:
+                    on_cancel(call.answer)
+            raise
+        finally:
+            del self._calls[call.id]
+            if timer is not None:
+                timer.cancel()
+        if answer is None:
+            self._cancel(call)
+            raise on_timeout() if on_timeout is not None else self._hangs(message, timeout)
+        if isinstance(answer, Reply):
+            return answer.message
+        raise answer.error
+
+    async def _confirm_cancel(self, call: Call) -> None:
+        if call.answer is None:
+            self._cancel(call)
+            timer = self._loop.call_later(GRACE, call.expire)
+            try:
+                await call.wait()
+            finally:
+                timer.cancel()
+
+    def _cancel(self, call: Call) -> None:
+        if not self.lost.done():
+            with suppress(AgentLostError):  # an agent that takes nothing will not confirm either
+                self._channel.post(Cancel(call.id))
+
+    def _hangs(self, message: Any, timeout: float) -> AgentLostError:
+        return AgentLostError(
+            f"{self._channel.agent} did not answer {type(message).__name__} within {timeout:g} s "
+            f"and {GRACE:g} s of grace: is it stopped?"
+        )
+
+    def _check(self) -> None:
+        if os.getpid() != self._owner:
+            raise ConfigError(
+                f"this client belongs to process {self._owner}, from which process {os.getpid()} was forked: "
+                f"create a client in the child"
+            )
+        if self.lost.done():
+            raise AgentLostError(self.lost.result().message)
+
+    def _fail_calls(self, text: str) -> None:
+        for call in list(self._calls.values()):
+            call.deliver(Failure(call.id, AgentLostError(text)))
+
+    def _lose(self, text: str) -> None:
+        """The one end of a session, whatever ends it."""
+        if os.getpid() != self._owner or self.lost.done():
+            return
+        log.debug("the session is over: %s", text)
+        self.lost.set_result(AgentLostError(text))
+        self._fail_calls(text)
+        self._channel.close()
+
+    def _received(self, envelope: Envelope | Malformed) -> None:
+        match envelope:
+            case Reply(id) | Failure(id):
+                if id in self._calls:  # else: given up after its grace
+                    self._calls[id].deliver(envelope)
+            case Push(0, Goodbye(text=text)):
+                self._lose(f"{self._channel.agent} said goodbye: {text}")
+            case Push(0, message):
+                self._told(message, self.on_push)
+            case Push(id, message):
+                if id in self._calls:
+                    self._told(message, self._calls[id].on_push)
+            case Malformed(id=int(id)) if id in self._calls:
+                self._calls[id].deliver(Failure(id, ProtocolError(envelope.message)))
+            case _:
+                self._lose(f"{self._channel.agent} broke the protocol: {envelope}")
+
+    def _told(self, message: Any, on_push: Callable[[Any], None] | None) -> None:
+        if on_push is None:
+            return
+        try:
+            on_push(message)
+        except Exception:
+            log.exception("the callback for %s failed", type(message).__name__)
