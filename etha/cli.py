@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etha.config import ENVIRONMENT, Settings
-from etha.errors import AgentUnavailableError, EthaError
+from etha.errors import AgentUnavailableError, ConfigError, EthaError
 
 if TYPE_CHECKING:
     from etha.demo.events import Event
@@ -78,7 +78,10 @@ def agent(
     """Run an agent in the foreground; SIGTERM lets running transfers finish and leaves cleanly."""
     from etha.agent import __main__ as daemon
 
-    raise typer.Exit(daemon.run(device=device, redis_url=redis, namespace=namespace, listen=listen))
+    if listen is not None:
+        raise ConfigError(f"--listen {listen}: this version links no agents to each other yet; leave it out")
+    given = {"--device": device, "--redis": redis, "--namespace": namespace}
+    raise typer.Exit(daemon.main([word for option, value in given.items() if value for word in (option, value)]))
 
 
 @app.command(epilog=EPILOG)

@@ -27,6 +27,7 @@ from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
 from etha.memory.reach import ReachError
 from etha.store.connect import redact
+from etha.store.embedded import find_binary
 from etha.store.registry import identify
 
 log = logging.getLogger(__name__)
@@ -202,8 +203,6 @@ def check_pidfd(settings: Settings) -> str:
 
 def check_redis(settings: Settings) -> str:
     """The server of ETHA_REDIS_URL answers, or there is a binary for the embedded one."""
-    from etha.store.embedded import find_binary
-
     if settings.redis_url is None:
         binary = find_binary()
         return f"embedded server from {binary}"
