@@ -10,61 +10,15 @@ import math
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import etha
 from etha import AsyncTensorBusClient, TensorBusClient
 from etha.demo.events import Reporter
 from etha.demo.hashes import digests
 from etha.demo.inference import whole_transfer
+from etha.demo.llama import DTYPE, llama, shard, strides, tensor_parallel_placement
 from etha.demo.options import Options
-
-#: Llama-3 8B: rows and columns of every tensor in units of these widths.
-HIDDEN, KEY_VALUE, FEED_FORWARD, VOCABULARY, LAYERS = 4096, 1024, 14336, 128256, 32
-DTYPE = torch.bfloat16
-#: Scaled widths are multiples of this, so that heads still divide among tensor-parallel ranks.
-GRAIN = 16
-
-
-def llama(gib: float) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all 291 tensors of Llama-3 8B, widths scaled so that bf16 makes about ``gib`` GiB.
-
-    All layers are kept and bytes grow with the square of the width, so the mix of large and small tensors stays.
-    """
-    scale = math.sqrt(gib * 2**30 / nbytes(_shapes(1.0)))
-    return _shapes(scale)
-
-
-def nbytes(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Bytes of one copy of every tensor."""
-    return sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
-
-
-def _shapes(scale: float) -> dict[str, tuple[int, ...]]:
-    h, kv, ffn, vocabulary = (
-        max(GRAIN, round(width * scale / GRAIN) * GRAIN) for width in (HIDDEN, KEY_VALUE, FEED_FORWARD, VOCABULARY)
-    )
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (vocabulary, h)}
-    for i in range(LAYERS):
-        shapes |= {
-            f"layers.{i}.input_layernorm": (h,),
-            f"layers.{i}.q_proj": (h, h),
-            f"layers.{i}.k_proj": (kv, h),
-            f"layers.{i}.v_proj": (kv, h),
-            f"layers.{i}.o_proj": (h, h),
-            f"layers.{i}.post_attention_layernorm": (h,),
-            f"layers.{i}.gate_proj": (ffn, h),
-            f"layers.{i}.up_proj": (ffn, h),
-            f"layers.{i}.down_proj": (h, ffn),
-        }
-    return shapes | {"norm": (h,), "lm_head": (vocabulary, h)}
-
-
-def tensor_parallel_placement(name: str) -> Placement:
-    """How an inference engine shards the tensor: rows, or columns where the input is already sharded."""
-    if name.endswith("norm"):
-        return Replicate()
-    return Shard(1) if name.endswith(("o_proj", "down_proj")) else Shard(0)
 
 
 def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -79,7 +33,7 @@ def send(options: Options, report: Reporter) -> None:
     shards = {name: shard(shape, mesh.size(), dist.get_rank()) for name, shape in shapes.items()}
     tensors = {
         name: DTensor.from_local(
-            shards[name], mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_stride(shape)
+            shards[name], mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=strides(shape)
         )
         for name, shape in shapes.items()
     }
@@ -114,7 +68,7 @@ async def receive(options: Options, report: Reporter) -> None:
             [placement],
             run_check=False,
             shape=torch.Size(shape),
-            stride=_stride(shape),
+            stride=strides(shape),
         )
     report.tell("ready", parameters=sum(math.prod(shape) for shape in shapes.values()))
 
@@ -133,14 +87,3 @@ async def receive(options: Options, report: Reporter) -> None:
                 whole, seconds = whole_transfer(result)
                 report.tell("version", number=number, hashes=hashes, bytes=whole, seconds=seconds)
     report.tell("done")
-
-
-def shard(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-    """This rank's uninitialised FSDP shard: rows by the ``torch.chunk`` rule."""
-    rows = -(-shape[0] // ranks)
-    mine = max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
-    return torch.empty((mine, *shape[1:]), dtype=DTYPE)
-
-
-def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
