@@ -1,0 +1,272 @@
+"""The truth, written down again: what each rank owns, by enumerating indices one by one.
+
+Plain lists and loops after the definitions, no code of the planner. Also random cases to hold it against.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from etha.plan import Layout, TensorSpec
+
+
+def chunk(length: int, parts: int, c: int) -> range:
+    """torch.chunk: 5 over 4 is 2, 2, 1, 0."""
+    k = -(-length // parts) if length else 0
+    return range(min(length, c * k), min(length, (c + 1) * k))
+
+
+def strided(length: int, factor: int, parts: int, c: int) -> list[int]:
+    """Cut into ``factor`` blocks, each block into ``parts``, and take part c of every block."""
+    k = -(-length // factor) if length else 0
+    kept = []
+    for j in range(min(factor, length)):
+        block = list(range(length))[j * k : (j + 1) * k]
+        kept += [block[i] for i in chunk(len(block), parts, c)]
+    return kept
+
+
+def decode(cuts: list[tuple[int, int]]) -> list[int] | None:
+    """Shard order of (size, factor) in mesh order, from right to left; None when not decodable."""
+    order: list[int] = []
+    for i in reversed(range(len(cuts))):
+        fits = [at for at in range(len(order) + 1) if math.prod(cuts[j][0] for j in order[:at]) == cuts[i][1]]
+        if not fits:
+            return None
+        order.insert(fits[0], i)
+    return order
+
+
+@dataclass
+class Truth:
+    """A layout as a test describes it: rank table as nested coordinates, placements as torch's own."""
+
+    mesh: tuple[int, ...]
+    ranks: list[int]  # C-order over the mesh
+    placements: list[object]
+    reading: str = "auto"
+
+    def layout(self) -> Layout:
+        table = torch.tensor(self.ranks).reshape(self.mesh)
+        return Layout(table, self.placements, strided=self.reading)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        return list(itertools.product(*(range(m) for m in self.mesh)))[self.ranks.index(rank)]
+
+    def indices(self, shape: Sequence[int], rank: int) -> list[list[int]]:
+        """Per tensor dim the global indices that ``rank`` owns, in local order."""
+        where, owned = self.coordinates(rank), []
+        for dim, n in enumerate(shape):
+            axes = [a for a, p in enumerate(self.placements) if hasattr(p, "dim") and p.dim % len(shape) == dim]
+            cuts = [(self.mesh[a], getattr(self.placements[a], "split_factor", 1)) for a in axes]
+            order = None if self.reading == "literal" else decode(cuts)
+            kept = list(range(n))
+            if order is None:
+                for a, (size, factor) in zip(axes, cuts, strict=True):
+                    taken = strided(len(kept), factor, size, where[a]) if factor > 1 else chunk(len(kept), size, where[a])
+                    kept = [kept[i] for i in taken]
+            else:
+                for i in order:
+                    kept = [kept[j] for j in chunk(len(kept), cuts[i][0], where[axes[i]])]
+            owned.append(kept)
+        return owned
+
+    def partial(self) -> list[int]:
+        return [a for a, p in enumerate(self.placements) if isinstance(p, Partial)]
+
+    def contribution(self, rank: int) -> int:
+        """C-order coordinate over the Partial axes."""
+        where, index = self.coordinates(rank), 0
+        for a in self.partial():
+            index = index * self.mesh[a] + where[a]
+        return index
+
+
+def take(full: torch.Tensor, indices: list[list[int]]) -> torch.Tensor:
+    """The local tensor with these global indices."""
+    for dim, kept in enumerate(indices):
+        full = full.index_select(dim, torch.tensor(kept, dtype=torch.long))
+    return full.clone()
+
+
+@dataclass
+class Case:
+    """Two sides, some tensors of equal spec, and where the ranks live."""
+
+    shape: tuple[int, ...]
+    source: list[Truth]
+    target: list[Truth]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    names: list[str]
+    kwargs: dict[str, list[str] | None]
+    present: frozenset[int] | None = None
+    seed: int = 0
+    notes: dict[str, object] = field(default_factory=dict)
+
+    def specs(self) -> tuple[TensorSpec, TensorSpec]:
+        here, there = [t.layout() for t in self.source], [t.layout() for t in self.target]
+        return (
+            TensorSpec(self.shape, self.dtypes[0], here[0] if len(here) == 1 else here, self.present),
+            TensorSpec(self.shape, self.dtypes[1], there[0] if len(there) == 1 else there),
+        )
+
+    def fulls(self) -> dict[str, torch.Tensor]:
+        gen = torch.Generator().manual_seed(self.seed)
+        small = any(t.partial() for t in self.source) or self.dtypes[0].itemsize < 4 or self.dtypes[1].itemsize < 4
+        top = 9 if small else 1 << 20
+        return {n: torch.randint(0, top, self.shape, generator=gen).to(self.dtypes[0]) for n in self.names}
+
+    def sources(self, fulls: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+        out: dict[int, dict[str, torch.Tensor]] = {}
+        for truth in self.source:
+            for n in self.names:
+                parts = contributions(truth, fulls[n], random.Random(self.seed))
+                for rank in truth.ranks:
+                    if self.present is None or rank in self.present:
+                        local = take(parts[truth.contribution(rank)], truth.indices(self.shape, rank))
+                        out.setdefault(rank, {})[n] = view_of(local, random.Random(rank))
+        return out
+
+    def targets(self) -> dict[int, dict[str, torch.Tensor]]:
+        out: dict[int, dict[str, torch.Tensor]] = {}
+        for truth in self.target:
+            for rank in truth.ranks:
+                shape = [len(kept) for kept in truth.indices(self.shape, rank)]
+                blank = torch.full(shape, 77, dtype=self.dtypes[1])
+                out[rank] = {n: view_of(blank, random.Random(rank + 1)) for n in self.names}
+        return out
+
+    def expected(self, fulls: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+        return {
+            rank: {n: take(fulls[n], truth.indices(self.shape, rank)).to(self.dtypes[1]) for n in self.names}
+            for truth in self.target
+            for rank in truth.ranks
+        }
+
+
+def view_of(local: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """The same values at other strides, now and then: transposed storage, or every second element."""
+    if local.ndim >= 2 and rng.random() < 0.3:
+        return local.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+    if local.ndim >= 1 and rng.random() < 0.3:
+        wide = torch.stack([local, local], dim=-1)
+        return wide[..., 0]
+    return local.clone()
+
+
+def contributions(truth: Truth, full: torch.Tensor, rng: random.Random) -> list[torch.Tensor]:
+    """K tensors that reduce to ``full`` exactly, whatever the order."""
+    axes = truth.partial()
+    count = math.prod(truth.mesh[a] for a in axes)
+    if not axes:
+        return [full]
+    kinds = [truth.placements[a] for a in axes]
+    gen = torch.Generator().manual_seed(rng.randrange(1 << 30))
+
+    def noise() -> torch.Tensor:
+        return torch.randint(0, 4, full.shape, generator=gen).to(full.dtype)
+
+    if any(type(k).__name__ == "_NormPartial" for k in kinds):
+        where = torch.randint(0, count, full.shape, generator=gen)
+        return [torch.where(where == k, full, torch.zeros_like(full)) for k in range(count)]
+    ops = {k.reduce_op for k in kinds}
+    if ops <= {"sum", "avg"}:
+        divisor = math.prod(truth.mesh[a] for a in axes if truth.placements[a].reduce_op == "avg")
+        parts = [noise() for _ in range(count - 1)]
+        return [*parts, full * divisor - sum(parts, torch.zeros_like(full))]
+    if ops == {"product"}:
+        signs = [1 - 2 * torch.randint(0, 2, full.shape, generator=gen).to(full.dtype) for _ in range(count - 1)]
+        total = full
+        for sign in signs:
+            total = total * sign
+        return [*signs, total]
+    where = torch.randint(0, count, full.shape, generator=gen)
+    sign = -1 if ops == {"max"} else 1
+    return [torch.where(where == k, full, full + sign * noise()) for k in range(count)]
+
+
+def random_truth(rng: random.Random, ranks: list[int], ndim: int, partial: list[object] | None) -> Truth:
+    """A random mesh over all of ``ranks`` with random placements."""
+    left, mesh = len(ranks), []
+    while left > 1 and len(mesh) < 4:
+        divisors = [d for d in range(2, left + 1) if left % d == 0]
+        mesh.append(rng.choice(divisors))
+        left //= mesh[-1]
+    mesh.append(left)
+    if left == 1 and len(mesh) > 1 and rng.random() < 0.7:
+        mesh.pop()
+    rng.shuffle(mesh)
+    placements: list[object] = []
+    for _ in mesh:
+        kind = rng.random()
+        if partial and kind < 0.35:
+            placements.append(rng.choice(partial))
+        elif ndim and kind < 0.65:
+            placements.append(Shard(rng.randrange(-ndim, ndim)))
+        elif ndim and kind < 0.82:
+            products = [math.prod(mesh[:i]) for i in range(1, len(mesh) + 1)] + mesh + [1, 2, 3, 5]
+            placements.append(_StridedShard(rng.randrange(ndim), split_factor=rng.choice(products)))
+        else:
+            placements.append(Replicate())
+    return Truth(tuple(mesh), ranks, placements, rng.choice(["auto", "order", "literal"]))
+
+
+def random_side(rng: random.Random, ndim: int, partial: list[object] | None) -> tuple[list[Truth], int]:
+    """One or several layouts over some of the ranks of a side; and its world size."""
+    count = rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 9, 12, 16])
+    world = count + rng.choice([0, 0, 0, 1, 3])
+    ranks = list(range(world))
+    if rng.random() < 0.5:
+        rng.shuffle(ranks)
+    ranks = ranks[:count]
+    if count > 1 and rng.random() < 0.25:
+        if count % 2 == 0 and rng.random() < 0.5:  # rows of a mesh: the same cuts on disjoint ranks
+            one = random_truth(rng, ranks[: count // 2], ndim, partial)
+            return [one, Truth(one.mesh, ranks[count // 2 :], one.placements, one.reading)], world
+        at = rng.randrange(1, count)
+        return [random_truth(rng, part, ndim, partial) for part in (ranks[:at], ranks[at:])], world
+    return [random_truth(rng, ranks, ndim, partial)], world
+
+
+def random_case(seed: int) -> Case:
+    """A whole random redistribution; the same for the same seed."""
+    rng = random.Random(seed)
+    ndim = rng.choice([1, 1, 2, 2, 2, 3, 3, 0])
+    shape = tuple(rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16]) for _ in range(ndim))
+    if rng.random() < 0.7:
+        shape = tuple(n or 5 for n in shape)
+    if rng.random() < 0.1 and ndim:
+        shape = (257, *shape[1:])
+    partial = None
+    if rng.random() < 0.3:
+        from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+        partial = rng.choice(
+            [[Partial("sum")], [Partial("avg")], [Partial("sum"), Partial("avg")], [Partial("max")], [Partial("min")],
+             [Partial("product")], [_NormPartial(2)]]
+        )  # fmt: skip
+    source, here = random_side(rng, ndim, partial)
+    target, there = random_side(rng, ndim, None)
+    f32, bf16, f64, i32, i64 = torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64
+    dtypes = rng.choice([(f32, f32), (f32, f32), (f32, bf16), (bf16, f32), (bf16, torch.float16), (f64, f32)])
+    if partial is None and rng.random() < 0.2:
+        dtypes = rng.choice([(i32, i64), (torch.bool, torch.bool), (torch.complex64, torch.complex64)])
+    if partial is not None and dtypes[0] is bf16:
+        dtypes = (f32, dtypes[1])
+    kwargs: dict[str, list[str] | None] = {}
+    if rng.random() < 0.8:
+        for what in ("hosts", "agents"):
+            names = [f"{what}{i}" for i in range(rng.choice([1, 1, 2, 4]))]
+            both = [f"source_{what}", f"target_{what}"]
+            if rng.random() < 0.8:
+                for key, world in zip(both, (here, there), strict=True):
+                    kwargs[key] = [rng.choice(names) for _ in range(world)]
+    names = rng.sample(["a", "b", "c.weight", "ä", "z/0"], rng.choice([1, 1, 2, 3, 5]))
+    return Case(shape, source, target, dtypes, names, kwargs, seed=seed)
