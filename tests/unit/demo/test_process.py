@@ -12,7 +12,8 @@ from etha.demo.process import adopting, children, describe, end
 
 ORPHAN = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]], start_new_session=True, **streams)
 child.stdout.readline()
 print(child.pid, flush=True)
 """

@@ -1,0 +1,202 @@
+"""Throughput of transfers through one agent, beside the machine's one-copy limit and gloo, all in one run.
+
+    python bench/transfer.py [--sizes 256 1024] [--runs 7]
+
+GB/s is payload (the whole tensor once) over wall time from the first rank's call to the last rank's return, the
+median of several runs after one that warms up. "of limit" is the ratio to memmove with two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import statistics
+import time
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import harness
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.tensor import Placement, Shard
+
+import etha
+from etha import TensorBusClient
+from etha.plan import Layout
+
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table: ``ranks`` a side, target placement, MiB, and where the target tensors lie."""
+
+    ranks: int
+    target: Placement
+    mib: int
+    memory: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """A float32 matrix of ``mib`` MiB."""
+        return (self.mib * harness.MIB // 4 // 8192, 8192)
+
+    @property
+    def label(self) -> str:
+        return f"{self.ranks} -> {self.ranks}  Shard(0) -> Shard({self.target.dim})  {self.mib:5} MiB"
+
+    def local(self, side: str, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of ``rank``."""
+        placement = Shard(0) if side == "source" else self.target
+        return Layout((self.ranks,), [placement]).local_shape(self.shape, rank)
+
+
+Times = list[tuple[float, float]]
+
+
+def etha_rank(side: str, rank: int, cases: list[Case], runs: int, barriers: dict[int, Barrier]) -> list[Times]:
+    """One worker of a side through all cases; (start, end) of each call."""
+    other = {"source": "target", "target": "source"}[side]
+    found: list[Times] = []
+    with TensorBusClient(device="cpu", timeout=TIMEOUT) as client:
+        for number, case in enumerate(cases):
+            if rank >= case.ranks:
+                found.append([])
+                continue
+            shape = case.local(side, rank)
+            tensor = etha.empty(shape) if side == "target" and case.memory == "etha.empty" else torch.empty(shape)
+            tensor.fill_(rank + 1 if side == "source" else 0)
+            pair = f"bench-{case.ranks}"
+            client.init_pair(
+                pair,
+                side,
+                other,
+                expected_world_size=case.ranks,
+                rank=rank,
+                device_mesh=(case.ranks,),
+                placements=[Shard(0)],
+            )
+            placements = {"w": [Shard(0) if side == "source" else case.target]}
+            with client.register_tensors(f"b{number}", {"w": tensor}, pair_name=pair, placements=placements) as batch:
+                verb = "send" if side == "source" else "recv"
+                times: Times = []
+                for _ in range(runs + 1):
+                    barriers[case.ranks].wait(TIMEOUT)
+                    start = time.perf_counter()
+                    batch.transfer(verb)
+                    times.append((start, time.perf_counter()))
+            if side == "target":
+                check(tensor, case)
+            found.append(times[1:])
+    return found
+
+
+def check(tensor: torch.Tensor, case: Case) -> None:
+    """A benchmark of the wrong bytes is none."""
+    whole = case.ranks if isinstance(case.target, Shard) and case.target.dim == 1 else 1
+    values = set(tensor.unique().tolist())
+    if 0.0 in values or len(values) != whole:
+        raise AssertionError(f"{case.label}: the target holds {values}")
+
+
+def gloo_rank(rank: int, ranks: int, store: str, mibs: list[int], runs: int) -> dict[str, list[Times]]:
+    """One process of a world of both sides (sources first): send/recv, and gather then broadcast."""
+    world, timeout = 2 * ranks, datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
+    sources = dist.new_group(list(range(ranks)))
+    fan = dist.new_group([0, *range(ranks, world)])
+    found: dict[str, list[Times]] = {"send/recv": [], "gather + broadcast": []}
+    for mib in mibs:
+        shape = Case(ranks=ranks, target=Shard(0), mib=mib, memory="plain").shape
+        local = torch.full((shape[0] // ranks, shape[1]), float(rank))
+        whole = torch.zeros(shape)
+        for name, times in found.items():
+            series: Times = []
+            for _ in range(runs + 1):
+                dist.barrier()
+                start = time.perf_counter()
+                if name == "send/recv":
+                    dist.send(local, rank + ranks) if rank < ranks else dist.recv(local, rank - ranks)
+                else:
+                    if rank < ranks:
+                        dist.gather(local, list(whole.chunk(ranks)) if rank == 0 else None, dst=0, group=sources)
+                    if rank == 0 or rank >= ranks:
+                        dist.broadcast(whole, 0, group=fan)
+                    if rank >= ranks:
+                        local.copy_(whole.chunk(ranks)[rank - ranks])
+                series.append((start, time.perf_counter()))
+            times.append(series[1:])
+    dist.destroy_process_group()
+    return found
+
+
+def gb_per_s(nbytes: int, ranks: list[Times]) -> tuple[float, float]:
+    """Median and best over the runs of payload / (last return - first call)."""
+    walls = [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*ranks, strict=True)]
+    return nbytes / statistics.median(walls) / 1e9, nbytes / min(walls) / 1e9
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], metavar="MIB")
+    parser.add_argument("--runs", type=int, default=7)
+    args = parser.parse_args()
+    print(harness.machine())
+
+    limits: dict[tuple[int, int], float] = {}
+
+    def measure_limits() -> None:
+        for mib in args.sizes:
+            for threads in (1, 2):
+                rate = harness.copy_limit(mib * harness.MIB, threads, args.runs)
+                limits[mib, threads] = max(rate, limits.get((mib, threads), 0.0))
+
+    measure_limits()
+    cases = [
+        Case(ranks=ranks, target=target, mib=mib, memory=memory)
+        for mib in args.sizes
+        for ranks in (1, 2)
+        for target in (Shard(0), Shard(1))
+        for memory in ("etha.empty", "plain")
+    ]
+    barriers = {ranks: multiprocessing.get_context("fork").Barrier(2 * ranks) for ranks in (1, 2)}
+    with harness.private_host() as directory:
+        roles = [(side, rank) for side in ("source", "target") for rank in (0, 1)]
+        told = harness.run_ranks([(etha_rank, (side, rank, cases, args.runs, barriers)) for side, rank in roles])
+        gloo = {ranks: gloo_world(directory, ranks, args.sizes, args.runs) for ranks in (1, 2)}
+    measure_limits()
+
+    print(f"\n{'one copy, memmove':44} {'GB/s':>7}")
+    for (mib, threads), rate in limits.items():
+        print(f"{threads} thread{'s' if threads > 1 else ' '}  {mib:5} MiB".ljust(44), f"{rate:7.2f}")
+    print(f"\n{'transfer, plain source':44} {'target':12} {'GB/s':>7} {'best':>7} {'of limit':>9} {'of send/recv':>13}")
+    for number, case in enumerate(cases):
+        nbytes = case.mib * harness.MIB
+        rate, best = gb_per_s(nbytes, [rank[number] for rank in told if rank[number]])
+        peer, _ = gloo[case.ranks]["send/recv"][args.sizes.index(case.mib)]
+        ratios = f"{rate / limits[case.mib, 2]:9.2f} {rate / peer:13.1f}"
+        print(f"{case.label:44} {case.memory:12} {rate:7.2f} {best:7.2f} {ratios}")
+    print(f"\n{'gloo, plain tensors':44} {'':12} {'GB/s':>7} {'best':>7} {'of limit':>9}")
+    for ranks, found in gloo.items():
+        for name, rates in found.items():
+            for mib, (rate, best) in zip(args.sizes, rates, strict=True):
+                label = f"{ranks} -> {ranks}  {name:20}  {mib:5} MiB"
+                print(f"{label:44} {'plain':12} {rate:7.2f} {best:7.2f} {rate / limits[mib, 2]:9.2f}")
+
+
+def gloo_world(directory: Path, ranks: int, mibs: list[int], runs: int) -> dict[str, list[tuple[float, float]]]:
+    """name -> (median, best) GB/s for each size, with ``ranks`` a side."""
+    store = str(directory / f"gloo-{ranks}")
+    told = harness.run_ranks([(gloo_rank, (rank, ranks, store, mibs, runs)) for rank in range(2 * ranks)])
+    return {
+        name: [gb_per_s(mib * harness.MIB, [rank[name][i] for rank in told]) for i, mib in enumerate(mibs)]
+        for name in told[0]
+    }
+
+
+if __name__ == "__main__":
+    main()
