@@ -104,7 +104,9 @@ def check_socket_path(path: Path) -> Path:
     """``path`` itself, or ConfigError when it is longer than an AF_UNIX address can be."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
-        raise ConfigError(f"socket path of {size} bytes, at most {MAX_SOCKET_PATH} fit: shorten ETHA_RUNTIME_DIR ({path})")
+        raise ConfigError(
+            f"socket path of {size} bytes, at most {MAX_SOCKET_PATH} fit: shorten ETHA_RUNTIME_DIR ({path})"
+        )
     return path
 
 

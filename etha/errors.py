@@ -1,19 +1,19 @@
 """Every error that Etha raises, and how one crosses a socket.
 
-    EthaError
-    +-- ConfigError             config              an argument or a setting is wrong
-    +-- AgentUnavailableError   agent_unavailable   no agent answers, none could be started
-    +-- AgentLostError          agent_lost          the agent died, or the client is closed to it
-    +-- RendezvousTimeoutError  rendezvous_timeout  .missing: {side: (rank, ...)}
-    +-- LayoutError             layout              a tensor without layout, a malformed layout
-    +-- RegistrationError       registration        .violations
-    +-- PlanError               plan                .violations; only from check() and simulate()
-    +-- TransferError           transfer            .outcome .torn .quiesced
-    |   +-- PeerLostError         peer_lost         .reason: "relaunched", "closed", "died"
-    |   +-- TransferTimeoutError  transfer_timeout
-    |   +-- TransferAbortedError  transfer_aborted
-    +-- ProtocolError           protocol            the two ends do not speak the same language
-    +-- RedisUnavailableError   redis_unavailable
+EthaError
++-- ConfigError             config              an argument or a setting is wrong
++-- AgentUnavailableError   agent_unavailable   no agent answers, none could be started
++-- AgentLostError          agent_lost          the agent died, or the client is closed to it
++-- RendezvousTimeoutError  rendezvous_timeout  .missing: {side: (rank, ...)}
++-- LayoutError             layout              a tensor without layout, a malformed layout
++-- RegistrationError       registration        .violations
++-- PlanError               plan                .violations; only from check() and simulate()
++-- TransferError           transfer            .outcome .torn .quiesced
+|   +-- PeerLostError         peer_lost         .reason: "relaunched", "closed", "died"
+|   +-- TransferTimeoutError  transfer_timeout
+|   +-- TransferAbortedError  transfer_aborted
++-- ProtocolError           protocol            the two ends do not speak the same language
++-- RedisUnavailableError   redis_unavailable
 """
 
 from __future__ import annotations
@@ -85,9 +85,24 @@ class AgentUnavailableError(EthaError):
 
 
 class AgentLostError(EthaError):
-    """The agent that served this client is gone; its pairs and batches are to be formed again."""
+    """The agent that served this client is gone; its pairs and batches are to be formed again.
+
+    Raised by a transfer it carries ``outcome``, ``torn`` and ``quiesced`` as TransferError does: nobody
+    can say any more whether the others got a result.
+    """
 
     code = "agent_lost"
+    outcome: str
+    torn: bool
+    quiesced: bool
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        self.outcome = str(data.get("outcome", "unknown"))
+        self.torn = bool(data.get("torn", False))
+        self.quiesced = bool(data.get("quiesced", True))
+
+    def data(self) -> dict[str, Any]:
+        return {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
 
 
 class RendezvousTimeoutError(EthaError):

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from etha.agent.effects import Member
 from etha.agent.roster import Described, Manifest, Record
 from etha.errors import LayoutError, Violation
-from etha.plan import Plan, TensorSpec, build_plan, dtypes
-from etha.plan.registration import find_violations, infer_global_shape, merge_layouts, resolve_strided
+from etha.plan import (
+    Layout,
+    Plan,
+    TensorSpec,
+    build_plan,
+    dtypes,
+    infer_global_shape,
+    merge_layouts,
+    resolve_strided,
+    shape_violations,
+)
 
 Specs = dict[str, TensorSpec]
 
@@ -35,6 +45,7 @@ class Evaluation:
     bucket_size: int | None
     seq: int
     tensors: int
+    sizes: Mapping[str, int]
 
     @property
     def digest(self) -> str:
@@ -43,8 +54,7 @@ class Evaluation:
 
     def nbytes(self, source: str) -> int:
         """Bytes of the whole batch at the wire dtypes, all targets; 0 for an impossible direction."""
-        plan = self.plans.get(source)
-        return 0 if plan is None else plan.target_bytes()
+        return self.sizes.get(source, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +80,25 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
     violations: dict[str, tuple[Violation, ...]] = {}
     for source, target in ((first, second), (second, first)):
         names = {"source": source, "target": target}
+        plan = build_plan(
+            specs[source],
+            specs[target],
+            source_hosts=where.hosts[source],
+            target_hosts=where.hosts[target],
+            source_agents=where.agents[source],
+            target_agents=where.agents[target],
+        )
         wrong = common + [v for v in only_as_target if v.side == target]
         told = {v.name for v in wrong}
         wrong += [
             Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=v.text)
-            for v in find_violations(specs[source], specs[target])
-            if v.name not in told or v.code not in ("unknown_name", "missing_name", "uncovered")
+            for v in plan.violations
+            # A tensor that could not be described is not also unknown to the other side.
+            if v.name not in told
         ]
         violations[source] = tuple(dict.fromkeys(wrong))
         if not wrong:
-            plans[source] = build_plan(
-                specs[source],
-                specs[target],
-                source_hosts=where.hosts[source],
-                target_hosts=where.hosts[target],
-                source_agents=where.agents[source],
-                target_agents=where.agents[target],
-            )
+            plans[source] = plan
     sizes = [record.bucket_size for record in records.values() if record.bucket_size is not None]
     return Evaluation(
         sides=(first, second),
@@ -99,6 +111,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         bucket_size=min(sizes, default=None),
         seq=max((record.seq for record in records.values()), default=0),
         tensors=len(specs[first].keys() | specs[second].keys()),
+        sizes={source: _target_bytes(plan) for source, plan in plans.items()},
     )
 
 
@@ -135,10 +148,14 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
     if len(shapes) > 1:
         return None, [bad("shape_mismatch", f"the ranks of one side give it the global shapes {sorted(shapes)}")]
     shape = next(iter(shapes), None)
+    layouts, wrong = merge_layouts(name, side, {rank: d.layout for rank, d in ranks.items()})
+    if wrong:
+        return None, wrong
     try:
-        layouts = merge_layouts({rank: d.layout for rank, d in ranks.items()})
         if shape is None:
-            shape = infer_global_shape(layouts, {rank: d.local for rank, d in ranks.items() if d.local is not None})
+            shape, why = _infer(layouts, {rank: d.local for rank, d in ranks.items() if d.local is not None})
+            if shape is None:
+                return None, [bad("shape_mismatch", f"its global shape cannot be told: {why}")]
         locals_ = {rank: _real(d, shape, rank) for rank, d in ranks.items()}
         layouts = tuple(
             resolve_strided(part, shape, {r: s for r, s in locals_.items() if r in part}) for part in layouts
@@ -146,15 +163,36 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
         spec = TensorSpec(shape, dtypes.from_name(next(iter(found))), layouts, frozenset(ranks))
     except LayoutError as error:
         return None, [bad("layout", error.message)]
-    wrong = []
-    for rank, real in locals_.items():
-        told = spec.local_shape(rank)
-        if told is None:
-            wrong.append(bad("layout", "the rank registers it but is not in the mesh of its layout", rank))
-        elif told != real:
-            text = f"its local tensor is {real}, but its layout cuts the global shape {shape} to {told} there"
-            wrong.append(bad("shape_mismatch", text, rank))
+    wrong = shape_violations(name, side, spec, locals_)
     return (None if wrong else spec), wrong
+
+
+def _infer(
+    layouts: Sequence[Layout], locals_: Mapping[int, tuple[int, ...]]
+) -> tuple[tuple[int, ...] | None, str | None]:
+    """The global shape that every layout of a name tells from its own ranks; they have to agree."""
+    shapes = set()
+    for part in layouts:
+        shape, why = infer_global_shape(part, {r: s for r, s in locals_.items() if r in part})
+        if shape is None:
+            return None, why
+        shapes.add(shape)
+    if len(shapes) > 1:
+        return None, f"its replicas have the different shapes {sorted(shapes)}"
+    return shapes.pop(), None
+
+
+def _target_bytes(plan: Plan) -> int:
+    """What all target ranks receive together, at the wire dtypes."""
+    known: dict[int, int] = {}
+    total = 0
+    for tensor, name in enumerate(plan.names):
+        spec = plan.target[name]
+        if id(spec) not in known:
+            shapes = [spec.local_shape(rank) for rank in spec.holders()]
+            known[id(spec)] = sum(prod(shape) for shape in shapes if shape is not None)
+        total += known[id(spec)] * dtypes.itemsize(plan.wire_dtype(tensor))
+    return total
 
 
 def _real(described: Described, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -164,7 +202,8 @@ def _real(described: Described, shape: tuple[int, ...], rank: int) -> tuple[int,
 def _refusals(
     records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]
 ) -> tuple[list[Violation], list[Violation]]:
-    common, only_as_target = [], []
+    common: list[Violation] = []
+    only_as_target: list[Violation] = []
     for (side, rank), record in records:
         for refusal in manifests[record.manifest].refusals:
             violation = Violation(code=refusal.code, name=refusal.name, side=side, rank=rank, text=refusal.text)

@@ -18,7 +18,7 @@ from etha.agent.machine import Machine
 from etha.bus.messages import PairFormed
 from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
-from etha.store.records import PairView
+from etha.store.records import PairView, Reason
 
 
 class Standing(Enum):
@@ -56,7 +56,7 @@ class Leave:
     side: str
     rank: int
     holder: Holder
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Pair(Machine[Standing]):
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
         return [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing)), leave]
 
-    def depart(self, side: str, rank: int, holder: Holder, reason: str) -> list[PairEffect]:
+    def depart(self, side: str, rank: int, holder: Holder, reason: Reason) -> list[PairEffect]:
         """A holder's process died or its last client closed."""
         out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
         for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:

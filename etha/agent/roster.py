@@ -160,7 +160,7 @@ class Record:
             ] if all(isinstance(pair, str) for pair in pairs) and seq >= 0:
                 return cls(
                     manifest=manifest,
-                    form=form,  # type: ignore[arg-type]
+                    form=form,
                     pairs=tuple(pairs),
                     direction=direction,
                     bucket_size=bucket,

@@ -29,6 +29,12 @@ def check_tensor_name(name: str) -> str:
     return name
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a registered one uses at present: its local one, or itself."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain local tensor (no grad, same memory); waits for an unfinished async collective."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -148,6 +154,7 @@ class _Bytes:
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     try:
-        return bool(np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)), max_work=_OVERLAP_WORK))
+        work: Any = _OVERLAP_WORK
+        return bool(np.shares_memory(np.asarray(_Bytes(a)), np.asarray(_Bytes(b)), max_work=work))
     except np.exceptions.TooHardError:
         return True

@@ -104,6 +104,7 @@ def build_manifest(
             continue
         defaults = pairs[pair]
         shape: tuple[int, ...] | None
+        key: Any
         if isinstance(tensor, DTensor):
             spec = tensor._spec
             key = (pair, id(spec.mesh), spec.placements)

@@ -1,0 +1,108 @@
+"""``python -m etha.agent``: one agent process, as ``etha agent`` and autostart run it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import uvloop
+
+from etha.agent.lane import Lane
+from etha.agent.service import Agent
+from etha.bus.server import BusServer
+from etha.config import Settings, check_name
+from etha.errors import ConfigError, EthaError
+from etha.store.embedded import ensure_embedded
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a starting agent gives Redis.
+START = 20.0
+
+
+async def serve(
+    settings: Settings,
+    *,
+    device: str = "cpu",
+    redis_url: str | None = None,
+    ready_fd: int | None = None,
+    idle: float | None = None,
+) -> None:
+    """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
+
+    ``ready_fd`` gets ``ready`` once workers can connect.
+    """
+    if device != "cpu":
+        raise ConfigError(f"device {device!r}: this version serves cpu only")
+    settings.ensure_runtime_dir()
+    url = redis_url or settings.redis_url
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    async def revive() -> None:
+        await ensure_embedded(settings, timeout=START)
+
+    path = settings.socket_path(device)
+    address = url if url is not None else await ensure_embedded(settings, timeout=START)
+    store = await Store.open(address, settings.namespace, timeout=START, revive=revive if url is None else None)
+    async with store:
+        lane = Lane()
+        agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle)
+        async with BusServer(path, agent):
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(agent.run(group))
+                stopping = group.create_task(stop.wait())
+                await agent.started.wait()
+                log.info("agent %s serves %s at %s, Redis %s", agent.id, device, path, store.url)
+                if ready_fd is not None:
+                    os.write(ready_fd, b"ready\n")
+                    os.close(ready_fd)
+                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await agent.drain()
+                running.cancel()
+                stopping.cancel()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, run, and tell a waiting parent what went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m etha.agent")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--namespace")
+    parser.add_argument("--redis")
+    parser.add_argument("--autostarted", action="store_true")
+    parser.add_argument("--ready-fd", type=int)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = Settings.from_env()
+        if args.namespace:
+            settings = replace(settings, namespace=check_name("namespace", args.namespace))
+        uvloop.run(
+            serve(
+                settings,
+                device=args.device,
+                redis_url=args.redis,
+                ready_fd=args.ready_fd,
+                idle=settings.idle if args.autostarted else None,
+            )
+        )
+    except EthaError as error:
+        log.error("%s", error)
+        if args.ready_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(args.ready_fd, f"error {error.code} {error.message}\n".encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

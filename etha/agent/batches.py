@@ -1,0 +1,304 @@
+"""The shell around registrations: publish, wait for everybody, plan, agree, close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from etha.agent.batch import Batch, BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
+from etha.agent.calls import Calls
+from etha.agent.effects import Answer, CallKey, Fail, Member
+from etha.agent.evaluate import Where, evaluate
+from etha.agent.library import Library
+from etha.agent.live import Live, Tensors
+from etha.agent.movers import Movers
+from etha.agent.pairs import Pairs, Spawn
+from etha.agent.roster import Manifest, Record
+from etha.agent.session import Session
+from etha.agent.transfer import Transfers
+from etha.bus.codec import Request
+from etha.bus.messages import AttachShadows, CloseBatch, Ok, Register
+from etha.config import check_name
+from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Registrations of more tensors than this are read in a thread, so that the loop goes on answering.
+_MANY = 100
+
+
+class Batches:
+    """All registrations of this agent."""
+
+    def __init__(self, *, me: str, store: Store, calls: Calls, pairs: Pairs, movers: Movers, spawn: Spawn) -> None:
+        self._me, self._store, self._calls, self._pairs = me, store, calls, pairs
+        self._movers, self._spawn = movers, spawn
+        self._library = Library(store)
+        self.live: dict[tuple[str, str, int], Live] = {}
+
+    # ---- what workers ask ---------------------------------------------------------------------
+
+    def register(self, session: Session, request: Request, message: Register) -> None:
+        """A worker calls ``register_tensors``."""
+        check_name("batch", message.batch)
+        member = self._member(session, message)
+        if message.batch in session.batches:
+            raise RegistrationError(
+                f"batch {message.batch!r} is open in this client already; close its handle before you register others"
+            )
+        box: list[Live] = []
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(box, key, expired))
+        self._spawn(self._enroll(session, key, member, message, request.deadline, box))
+
+    def attach_shadows(self, session: Session, request: Request, message: AttachShadows) -> None:
+        """Where a worker receives when the batch is atomic."""
+        live = self.find(session, message.batch, message.epoch)
+        tensors = live.tensors[session.seats[live.pairs[0]].member]
+        if len(message.handles) != len(tensors.order):
+            raise ProtocolError(f"{len(message.handles)} shadows for {len(tensors.order)} tensors")
+        tensors.shadows = dict(zip(tensors.order, message.handles, strict=True))
+        session.peer.reply(request.id, Ok())
+
+    def close(self, session: Session, request: Request, message: CloseBatch) -> None:
+        """A worker closes its handle."""
+        self.leave(session, message.batch)
+        session.peer.reply(request.id, Ok())
+
+    def find(self, session: Session, batch: str, epoch: int) -> Live:
+        """The registration that a worker's call means; an error that says why there is none."""
+        where = session.batches.get(batch)
+        live = self.live.get((where[0], batch, where[1])) if where is not None else None
+        if live is None:
+            raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
+        for pair in live.pairs:
+            error = self._pairs.error(session.seats[pair]) if pair in session.seats else live.machine.lost
+            if error is not None:
+                raise error
+        if live.machine.lost is not None:
+            raise live.machine.lost
+        if live.epoch != epoch:
+            raise PeerLostError(
+                f"batch {batch!r} was registered at epoch {epoch}, the pair is at {live.epoch}; register it again",
+                reason="relaunched",
+                outcome="withdrawn",
+            )
+        return live
+
+    # ---- what happens to workers and pairs ----------------------------------------------------
+
+    def leave(self, session: Session, batch: str) -> None:
+        """A worker's part in a batch ends; its waiting calls with it."""
+        where = session.batches.pop(batch, None)
+        live = self.live.get((where[0], batch, where[1])) if where is not None else None
+        if live is None:
+            return
+        for member in [m for m, t in live.tensors.items() if t.session is session]:
+            error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
+            self._movers.withdraw(live, member, error)
+            self._perform(live, live.machine.close(member))
+
+    def gone(self, session: Session, reason: str) -> None:
+        """A worker is gone. Its pairs break too, unless its process holds them through another client."""
+        for batch in list(session.batches):
+            where = session.batches[batch]
+            live = self.live.get((where[0], batch, where[1]))
+            if live is not None:
+                for side, rank in [m for m, t in live.tensors.items() if t.session is session]:
+                    how = "closed its client" if reason == "closed" else f"died (pid {session.holder.pid})"
+                    error = PeerLostError(f"{side} rank {rank} {how}", reason=reason)
+                    self._break(live, error)
+            self.leave(session, batch)
+
+    def broken(self, pair: str, epoch: int, error: PeerLostError) -> None:
+        """A pair's epoch is over, and so are its batches."""
+        for live in list(self.live.values()):
+            if pair in live.pairs and live.epoch == epoch:
+                self._break(live, error)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _break(self, live: Live, error: PeerLostError) -> None:
+        self._perform(live, live.machine.break_up(error))
+        self._movers.break_up(live, error)
+
+    def _member(self, session: Session, message: Register) -> Member:
+        if not message.pairs or list(message.pairs) != sorted(set(message.pairs)):
+            raise ProtocolError("the pairs of a registration are a sorted list of at least one")
+        seats = []
+        for pair in message.pairs:
+            seat = session.seats.get(pair)
+            if seat is None:
+                raise ConfigError(f"this client is not in pair {pair!r}: call init_pair first")
+            if (error := self._pairs.error(seat)) is not None:
+                raise error
+            seats.append(seat)
+        first = seats[0]
+        for seat in seats[1:]:
+            if (seat.side, seat.rank, seat.remote) != (first.side, first.rank, first.remote):
+                raise RegistrationError(
+                    f"pairs {first.pair!r} and {seat.pair!r} do not join the same two sides with the same ranks "
+                    f"({first.side} rank {first.rank} to {first.remote}, {seat.side} rank {seat.rank} to "
+                    f"{seat.remote}): register one batch for each"
+                )
+        if message.epoch != first.epoch:
+            raise PeerLostError(f"pair {first.pair!r} is at epoch {first.epoch} now", reason="relaunched")
+        return first.member
+
+    def _ended(self, box: list[Live], key: CallKey, expired: bool) -> None:
+        if box:
+            self._perform(box[0], box[0].machine.expire(key, cancelled=not expired))
+            return
+        # Not enrolled yet: Redis has not answered.
+        text = "register_tensors ended before the registration could be published in Redis"
+        self._calls.fail(key, RedisUnavailableError(text))
+
+    async def _enroll(
+        self, session: Session, key: CallKey, member: Member, message: Register, deadline: float, box: list[Live]
+    ) -> None:
+        try:
+            many = len(message.entries) > _MANY
+            manifest = await _maybe_thread(many, Manifest.of, message, member[1])
+            timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
+            digest = await self._library.publish(manifest, timeout=timeout)
+            primary = message.pairs[0]
+            seat = session.seats.get(primary)
+            if seat is None or (error := self._pairs.error(seat)) is not None:
+                raise error if seat is not None and error is not None else PeerLostError("gone", reason="closed")
+            view = self._pairs.view(primary)
+            expected = sum(len(side.members) for side in view.sides.values())
+            generation = await self._store.enroll(
+                primary,
+                message.batch,
+                message.epoch,
+                member[0],
+                member[1],
+                Record.of(message, digest).to_json(),
+                expected=expected,
+                timeout=timeout,
+            )
+            if key not in self._calls:  # it gave up, or its worker is gone
+                await self._store.unenroll(primary, message.batch, generation, *member)
+                return
+        except EthaError as error:
+            self._calls.fail(key, error)
+            return
+        except Exception as error:
+            log.exception("batch %s: registering failed", message.batch)
+            self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
+            return
+        live = self.live.get((primary, message.batch, generation))
+        if live is None:
+            agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
+            name = f"{message.batch!r} of pair {primary!r}"
+            live = Live(
+                name=message.batch,
+                pairs=message.pairs,
+                epoch=message.epoch,
+                generation=generation,
+                view=view,
+                machine=Batch(name, me=self._me, agents=agents),
+            )
+            self.live[live.key] = live
+            self._spawn(self._follow(live))
+        box.append(live)
+        live.tensors[member] = Tensors(
+            session,
+            {entry.name: entry.handle for entry in message.entries},
+            tuple(entry.name for entry in message.entries),
+        )
+        session.batches[message.batch] = (primary, generation)
+        self._perform(live, live.machine.enrolled(key, member))
+
+    async def _follow(self, live: Live) -> None:
+        """Read the roster after every wake-up until this agent's part is decided."""
+        primary, batch, generation = live.key
+        states = (Standing.ENROLLING, Standing.EVALUATING, Standing.AGREEING)
+        async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
+            while live.machine.state in states:
+                try:
+                    roster = await self._store.roster(primary, batch, generation)
+                    self._perform(live, live.machine.rostered(roster.entries, roster.verdicts))
+                except EthaError as error:
+                    log.warning("batch %s: the roster could not be read: %s", batch, error)
+                if live.machine.state in states:
+                    await changed()
+
+    def _perform(self, live: Live, effects: list[BatchEffect]) -> None:
+        primary, batch, generation = live.key
+        for effect in effects:
+            match effect:
+                case Answer(call=key, message=message):
+                    self._calls.answer(key, message)
+                case Fail(call=key, error=error):
+                    self._forget(live, key)
+                    self._calls.fail(key, error)
+                case Evaluate(entries=entries):
+                    self._spawn(self._evaluate(live, dict(entries)))
+                case Declare(digest=digest):
+                    self._spawn(self._quietly(self._store.verdict(primary, batch, generation, self._me, digest)))
+                case Unenroll(member=(side, rank)):
+                    self._spawn(self._quietly(self._store.unenroll(primary, batch, generation, side, rank)))
+                case Stand(evaluation=evaluation):
+                    self._stand(live, evaluation)
+        if live.machine.state is Standing.CLOSED and self.live.get(live.key) is live:
+            del self.live[live.key]
+
+    def _forget(self, live: Live, key: CallKey) -> None:
+        """A registration failed for one worker: its tensors are no part of this agent's any more."""
+        for member in [m for m, t in live.tensors.items() if t.session.key == key[0]]:
+            session = live.tensors.pop(member).session
+            if session.batches.get(live.name) == (live.pairs[0], live.generation):
+                del session.batches[live.name]
+
+    async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
+        try:
+            key = self._store.keys.batch(live.pairs[0], live.name)
+            records = {member: Record.from_json(key, text) for member, text in entries.items()}
+            manifests = await self._library.fetch({record.manifest for record in records.values()})
+            where = Where(
+                agents=live.machine.agents,
+                hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
+            )
+            evaluation = await asyncio.to_thread(evaluate, records, manifests, where)
+            for pair in live.pairs:
+                view = await self._store.batch(pair, live.name)
+                live.seq = max(live.seq, view.seq if view is not None else 0)
+        except EthaError as error:
+            self._perform(live, live.machine.failed(error))
+            return
+        except Exception as error:
+            log.exception("batch %s: planning failed", live.name)
+            text = f"batch {live.name!r}: planning failed in the agent, a bug of Etha: {type(error).__name__}: {error}"
+            self._perform(live, live.machine.failed(RegistrationError(text)))
+            return
+        self._perform(live, live.machine.evaluated(evaluation))
+
+    def _stand(self, live: Live, evaluation: Any) -> None:
+        live.evaluation = evaluation
+        live.transfers = Transfers(
+            f"{live.name!r} of pair {live.pairs[0]!r}",
+            me=self._me,
+            agents=live.machine.agents,
+            digests=evaluation.digests,
+            seq=max(live.seq, evaluation.seq),
+            atomic=evaluation.atomic,
+        )
+        nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
+        fields = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest, "transport": "local"}
+        for pair in live.pairs:
+            self._spawn(self._quietly(self._store.set_batch(pair, live.name, fields)))
+
+    async def _quietly(self, work: Any) -> None:
+        """Redis for people to read: its outage is not the batch's."""
+        try:
+            await work
+        except EthaError as error:
+            log.warning("Redis: %s", error)
+
+
+async def _maybe_thread(really: bool, function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(function, *args) if really else function(*args)

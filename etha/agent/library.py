@@ -1,0 +1,60 @@
+"""Manifests and layouts by digest: published once, fetched once, shared by every batch that names them."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from etha.agent.roster import Manifest, digest_of
+from etha.errors import ProtocolError
+from etha.plan import Layout
+from etha.store.registry import Store
+
+#: Manifests kept in memory; the oldest go first.
+_KEPT = 256
+
+
+class Library:
+    """A cache in front of the store. Layouts are interned, so that equal ones are one object."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._layouts: dict[str, Layout] = {}
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+
+    async def publish(self, manifest: Manifest, *, timeout: float) -> str:
+        """Store a manifest and its layouts; returns its digest."""
+        layouts, fields = manifest.layouts(), manifest.fields()
+        digest = digest_of(fields)
+        # Leases end: they are written again even when this agent has written them before.
+        await self._store.put_layouts(layouts, timeout=timeout)
+        await self._store.put_manifest(digest, fields, timeout=timeout)
+        if digest not in self._manifests:
+            self._layouts |= {d: Layout.from_plain(json.loads(t)) for d, t in layouts.items() if d not in self._layouts}
+            self._keep(digest, Manifest.from_fields(fields, self._layouts))
+        return digest
+
+    async def fetch(self, digests: Iterable[str]) -> dict[str, Manifest]:
+        """The manifests, read from Redis where this agent does not have them; ProtocolError for bad ones."""
+        out: dict[str, Manifest] = {}
+        for digest in sorted(digests):
+            if digest not in self._manifests:
+                fields = await self._store.manifest(digest)
+                if digest_of(fields) != digest:
+                    raise ProtocolError(f"Redis: manifest {digest} is missing or not what its digest says")
+                missing = Manifest.layout_digests(fields) - self._layouts.keys()
+                for name, text in (await self._store.layouts(missing)).items():
+                    layout = Layout.from_plain(json.loads(text))
+                    if layout.digest() != name:
+                        raise ProtocolError(f"Redis: layout {name} is not what its digest says")
+                    self._layouts[name] = layout
+                self._keep(digest, Manifest.from_fields(fields, self._layouts))
+            out[digest] = self._manifests[digest]
+            self._manifests.move_to_end(digest)
+        return out
+
+    def _keep(self, digest: str, manifest: Manifest) -> None:
+        self._manifests[digest] = manifest
+        while len(self._manifests) > _KEPT:
+            self._manifests.popitem(last=False)

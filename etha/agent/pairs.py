@@ -1,0 +1,192 @@
+"""The shell around the pair machines: joins and leaves in Redis, wake-ups, pushes to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from etha.agent.calls import Calls
+from etha.agent.effects import Answer, CallKey, Fail
+from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect
+from etha.agent.session import Seat, Session
+from etha.bus.codec import Request
+from etha.bus.messages import InitPair, PairLost
+from etha.config import check_name
+from etha.errors import ConfigError, EthaError, PeerLostError
+from etha.store.records import Member as Holder
+from etha.store.records import PairView, Reason
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@dataclass(slots=True)
+class _Known:
+    """A pair in use here. ``order`` makes Redis answer in the order in which it was asked."""
+
+    machine: Pair
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked: dict[CallKey, tuple[Session, Asked, float]] = field(default_factory=dict)
+
+
+class Pairs:
+    """All pairs of this agent. ``broken(pair, epoch, error)`` is told when one's epoch is over."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        calls: Calls,
+        sessions: Callable[[], Iterable[Session]],
+        spawn: Spawn,
+        broken: Callable[[str, int, PeerLostError], None],
+    ) -> None:
+        self._store, self._calls, self._sessions, self._spawn, self._broken = store, calls, sessions, spawn, broken
+        self._known: dict[str, _Known] = {}
+
+    def init(self, session: Session, request: Request, message: InitPair) -> None:
+        """A worker calls ``init_pair``."""
+        check_name("pair", message.pair)
+        check_name("side", message.side)
+        check_name("side", message.remote)
+        seat = session.seats.get(message.pair)
+        if seat is not None and seat.member != (message.side, message.rank):
+            raise ConfigError(
+                f"this client is {seat.side} rank {seat.rank} of pair {message.pair!r} already; "
+                f"use another client to be {message.side} rank {message.rank}"
+            )
+        known = self._known.get(message.pair)
+        if known is None:
+            known = self._known[message.pair] = _Known(Pair(message.pair))
+            self._spawn(self._follow(known))
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(known, key, expired))
+        asked = Asked(
+            key=key,
+            side=message.side,
+            rank=message.rank,
+            remote=message.remote,
+            world_size=message.world_size,
+            launch=message.launch,
+            holder=session.holder,
+        )
+        known.asked[key] = (session, asked, request.deadline)
+        self._perform(known, known.machine.ask(asked))
+
+    def error(self, seat: Seat) -> PeerLostError | None:
+        """Why a call of this seat's epoch cannot go on; None when it can."""
+        return self._known[seat.pair].machine.error(seat.epoch)
+
+    def view(self, pair: str) -> PairView:
+        """Who holds which rank in the epoch that stands."""
+        view = self._known[pair].machine.view
+        assert view is not None
+        return view
+
+    def machines(self) -> tuple[Pair, ...]:
+        """All pairs known here, for the status report."""
+        return tuple(self._known[name].machine for name in sorted(self._known))
+
+    def gone(self, session: Session, reason: Reason) -> None:
+        """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
+        held = {(pair, seat.side, seat.rank) for pair, seat in session.seats.items()}
+        for name, known in self._known.items():
+            for key in [key for key, (owner, _, _) in known.asked.items() if owner is session]:
+                _, asked, _ = known.asked.pop(key)
+                held.add((name, asked.side, asked.rank))
+        kept = {
+            (pair, seat.side, seat.rank)
+            for other in self._sessions()
+            if other is not session and other.holder == session.holder
+            for pair, seat in other.seats.items()
+        }
+        session.seats.clear()
+        for name, side, rank in sorted(held - kept):
+            known = self._known[name]
+            self._perform(known, known.machine.depart(side, rank, session.holder, reason))
+
+    def _ended(self, known: _Known, key: CallKey, expired: bool) -> None:
+        known.asked.pop(key, None)
+        self._perform(known, known.machine.expire(key, cancelled=not expired))
+
+    def _perform(self, known: _Known, effects: list[PairEffect]) -> None:
+        pair = known.machine.pair
+        for effect in effects:
+            match effect:
+                case Join(asked=asked):
+                    self._spawn(self._join(known, asked))
+                case Leave(side=side, rank=rank, holder=holder, reason=reason):
+                    self._spawn(self._leave(known, side, rank, holder, reason))
+                case Answer(call=key, message=message):
+                    session, asked, _ = known.asked.pop(key)
+                    session.seats[pair] = Seat(
+                        pair=pair,
+                        side=asked.side,
+                        rank=asked.rank,
+                        remote=asked.remote,
+                        holder=asked.holder,
+                        epoch=message.epoch,
+                    )
+                    self._calls.answer(key, message)
+                case Fail(call=key, error=error):
+                    known.asked.pop(key, None)
+                    self._calls.fail(key, error)
+                case Formed(epoch=epoch):
+                    log.info("pair %s formed, epoch %d", pair, epoch)
+                case Broken(epoch=epoch, error=error):
+                    log.info("pair %s lost: %s", pair, error.message)
+                    self._broken(pair, epoch, error)
+                    for session in self._sessions():
+                        seat = session.seats.get(pair)
+                        if seat is not None and seat.epoch == epoch:
+                            session.peer.push(PairLost(pair=pair, epoch=epoch, reason=error.reason, text=error.message))
+
+    async def _join(self, known: _Known, asked: Asked) -> None:
+        _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
+        left = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            return  # its deadline has spoken already
+        try:
+            async with known.order:
+                view = await self._store.join(
+                    known.machine.pair,
+                    asked.side,
+                    asked.remote,
+                    rank=asked.rank,
+                    world_size=asked.world_size,
+                    launch=asked.launch,
+                    member=asked.holder,
+                    timeout=left,
+                )
+                if asked.key not in known.asked:  # it gave up meanwhile: its Leave may have come first
+                    await self._store.leave(known.machine.pair, asked.side, asked.rank, asked.holder, "closed")
+                self._perform(known, known.machine.joined(asked.key, view))
+        except EthaError as error:
+            self._perform(known, known.machine.refused(asked.key, error))
+
+    async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
+        try:
+            async with known.order:
+                await self._store.leave(known.machine.pair, side, rank, holder, reason)
+        except EthaError as error:
+            # The lease of this agent, or the next join, will find the holder dead.
+            log.warning("pair %s: %s rank %d could not be taken out: %s", known.machine.pair, side, rank, error)
+
+    async def _follow(self, known: _Known) -> None:
+        """Read the pair after every wake-up, for as long as this agent lives."""
+        name = known.machine.pair
+        async with self._store.changes(self._store.keys.pair(name)) as changed:
+            while True:
+                await changed()
+                try:
+                    async with known.order:
+                        view = await self._store.pair(name)
+                        if view is not None:
+                            self._perform(known, known.machine.viewed(view))
+                except EthaError as error:
+                    log.warning("pair %s could not be read: %s", name, error)

@@ -1,0 +1,82 @@
+"""What ``client.status()`` and ``etha status --json`` show of one agent, as plain data; pure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from etha.agent.live import Live
+from etha.version import __version__
+
+if TYPE_CHECKING:
+    from etha.agent.service import Agent
+
+
+def report(agent: Agent) -> dict[str, Any]:
+    """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only."""
+    return {
+        "agent": {
+            "id": agent.id,
+            "pid": os.getpid(),
+            "host": agent.settings.host_id,
+            "device": agent.device,
+            "namespace": agent.settings.namespace,
+            "redis": agent.store.url,
+            "version": __version__,
+            "started_at": agent.started_at,
+            "workers": [
+                {
+                    "pid": session.holder.pid,
+                    "memory": "direct" if session.memory.private else "staged",
+                    "segments": len(session.memory.segments),
+                    "ranks": [f"{seat.pair}: {seat.side} {seat.rank}" for _, seat in sorted(session.seats.items())],
+                }
+                for session in agent.sessions.values()
+            ],
+            "running": agent.movers.running,
+        },
+        "pairs": [
+            {
+                "pair": machine.pair,
+                "state": machine.state.name.lower(),
+                "epoch": machine.epoch,
+                "sides": {
+                    name: {"world_size": side.world_size, "ranks": sorted(side.members)}
+                    for name, side in (machine.view.sides.items() if machine.view is not None else ())
+                },
+                "waiting_for": machine.view.missing() if machine.view is not None else {},
+                "error": machine.lost.message if machine.lost is not None else "",
+            }
+            for machine in agent.pairs.machines()
+        ],
+        "batches": [line for live in agent.batches.live.values() for line in _batch(live)],
+    }
+
+
+def _batch(live: Live) -> list[dict[str, Any]]:
+    state = live.machine.state.name.lower()
+    waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(live.machine.absent)]
+    seq, nbytes = 0, 0
+    if live.transfers is not None and live.evaluation is not None:
+        seq = live.transfers.seq
+        nbytes = max(live.evaluation.nbytes(side) for side in live.evaluation.sides)
+        if live.current is not None:
+            state = "moving"
+        elif live.asks:
+            state = "waiting"
+            waiting = [f"{side} rank {rank}" for side, rank in live.transfers.missing()]
+    return [
+        {
+            "pair": pair,
+            "batch": live.name,
+            "state": state,
+            "seq": seq,
+            "version": live.version,
+            "bytes": nbytes,
+            "transport": "local",
+            "waiting_for": waiting,
+            "last_seconds": live.last_seconds,
+            "last_error": live.last_error.message if live.last_error is not None else "",
+        }
+        for pair in live.pairs
+    ]

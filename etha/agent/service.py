@@ -1,0 +1,265 @@
+"""The agent: one asyncio service that owns one device and serves every worker on it.
+
+    workers --bus--> Agent --+-- Pairs    (rendezvous, Redis)
+                             +-- Batches  (registrations, planning)
+                             +-- Movers   (transfers, the lane)
+
+This file wires them and dispatches messages; what they decide stands in the state machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from etha.agent.batches import Batches
+from etha.agent.calls import Calls
+from etha.agent.lane import Lane
+from etha.agent.movers import Movers
+from etha.agent.pairs import Pairs
+from etha.agent.report import report
+from etha.agent.session import Session
+from etha.bus.codec import Request
+from etha.bus.handshake import Hello, Welcome
+from etha.bus.messages import (
+    AttachShadows,
+    CloseBatch,
+    GetStatus,
+    InitPair,
+    Probe,
+    Probed,
+    Register,
+    Status,
+    Transfer,
+    WaitOffer,
+)
+from etha.bus.peer import Peer
+from etha.config import Settings
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+from etha.memory.mapping import WorkerMemory
+from etha.memory.reach import ReachError
+from etha.memory.revocation import LentPage
+from etha.store.connect import redact
+from etha.store.records import AgentRecord, Reason
+from etha.store.records import Member as Holder
+from etha.store.registry import Store
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a leaving agent gives to running transfers.
+DRAIN = 30.0
+
+
+class Agent:
+    """The bus's Service. ``idle``: seconds after the last worker that ``done`` is set; None: never."""
+
+    def __init__(
+        self, *, settings: Settings, device: str, redis: str | None, store: Store, lane: Lane, idle: float | None
+    ) -> None:
+        self.settings, self.device, self.redis, self.store = settings, device, redis, store
+        self.id = uuid.uuid4().hex[:16]
+        self.started_at = time.time()
+        self.started = asyncio.Event()
+        self.done = asyncio.Event()
+        self.sessions: dict[str, Session] = {}
+        self.calls = Calls()
+        self.lane = lane
+        self._idle = idle
+        self._timer: asyncio.TimerHandle | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._draining = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.movers = Movers(store=store, calls=self.calls, lane=lane, spawn=self.spawn)
+        self.pairs = Pairs(
+            store=store,
+            calls=self.calls,
+            sessions=lambda: tuple(self.sessions.values()),
+            spawn=self.spawn,
+            broken=lambda pair, epoch, error: self.batches.broken(pair, epoch, error),
+        )
+        self.batches = Batches(
+            me=self.id, store=store, calls=self.calls, pairs=self.pairs, movers=self.movers, spawn=self.spawn
+        )
+
+    @property
+    def record(self) -> AgentRecord:
+        """What Redis says of this agent."""
+        return AgentRecord(
+            id=self.id,
+            host=self.settings.host_id,
+            device=self.device,
+            pid=os.getpid(),
+            address="",
+            public_key="",
+            started_at=self.started_at,
+            version=__version__,
+        )
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
+        self._group = group
+        await self.store.publish_agent(self.record)
+        self._rest()
+        self.started.set()
+        await self.done.wait()
+
+    async def drain(self) -> None:
+        """Refuse new work, let running transfers finish, answer the rest, withdraw from Redis."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(DRAIN):
+                await self.movers.idle.wait()
+        except TimeoutError:
+            log.warning("%d transfers did not end within %.0f s", self.movers.running, DRAIN)
+        leaving = AgentLostError("the agent is leaving; init_pair and register_tensors again start another")
+        for key in self.calls:
+            self.calls.fail(key, leaving)
+        for session in list(self.sessions.values()):
+            self.gone(session.peer, "closed")
+        try:
+            await self.store.withdraw_agent(timeout=2.0)
+        except EthaError as error:
+            log.warning("Redis still lists this agent until its lease ends: %s", error)
+        for task in self._tasks:
+            task.cancel()
+        self.lane.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task of this agent; what it raises is logged, never lost."""
+        assert self._group is not None
+        task = self._group.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("a task of the agent failed")
+
+    # ---- the bus's Service --------------------------------------------------------------------
+
+    def hello(self, peer: Peer, hello: Hello) -> Welcome:
+        """A worker connects; ConfigError when it wants another namespace or another Redis."""
+        if hello.namespace != self.settings.namespace:
+            raise ConfigError(
+                f"this agent serves namespace {self.settings.namespace!r}, not {hello.namespace!r}: "
+                f"use its own socket, or set ETHA_NAMESPACE"
+            )
+        if hello.redis is not None and hello.redis != self.redis:
+            raise ConfigError(
+                f"this host's agent runs with Redis {_shown(self.redis)}, this client asks for {_shown(hello.redis)}: "
+                f"use one URL, or another ETHA_NAMESPACE"
+            )
+        holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
+        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=WorkerMemory(peer.pid, peer.start))
+        self._rest()
+        return Welcome(
+            version=__version__,
+            namespace=self.settings.namespace,
+            device=self.device,
+            redis=self.store.url,
+            pid=os.getpid(),
+        )
+
+    def received(self, peer: Peer, request: Request) -> None:
+        """One message of a worker; every error becomes its answer."""
+        session = self.sessions[peer.key]
+        try:
+            if self._draining and not isinstance(request.message, GetStatus):
+                raise AgentUnavailableError("this agent is leaving and takes no new work")
+            self._dispatch(session, request)
+        except EthaError as error:
+            self._refuse(peer, request, error)
+        except Exception as error:
+            log.exception("request %s failed", type(request.message).__name__)
+            self._refuse(peer, request, ProtocolError(f"the agent failed, a bug of Etha: {error!r}"))
+
+    def cancelled(self, peer: Peer, request_id: int) -> None:
+        """A worker does not want an answer any more."""
+        self.calls.cancelled(peer, request_id)
+
+    def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
+        """A worker shows memory: a segment, or its revocation page."""
+        session = self.sessions[peer.key]
+        match header, fds:
+            case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
+                session.memory.attach(segment, fd, nbytes)
+            case {"revocation": True}, [fd]:
+                session.revocation = LentPage(fd)
+            case _:
+                for fd in fds:
+                    os.close(fd)
+                raise ProtocolError(f"descriptors of unknown kind {sorted(map(str, header))}")
+
+    def gone(self, peer: Peer, reason: Reason) -> None:
+        """A worker's connection is over."""
+        session = self.sessions.pop(peer.key, None)
+        if session is None:
+            return
+        self.calls.drop(peer)
+        self.pairs.gone(session, reason)
+        self.batches.gone(session, reason)
+        self.spawn(self._release(session))
+        self._rest()
+
+    async def _release(self, session: Session) -> None:
+        """Let go of a worker's memory, once no lane can be inside it."""
+        await self.movers.idle.wait()
+        session.memory.close()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _dispatch(self, session: Session, request: Request) -> None:
+        peer = session.peer
+        match request.message:
+            case InitPair() as message:
+                self.pairs.init(session, request, message)
+            case Register() as message:
+                self.batches.register(session, request, message)
+            case AttachShadows() as message:
+                self.batches.attach_shadows(session, request, message)
+            case Transfer() as message:
+                live = self.batches.find(session, message.batch, message.epoch)
+                self.movers.transfer(session, request, message, live)
+            case WaitOffer(batch=batch, epoch=epoch):
+                self.movers.wait_offer(session, request, self.batches.find(session, batch, epoch))
+            case CloseBatch() as message:
+                self.batches.close(session, request, message)
+            case Probe(address=address, token=token):
+                text = ""
+                try:
+                    session.memory.process.probe(address, token)
+                except ReachError as error:
+                    text = str(error)
+                session.memory.private = not text
+                peer.reply(request.id, Probed(reaches=not text, text=text))
+            case GetStatus():
+                peer.reply(request.id, Status(report=report(self)))
+            case _:
+                raise ProtocolError(f"{type(request.message).__name__} is not a request")
+
+    def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
+        key = (peer.key, request.id)
+        if key in self.calls:
+            self.calls.fail(key, error)
+        else:
+            peer.fail(request.id, error, None)
+
+    def _rest(self) -> None:
+        """Leave ``idle`` seconds after the last worker, if this agent was started for them."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._idle is not None and not self.sessions:
+            self._timer = asyncio.get_running_loop().call_later(self._idle, self.done.set)
+
+
+def _shown(url: str | None) -> str:
+    return "the embedded server of this host" if url is None else redact(url)

@@ -1,0 +1,46 @@
+"""One connected worker: its process, the memory it showed, the ranks and batches it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from etha.agent.effects import Member
+from etha.bus.peer import Peer
+from etha.memory.mapping import WorkerMemory
+from etha.memory.revocation import LentPage
+from etha.store.records import Member as Holder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A rank that this worker holds in a pair; ``epoch`` is the one it was let into."""
+
+    pair: str
+    side: str
+    rank: int
+    remote: str
+    holder: Holder
+    epoch: int
+
+    @property
+    def member(self) -> Member:
+        """(side, rank)."""
+        return (self.side, self.rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """What the agent knows of one worker's connection; a process may have several."""
+
+    peer: Peer
+    holder: Holder
+    memory: WorkerMemory
+    revocation: LentPage | None = None
+    seats: dict[str, Seat] = field(default_factory=dict)
+    #: batch name -> (primary pair, generation) of the registration that this worker takes part in.
+    batches: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The connection's id."""
+        return self.peer.key

@@ -1,0 +1,400 @@
+"""AsyncTensorBusClient: what a worker holds in its process, on its own event loop.
+
+    init_pair -> register_tensors -> transfer ... -> close
+
+The blocking client is a facade over this one. It talks to one agent and never to Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairFormed, PairLost, Status, WaitOffer
+from etha.client.batch import Registration
+from etha.client.connection import Connection
+from etha.client.deadline import Deadline, check_timeout
+from etha.client.handle import BatchHandle
+from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.place import Place
+from etha.client.register import register
+from etha.client.results import Offer, Pair, TransferResult, Version
+from etha.client.transfer import transfer
+from etha.config import LaunchEnv, Settings, check_name
+from etha.errors import AgentLostError, ConfigError, RegistrationError
+
+#: Called after COMMIT, before this worker's tensors change.
+OnCommit = Callable[[], Awaitable[None] | None]
+#: (bytes done, bytes total) of this worker.
+OnProgress = Callable[[int, int], None]
+
+
+class AsyncTensorBusClient:
+    """A worker's end of Etha, on the event loop that it is first used on.
+
+    ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
+    agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
+    none listens; ``timeout``: default deadline of every call in seconds. Raises ConfigError for bad
+    arguments; nothing is connected before the first call.
+    """
+
+    def __init__(
+        self,
+        agent: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        redis_url: str | None = None,
+        namespace: str | None = None,
+        autostart: bool = True,
+        timeout: float = 30.0,
+    ) -> None:
+        settings = Settings.from_env()
+        self._settings = (
+            settings if namespace is None else replace(settings, namespace=check_name("namespace", namespace))
+        )
+        self._agent = agent or self._settings.agent
+        self._redis_url = redis_url or self._settings.redis_url
+        self._device = _device(device)
+        self._autostart = autostart
+        self._timeout = check_timeout(timeout, "timeout")
+        self._env = LaunchEnv.from_env()
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connecting: asyncio.Lock | None = None
+        self._connection: Connection | None = None
+        self._pairs: dict[str, tuple[Pair, PairDefaults]] = {}
+        self._batches: dict[str, Registration] = {}
+        #: batch -> highest seq seen, and whether this worker's target may be half-written; both outlive handles.
+        self._seqs: dict[str, int] = {}
+        self._torn: set[str] = set()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def init_pair(
+        self,
+        pair_name: str,
+        local_name: str,
+        remote_name: str,
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Pair:
+        """Meet the other side: returns once both sides are complete, in any order of arrival.
+
+        Collective over all workers of both sides. ``expected_world_size`` and ``rank`` are of the local
+        side (default: torch.distributed's, else the launcher's environment). ``device_mesh`` and
+        ``placements`` are the default layout of plain tensors. Raises ConfigError,
+        RendezvousTimeoutError (which ranks are missing), PeerLostError (this launch was superseded),
+        RedisUnavailableError, AgentUnavailableError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        for what, name in (("pair", pair_name), ("side", local_name), ("side", remote_name)):
+            check_name(what, name)
+        if local_name == remote_name:
+            raise ConfigError(f"local_name and remote_name are both {local_name!r}: a pair joins two sides")
+        place = Place.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
+        defaults = PairDefaults(
+            name=pair_name,
+            place=place,
+            mesh=device_mesh,
+            placements=None if placements is None else tuple(placements),
+        )
+        if defaults.mesh is not None and defaults.placements is not None:
+            defaults.layout("the default layout", None)
+        elif defaults.placements is not None:
+            raise ConfigError("init_pair(placements=...) needs device_mesh=")
+        connection = await self._connect(deadline.left)
+        message = InitPair(
+            pair=pair_name,
+            side=local_name,
+            remote=remote_name,
+            world_size=place.world_size,
+            rank=place.rank,
+            launch=place.launch,
+        )
+        formed = await connection.link.request(message, timeout=deadline.left)
+        assert isinstance(formed, PairFormed)
+        known = self._pairs.get(pair_name)
+        if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
+            self._pairs[pair_name] = (known[0], defaults)
+            return known[0]
+        pair = Pair(
+            name=pair_name,
+            local_name=local_name,
+            remote_name=remote_name,
+            local_world_size=formed.local_world_size,
+            remote_world_size=formed.remote_world_size,
+            epoch=formed.epoch,
+        )
+        self._pairs[pair_name] = (pair, defaults)
+        return pair
+
+    async def register_tensors(
+        self,
+        batch_id: str,
+        tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor],
+        *,
+        pair_name: str | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        direction: Literal["send", "recv", "both"] | None = None,
+        bucket_size: int | None = None,
+        atomic: bool = False,
+        timeout: float | None = None,
+    ) -> BatchHandle:
+        """Name the tensors that move together. Collective over all workers of both sides.
+
+        ``tensors``: (tensor, pair name) in the same order on all ranks, or name -> tensor with
+        ``pair_name``. A DTensor brings its layout; a plain tensor takes ``placements[name]``, else the
+        pair's default. ``shapes``: global shapes of plain tensors. ``bucket_size`` in bytes. ``atomic``:
+        receive into shadow memory, so that the tensors change only after commit. Nothing is copied.
+        Raises LayoutError, RegistrationError (every violation of every rank), RendezvousTimeoutError,
+        PeerLostError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        check_name("batch", batch_id)
+        if direction not in (None, "send", "recv", "both"):
+            raise ConfigError(f"direction={direction!r} must be 'send', 'recv', 'both' or None")
+        if bucket_size is not None and (not isinstance(bucket_size, int) or bucket_size < 1):
+            raise ConfigError(f"bucket_size={bucket_size!r} must be a number of bytes above 0")
+        connection = self._require()
+        manifest = build_manifest(
+            tensors,
+            pair_name=pair_name,
+            placements=placements,
+            shapes=shapes,
+            pairs={name: defaults for name, (_, defaults) in self._pairs.items()},
+            device=self._device,
+        )
+        known = self._batches.get(batch_id)
+        if known is not None and known.connection is connection and not known.pair.lost.is_set():
+            if known.manifest.same_tensors(manifest):
+                return BatchHandle(self, known)
+            raise RegistrationError(
+                f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
+            )
+        pair = self._pairs[manifest.pairs[0]][0]
+        registration = await register(
+            connection,
+            batch_id,
+            pair,
+            manifest,
+            direction=direction,
+            bucket_size=bucket_size,
+            atomic=atomic,
+            seq=self._seqs.get(batch_id, 0),
+            timeout=lambda: deadline.left,
+        )
+        registration.torn = batch_id in self._torn
+        self._batches[batch_id] = registration
+        return BatchHandle(self, registration)
+
+    async def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult:
+        """Move the batch once, all of it or nothing; waits for every rank of both sides.
+
+        ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
+        recv, run after commit and before this worker's tensors change. ``progress``: (bytes done, bytes
+        total) of this worker. Raises RegistrationError, TransferError and its subclasses (see
+        ``.outcome`` and ``.torn``), AgentLostError.
+        """
+        return await self.transfer_of(
+            self._registration(batch_id),
+            transfer_type,
+            version=version,
+            on_commit=on_commit,
+            timeout=timeout,
+            progress=progress,
+        )
+
+    async def transfer_of(
+        self,
+        registration: Registration,
+        transfer_type: Literal["send", "recv"],
+        *,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult:
+        """What ``transfer`` and ``BatchHandle.transfer`` share."""
+        seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        self._check_open(registration)
+        batch_id = registration.batch
+        try:
+            result = await transfer(
+                registration,
+                transfer_type,
+                version=version,
+                on_commit=on_commit,
+                timeout=seconds,
+                progress=progress,
+            )
+        finally:
+            (self._torn.add if registration.torn else self._torn.discard)(batch_id)
+        self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
+        return result
+
+    async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
+        """Wait until the other side waits to send; returns at once if it already does.
+
+        Raises TransferTimeoutError at the deadline, PeerLostError, AgentLostError.
+        """
+        return await self.wait_offer_of(self._registration(batch_id), timeout=timeout)
+
+    async def wait_offer_of(self, registration: Registration, *, timeout: float | None = None) -> Offer:
+        """What ``wait_offer`` and ``BatchHandle.wait_offer`` share."""
+        seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        self._check_open(registration)
+        message = WaitOffer(batch=registration.batch, epoch=registration.pair.epoch)
+        offered = await registration.connection.link.request(message, timeout=seconds)
+        assert isinstance(offered, Offered)
+        return Offer(version=offered.version, bytes=offered.nbytes)
+
+    async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        connection = await self._connect(deadline.left)
+        status = await connection.link.request(GetStatus(), timeout=deadline.left)
+        assert isinstance(status, Status)
+        return status.report
+
+    async def close(self) -> None:
+        """Leave all pairs and batches and the agent; idempotent."""
+        self._closed = True
+        connection, self._connection = self._connection, None
+        for registration in self._batches.values():
+            registration.open = False
+        for pair, _ in self._pairs.values():
+            pair.lost.set("closed", "this client was closed")
+        if connection is not None and os.getpid() == self._pid:
+            await connection.close()
+
+    def handle_of(self, batch_id: str) -> BatchHandle:
+        """The handle of an open batch; RegistrationError when there is none."""
+        return BatchHandle(self, self._registration(batch_id))
+
+    async def close_batch(self, registration: Registration) -> None:
+        """What ``BatchHandle.close`` does; local and idempotent."""
+        if not registration.open:
+            return
+        registration.open = False
+        if self._batches.get(registration.batch) is registration:
+            del self._batches[registration.batch]
+        if not registration.connection.lost and not self._closed:
+            message = CloseBatch(batch=registration.batch, epoch=registration.pair.epoch)
+            await registration.connection.link.request(message, timeout=self._timeout)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
+                f"create a client in the child"
+            )
+        if self._closed:
+            raise ConfigError("this client is closed: create another")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop, self._connecting = loop, asyncio.Lock()
+        elif self._loop is not loop:
+            raise ConfigError("this client belongs to another event loop: create one client per loop")
+
+    async def _connect(self, timeout: float) -> Connection:
+        """The living connection, or a new one: an agent that died is started again by the next init_pair."""
+        self._check_usable()
+        assert self._connecting is not None
+        async with self._connecting:
+            if self._connection is not None and not self._connection.lost:
+                return self._connection
+            if self._connection is not None:
+                self._connection.abort()
+                self._connection = None
+            connection = await Connection.open(
+                self._settings,
+                agent=self._agent,
+                device=str(self._device),
+                redis_url=self._redis_url,
+                autostart=self._autostart,
+                timeout=timeout,
+                on_push=self._pushed,
+            )
+            if self._closed:
+                await connection.close()
+                raise ConfigError("this client was closed while it connected")
+            self._connection = connection
+            connection.link.lost.add_done_callback(self._agent_lost)
+            return connection
+
+    def _require(self) -> Connection:
+        self._check_usable()
+        if self._connection is None:
+            raise ConfigError("no pair is formed in this client: call init_pair first")
+        if self._connection.lost:
+            raise AgentLostError(
+                f"{self._connection.link.lost.result().message}; call init_pair and register_tensors again"
+            )
+        return self._connection
+
+    def _registration(self, batch_id: str) -> Registration:
+        registration = self._batches.get(batch_id)
+        if registration is None:
+            raise RegistrationError(f"batch {batch_id!r} is not registered in this client: call register_tensors first")
+        return registration
+
+    def _check_open(self, registration: Registration) -> None:
+        self._check_usable()
+        if not registration.open:
+            raise RegistrationError(f"batch {registration.batch!r} is closed: register it again")
+        if registration.connection.lost or registration.connection is not self._connection:
+            raise AgentLostError(
+                f"the agent with which batch {registration.batch!r} was registered is gone; "
+                f"call init_pair and register_tensors again"
+            )
+
+    def _pushed(self, message: Any) -> None:
+        if isinstance(message, PairLost):
+            known = self._pairs.get(message.pair)
+            if known is not None and known[0].epoch == message.epoch:
+                known[0].lost.set(message.reason, message.text)
+
+    def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
+        for pair, _ in self._pairs.values():
+            pair.lost.set("died", lost.result().message)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {error}") from None

@@ -1,0 +1,118 @@
+"""One life of a client's connection: the link to its agent, and the memory shown over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from etha.bus.handshake import Hello
+from etha.bus.link import AgentLink
+from etha.bus.messages import Probe, Probed
+from etha.bus.process import start_time
+from etha.client.spawn import ensure_agent
+from etha.config import Settings
+from etha.errors import AgentLostError, ConfigError, ProtocolError
+from etha.memory import shared
+from etha.memory.handles import TensorHandle
+from etha.memory.process import Beacon, allow_reading
+from etha.memory.revocation import RevocationPage
+from etha.version import __version__
+
+
+class Connection:
+    """``reaches``: the agent reads and writes this process's own memory; else tensors are staged."""
+
+    def __init__(self, link: AgentLink, page: RevocationPage) -> None:
+        self.link, self.page = link, page
+        self.reaches = False
+        self.why_not = ""
+        self._shown: set[str] = set()
+
+    @classmethod
+    async def open(
+        cls,
+        settings: Settings,
+        *,
+        agent: str | None,
+        device: str,
+        redis_url: str | None,
+        autostart: bool,
+        timeout: float,
+        on_push: Callable[[Any], None],
+    ) -> Connection:
+        """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError."""
+        if agent is not None:
+            path = _path_of(agent)
+        elif autostart:
+            settings.ensure_runtime_dir()
+            path = await ensure_agent(
+                settings, device, redis_url=redis_url, namespace=settings.namespace, timeout=timeout
+            )
+        else:
+            path = settings.socket_path(device)
+        hello = Hello(
+            version=__version__,
+            namespace=settings.namespace,
+            redis=redis_url,
+            host=settings.host_id,
+            pid=os.getpid(),
+            start=start_time(),
+        )
+        link = await AgentLink.connect(path, hello, timeout=timeout, on_push=on_push)
+        page = RevocationPage()
+        try:
+            connection = cls(link, page)
+            await link.send_descriptors({"revocation": True}, [page.fd], timeout=timeout)
+            await connection._probe(timeout)
+        except BaseException:
+            link.abort()
+            page.close()
+            raise
+        return connection
+
+    async def show(self, handles: list[TensorHandle], timeout: float) -> None:
+        """Send the descriptor of every segment that the handles name and the agent has not seen."""
+        for name in dict.fromkeys(h.segment for h in handles if h.segment is not None):
+            if name in self._shown:
+                continue
+            segment = shared.segment(name)
+            if segment is None:
+                raise ProtocolError(f"segment {name} is gone while one of its tensors is registered")
+            header = {"segment": segment.id, "nbytes": segment.nbytes}
+            await self.link.send_descriptors(header, [segment.fd], timeout=timeout)
+            self._shown.add(name)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the agent is gone."""
+        return self.link.lost.done()
+
+    async def close(self) -> None:
+        """Say goodbye and take the memory back."""
+        try:
+            with contextlib.suppress(AgentLostError):
+                await self.link.close()
+        finally:
+            self.page.close()
+
+    def abort(self) -> None:
+        """Let go without a word."""
+        self.link.abort()
+        self.page.close()
+
+    async def _probe(self, timeout: float) -> None:
+        allow_reading()
+        beacon = Beacon()
+        probed = await self.link.request(Probe(address=beacon.address, token=beacon.token), timeout=timeout)
+        assert isinstance(probed, Probed)
+        self.reaches = probed.reaches and beacon.echoed
+        self.why_not = probed.text or ("" if beacon.echoed else "what the agent wrote did not arrive here")
+
+
+def _path_of(address: str) -> Path:
+    if not address.startswith("ipc:///"):
+        raise ConfigError(f"agent address {address!r} must look like ipc:///run/user/1000/etha/default/cpu.sock")
+    return Path(address.removeprefix("ipc://"))

@@ -1,0 +1,87 @@
+"""What a client does to register a batch: show its memory, tell its agent, allocate shadows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from etha.bus.messages import AttachShadows, Entry, Register, Registered
+from etha.client.batch import Registration, Stage
+from etha.client.connection import Connection
+from etha.client.manifest import Manifest
+from etha.client.results import Pair
+from etha.memory.handles import describe
+from etha.plan import Layout
+
+
+async def register(
+    connection: Connection,
+    batch: str,
+    pair: Pair,
+    manifest: Manifest,
+    *,
+    direction: Literal["send", "recv", "both"] | None,
+    bucket_size: int | None,
+    atomic: bool,
+    seq: int,
+    timeout: Callable[[], float],
+) -> Registration:
+    """Register ``manifest`` with the agent; ``timeout()`` is what is left. Raises what the agent refuses with."""
+    locals_ = [item.local for item in manifest.items]
+    live = [describe(tensor) for tensor in locals_]
+    # What the agent cannot reach is staged by this process in memory that it can.
+    hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
+    source = await _stage(locals_, hidden)
+    handles = source.handles(live)
+    await connection.show(handles, timeout())
+    layouts: dict[Layout, int] = {}
+    entries = tuple(
+        Entry(
+            name=item.name,
+            pair=item.pair,
+            layout=layouts.setdefault(item.layout, len(layouts)),
+            shape=item.shape,
+            handle=handle,
+        )
+        for item, handle in zip(manifest.items, handles, strict=True)
+    )
+    message = Register(
+        batch=batch,
+        epoch=pair.epoch,
+        form=manifest.form,
+        pairs=manifest.pairs,
+        layouts=tuple(layout.to_plain() for layout in layouts),
+        entries=entries,
+        refusals=manifest.refusals,
+        direction=direction,
+        bucket_size=bucket_size,
+        atomic=atomic,
+        seq=seq,
+    )
+    registered = await connection.link.request(message, timeout=timeout())
+    assert isinstance(registered, Registered)
+    registration = Registration(
+        batch=batch,
+        pair=pair,
+        connection=connection,
+        manifest=manifest,
+        source=source,
+        atomic=registered.atomic,
+        plan=registered.summary,
+    )
+    if registered.shadows:
+        shadows = await _stage(locals_, [tensor.numel() > 0 for tensor in locals_])
+        there = shadows.handles(live)
+        await connection.show(there, timeout())
+        attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
+        await connection.link.request(attach, timeout=timeout())
+        registration.shadows = shadows
+    return registration
+
+
+async def _stage(tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
+    """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
+    return await asyncio.to_thread(Stage.of, tensors, chosen) if any(chosen) else Stage.of(tensors, chosen)

@@ -1,0 +1,400 @@
+"""TensorBusClient: the blocking facade over AsyncTensorBusClient, for training loops.
+
+Every call runs the coroutine of the same name on the process's portal thread. Callbacks (``progress``,
+``on_commit``) run there, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from etha.client import portal
+from etha.client.aio import AsyncTensorBusClient, OnCommit, OnProgress
+from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.results import Lost as AsyncLost
+from etha.client.results import Offer, TransferResult, Version
+from etha.client.results import Pair as AsyncPair
+from etha.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Lost:
+    """Set once a pair's epoch is over; as ``threading.Event``, with a ``reason``."""
+
+    def __init__(self, inner: AsyncLost, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._inner, self._run = inner, run
+
+    @property
+    def reason(self) -> str | None:
+        """ "relaunched", "closed" or "died"; None while the epoch stands."""
+        return self._inner.reason
+
+    def is_set(self) -> bool:
+        """Whether the epoch is over."""
+        return self._inner.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is, at most ``timeout`` seconds; tells whether it is."""
+        return bool(self._run(self._wait(timeout)))
+
+    async def _wait(self, timeout: float | None) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._inner.wait()
+        except TimeoutError:
+            pass
+        return self._inner.is_set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
+
+    name: str
+    local_name: str
+    remote_name: str
+    local_world_size: int
+    remote_world_size: int
+    epoch: int
+    lost: Lost
+
+
+class TransferFuture:
+    """A transfer under way, from ``transfer(..., blocking=False)``."""
+
+    def __init__(self, future: concurrent.futures.Future[TransferResult]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> TransferResult:
+        """Block for the result or raise the transfer's error; TimeoutError after ``timeout`` seconds."""
+        return self._future.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block for the end; the transfer's error, or None when it went well."""
+        return self._future.exception(timeout)
+
+    def add_done_callback(self, function: Callable[[TransferFuture], None]) -> None:
+        """Call ``function(self)`` at the end, on the client's loop thread, or at once if it is over."""
+        self._future.add_done_callback(lambda _: function(self))
+
+
+class BatchHandle:
+    """A registered batch; ``with`` closes it. Returned by ``register_tensors``."""
+
+    def __init__(self, client: TensorBusClient, inner: AsyncBatchHandle) -> None:
+        self._client, self._inner = client, inner
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's name."""
+        return self._inner.batch_id
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan in short: tensors, and per possible direction its bytes and digest."""
+        return self._inner.plan
+
+    @property
+    def version(self) -> Version:
+        """The label of the last transfer that this worker sent or received: what the tensors hold."""
+        return self._inner.version
+
+    @property
+    def atomic(self) -> bool:
+        """Whether receivers keep the old version until commit."""
+        return self._inner.atomic
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[True] = True,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult: ...
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[False],
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferFuture: ...
+
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult | TransferFuture:
+        """Move this batch once; see ``TensorBusClient.transfer``."""
+        return self._client._move(
+            self._inner,
+            transfer_type,
+            blocking,
+            {"version": version, "on_commit": on_commit, "timeout": timeout, "progress": progress},
+        )
+
+    def wait_offer(self, *, timeout: float | None = None) -> Offer:
+        """Wait until the other side waits to send this batch."""
+        return self._client._run(self._inner.wait_offer(timeout=timeout))
+
+    def close(self) -> None:
+        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
+        self._client._run_closing(self._inner.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBusClient:
+    """A worker's end of Etha for blocking code; constructor and methods as AsyncTensorBusClient.
+
+    ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
+    agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
+    none listens; ``timeout``: default deadline of every call in seconds. Calls raise ConfigError inside a
+    running event loop: use AsyncTensorBusClient there.
+    """
+
+    def __init__(
+        self,
+        agent: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        redis_url: str | None = None,
+        namespace: str | None = None,
+        autostart: bool = True,
+        timeout: float = 30.0,
+    ) -> None:
+        self._aio = AsyncTensorBusClient(
+            agent, device=device, redis_url=redis_url, namespace=namespace, autostart=autostart, timeout=timeout
+        )
+        self._pid = os.getpid()
+        self._portal: portal.Portal | None = None
+        self._pairs: dict[str, Pair] = {}
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def init_pair(
+        self,
+        pair_name: str,
+        local_name: str,
+        remote_name: str,
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Pair:
+        """Meet the other side; see ``AsyncTensorBusClient.init_pair``."""
+        inner: AsyncPair = self._run(
+            self._aio.init_pair(
+                pair_name,
+                local_name,
+                remote_name,
+                expected_world_size,
+                device_mesh,
+                placements,
+                rank=rank,
+                ranks=ranks,
+                timeout=timeout,
+            )
+        )
+        known = self._pairs.get(pair_name)
+        if known is None or known.lost._inner is not inner.lost:
+            known = self._pairs[pair_name] = Pair(
+                name=inner.name,
+                local_name=inner.local_name,
+                remote_name=inner.remote_name,
+                local_world_size=inner.local_world_size,
+                remote_world_size=inner.remote_world_size,
+                epoch=inner.epoch,
+                lost=Lost(inner.lost, self._run),
+            )
+        return known
+
+    def register_tensors(
+        self,
+        batch_id: str,
+        tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor],
+        *,
+        pair_name: str | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        direction: Literal["send", "recv", "both"] | None = None,
+        bucket_size: int | None = None,
+        atomic: bool = False,
+        timeout: float | None = None,
+    ) -> BatchHandle:
+        """Name the tensors that move together; see ``AsyncTensorBusClient.register_tensors``."""
+        inner = self._run(
+            self._aio.register_tensors(
+                batch_id,
+                tensors,
+                pair_name=pair_name,
+                placements=placements,
+                shapes=shapes,
+                direction=direction,
+                bucket_size=bucket_size,
+                atomic=atomic,
+                timeout=timeout,
+            )
+        )
+        return BatchHandle(self, inner)
+
+    @overload
+    def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[True] = True,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult: ...
+
+    @overload
+    def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[False],
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferFuture: ...
+
+    def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+    ) -> TransferResult | TransferFuture:
+        """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``blocking=False``: a TransferFuture."""
+        inner = self._aio.handle_of(batch_id)
+        return self._move(
+            inner,
+            transfer_type,
+            blocking,
+            {"version": version, "on_commit": on_commit, "timeout": timeout, "progress": progress},
+        )
+
+    def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
+        """Wait until the other side waits to send; returns at once if it already does."""
+        return self._run(self._aio.wait_offer(batch_id, timeout=timeout))
+
+    def status(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""
+        return self._run(self._aio.status(timeout=timeout))
+
+    def close(self) -> None:
+        """Leave all pairs and batches and the agent; idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            self._closed = True
+            return
+        self._closed = True
+        if self._portal is not None:
+            try:
+                self._portal.call(self._aio.close())
+            finally:
+                self._portal = None
+                portal.leave(self)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _enter(self) -> portal.Portal:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
+                f"create a client in the child"
+            )
+        if self._closed:
+            raise ConfigError("this client is closed: create another")
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise ConfigError(
+                "TensorBusClient blocks and this is a running event loop: use AsyncTensorBusClient and await its calls"
+            )
+        if self._portal is None:
+            self._portal = portal.enter(self)
+        return self._portal
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            entered = self._enter()
+        except BaseException:
+            work.close()
+            raise
+        return entered.call(work)
+
+    def _run_closing(self, work: Coroutine[Any, Any, None]) -> None:
+        """As ``_run``, for what is harmless when the client is closed already."""
+        if self._closed or os.getpid() != self._pid:
+            work.close()
+        else:
+            self._run(work)
+
+    def _move(
+        self, inner: AsyncBatchHandle, verb: Literal["send", "recv"], blocking: bool, options: dict[str, Any]
+    ) -> TransferResult | TransferFuture:
+        work = inner.transfer(verb, **options)
+        if blocking:
+            return self._run(work)
+        try:
+            entered = self._enter()
+        except BaseException:
+            work.close()
+            raise
+        return TransferFuture(entered.submit(work))

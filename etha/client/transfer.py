@@ -1,0 +1,183 @@
+"""One transfer as a worker's process does it: lend memory, ask the agent, apply, take the memory back."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import torch
+
+from etha.bus.calls import Answer
+from etha.bus.codec import Reply
+from etha.bus.messages import Moved, Progress, Transfer
+from etha.client.batch import Registration, Stage
+from etha.client.results import TransferResult, Version
+from etha.errors import AgentLostError, ConfigError, TransferError, TransferTimeoutError
+
+log = logging.getLogger(__name__)
+
+#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
+_SMALL = 1 << 18
+
+
+async def transfer(
+    registration: Registration,
+    verb: Literal["send", "recv"],
+    *,
+    version: Version,
+    on_commit: Callable[[], Awaitable[None] | None] | None,
+    timeout: float,
+    progress: Callable[[int, int], None] | None,
+) -> TransferResult:
+    """Move the batch once; see ``AsyncTensorBusClient.transfer``."""
+    if verb not in ("send", "recv"):
+        raise ConfigError(f"transfer_type={verb!r} must be 'send' or 'recv'")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
+        raise ConfigError(f"version={version!r} must be an int or a str")
+    if on_commit is not None and not (verb == "recv" and registration.atomic):
+        raise ConfigError("on_commit= needs transfer_type='recv' and a batch registered with atomic=True")
+    registration.check_unmoved()
+    if verb == "send" and registration.torn:
+        raise TransferError(
+            f"batch {registration.batch!r}: its tensors may be half-written by a transfer that was aborted; "
+            f"receive it in full before it is sent",
+            outcome="withdrawn",
+        )
+    staged = registration.shadows is not None or registration.source.serves
+    if not staged:
+        return await _once(registration, verb, version, on_commit, timeout, progress)
+    # A call that stages or applies has to finish before the next of this worker begins.
+    try:
+        async with asyncio.timeout(None if timeout == math.inf else timeout):
+            await registration.turn.acquire()
+    except TimeoutError:
+        raise TransferTimeoutError(
+            f"batch {registration.batch!r}: an earlier transfer of this worker did not end in time", outcome="withdrawn"
+        ) from None
+    try:
+        return await _once(registration, verb, version, on_commit, timeout, progress)
+    finally:
+        registration.turn.release()
+
+
+async def _once(
+    registration: Registration,
+    verb: Literal["send", "recv"],
+    version: Version,
+    on_commit: Callable[[], Awaitable[None] | None] | None,
+    timeout: float,
+    progress: Callable[[int, int], None] | None,
+) -> TransferResult:
+    page, link = registration.connection.page, registration.connection.link
+    if verb == "send":
+        await _copy(registration.source, registration.source.pull, registration.locals)
+    word = page.open()
+    confirmed: list[Answer | None] = []
+
+    def pushed(message: Any) -> None:
+        if isinstance(message, Progress) and progress is not None:
+            progress(message.done, message.total)
+
+    def late() -> TransferError:
+        return TransferTimeoutError(
+            f"batch {registration.batch!r}: the agent did not answer by the deadline of {timeout:g} s",
+            outcome="unknown",
+            quiesced=page.revoke(word),
+            torn=verb == "recv" and not registration.atomic,
+        )
+
+    message = Transfer(
+        batch=registration.batch,
+        epoch=registration.pair.epoch,
+        verb=verb,
+        version=version,
+        slot=word,
+        progress=progress is not None,
+    )
+    try:
+        moved = await link.request(
+            message, timeout=timeout, on_push=pushed, on_timeout=late, on_cancel=confirmed.append
+        )
+    except asyncio.CancelledError:
+        answer = confirmed[0] if confirmed else None
+        if isinstance(answer, Reply):
+            # COMMIT has won the race: the others hold the new version, so must this worker.
+            await _finish(registration, verb, answer.message, on_commit)
+        else:
+            registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
+            if answer is None and not page.revoke(word):
+                log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
+        raise
+    except AgentLostError as error:
+        torn = verb == "recv" and not registration.atomic
+        registration.torn = registration.torn or torn
+        raise AgentLostError(error.message, outcome="unknown", torn=torn, quiesced=page.revoke(word)) from None
+    except TransferError as error:
+        registration.torn = registration.torn or error.torn
+        raise
+    finally:
+        page.revoke(word)
+    assert isinstance(moved, Moved)
+    if progress is not None:
+        progress(moved.nbytes, moved.nbytes)
+    await _finish(registration, verb, moved, on_commit)
+    return TransferResult(
+        seq=moved.seq,
+        version=moved.version,
+        bytes=moved.nbytes,
+        seconds=moved.seconds,
+        direction=verb,
+        peers=moved.peers,
+        peak_staging=moved.peak_staging,
+    )
+
+
+async def _finish(
+    registration: Registration,
+    verb: Literal["send", "recv"],
+    moved: Moved,
+    on_commit: Callable[[], Awaitable[None] | None] | None,
+) -> None:
+    """After COMMIT: pause the user's engine, apply what was received, tell autograd. Not to be cut short."""
+    work = asyncio.ensure_future(_apply(registration, verb, moved, on_commit))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
+
+
+async def _apply(
+    registration: Registration,
+    verb: Literal["send", "recv"],
+    moved: Moved,
+    on_commit: Callable[[], Awaitable[None] | None] | None,
+) -> None:
+    if verb == "recv":
+        if on_commit is not None:
+            waiting = on_commit()
+            if inspect.isawaitable(waiting):
+                await waiting
+        stage: Stage = registration.shadows or registration.source
+        await _copy(stage, stage.push, registration.locals)
+        registration.received()
+        registration.torn = False
+    registration.version = moved.version
+
+
+def _torn(answer: Answer | None) -> bool:
+    error = getattr(answer, "error", None)
+    return bool(getattr(error, "torn", True)) if error is not None else True
+
+
+async def _copy(stage: Stage, function: Callable[[list[torch.Tensor]], None], tensors: list[torch.Tensor]) -> None:
+    if not stage.serves:
+        return
+    if stage.nbytes < _SMALL:
+        function(tensors)
+    else:
+        await asyncio.to_thread(function, tensors)
