@@ -70,11 +70,12 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
 
 def _extent(group: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Byte range of one storage that these tensors use; its start is a multiple of 16, whatever the dtypes."""
-    lows, highs = [], []
+    lows: list[int] = []
+    highs: list[int] = []
     for t in group:
-        lows.append(t.storage_offset() * t.itemsize)
+        lows.append(int(t.storage_offset()) * t.itemsize)
         highs.append(lows[-1] + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize)
-    return min(lows) // 16 * 16, max(highs)
+    return min(lows) // 16 * 16, int(max(highs))
 
 
 def _allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""Where a tensor lies, as plain data that crosses the bus, and whether it still lies there.
+
+A handle names bytes either in a mapped segment (a sealed memfd that the agent maps too) or in the
+worker's own memory, which the agent reaches with ``process_vm_readv``. Nothing here touches memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from etha.memory import shared
+
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHandle:
+    """Where one local tensor lies.
+
+    ``segment`` is the id (hex) of a mapped segment and ``offset`` a byte offset in it; or ``segment`` is
+    None and ``offset`` a virtual address of the worker. ``shape`` is local, ``strides`` are in elements
+    and not negative, ``dtype`` is "float32". A handle from a socket is believed by nobody:
+    ``WorkerMemory.resolve`` checks it against what is mapped.
+    """
+
+    segment: str | None
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+def span_nbytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first to behind the last element of a strided tensor, 0 when it is empty."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
+
+
+def describe(tensor: torch.Tensor) -> TensorHandle:
+    """The handle of a plain strided CPU tensor; a segment's if it lies in one, else the process's.
+
+    The caller has refused everything else (devices, sparse, quantized, conjugate, subclasses).
+    """
+    shape, strides, address = tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr()
+    found = shared.find(address, span_nbytes(shape, strides, tensor.itemsize))
+    segment, offset = found if found is not None else (None, address)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorHandle(segment=segment, offset=offset, shape=shape, strides=strides, dtype=dtype)
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """What must not change between registration and transfer: (address, shape, strides, dtype)."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def moved(tensors: Sequence[torch.Tensor], registered: Sequence[Fingerprint]) -> list[int]:
+    """Indices of the tensors that are not where they were when ``registered`` was taken.
+
+    About 1 us a tensor: it runs before every transfer.
+    """
+    return [
+        i
+        for i, (t, (address, shape, strides, dtype)) in enumerate(zip(tensors, registered, strict=True))
+        if t.data_ptr() != address or t.dtype is not dtype or t.stride() != strides or t.shape != shape
+    ]

@@ -1,0 +1,144 @@
+"""The agent's side of a worker's memory: mapped segments, private memory, and handles resolved to views.
+
+A handle comes from a socket and may say anything. Against a segment it is checked to the last byte;
+in private memory the kernel is the guard, and it is the worker's own memory that it names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+from typing import Any
+
+import torch
+
+from etha.errors import RegistrationError
+from etha.memory.handles import TensorHandle, span_nbytes
+from etha.memory.pages import map_pages
+from etha.memory.process import ProcessMemory
+from etha.memory.views import CARRIERS, View
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEGMENT_ID = re.compile(r"[0-9a-f]{1,64}")
+_MAX_DIMS = 64
+_MAX_ADDRESS = 1 << 57  # five-level page tables
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and d.itemsize in CARRIERS and not str(d).startswith(("torch.q", "torch.bits"))
+}
+
+
+def map_sealed(fd: int, nbytes: int) -> ctypes.Array[Any]:
+    """Map a received memfd of ``nbytes``; RegistrationError unless it is sealed and of that size.
+
+    An unsealed file could be truncated under the mapping, and the next touch would kill this process.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RegistrationError(f"the descriptor is not a memfd: {error.strerror}") from None
+    size = os.fstat(fd).st_size
+    if seals & _SEALS != _SEALS:
+        raise RegistrationError(f"the memfd is not sealed against SHRINK and GROW (seals {seals:#x})")
+    if nbytes <= 0 or size != nbytes:
+        raise RegistrationError(f"the memfd has {size} bytes, the worker says {nbytes}")
+    try:
+        return map_pages(fd, nbytes)
+    except OSError as error:
+        raise RegistrationError(f"mapping {nbytes} bytes of a worker failed: {error.strerror}") from None
+
+
+class WorkerMemory:
+    """All memory of one worker that this agent can reach.
+
+    Views keep what they look at alive: a detached or closed segment is unmapped when the last view of it
+    has gone. ``private`` False: the probe failed, so handles into private memory are refused.
+    """
+
+    def __init__(self, pid: int, started: int, *, private: bool = True) -> None:
+        self.process = ProcessMemory(pid, started)
+        self.private = private
+        self._segments: dict[str, ctypes.Array[Any]] = {}
+
+    def attach(self, segment: str, fd: int, nbytes: int) -> None:
+        """Map a segment of the worker; takes ``fd`` and closes it, whatever happens."""
+        try:
+            if _SEGMENT_ID.fullmatch(segment) is None:
+                raise RegistrationError(f"segment id {segment[:80]!r} is not hex")
+            if segment not in self._segments:
+                self._segments[segment] = map_sealed(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def detach(self, segment: str) -> None:
+        """Forget a segment; unknown ones are fine."""
+        self._segments.pop(segment, None)
+
+    @property
+    def segments(self) -> frozenset[str]:
+        """Ids of the attached segments."""
+        return frozenset(self._segments)
+
+    def resolve(self, handle: TensorHandle) -> View:
+        """The view that a handle names, or RegistrationError saying what is wrong with it."""
+        shape, strides, offset = handle.shape, handle.strides, handle.offset
+        dtype = DTYPES.get(handle.dtype)
+        if dtype is None:
+            raise RegistrationError(f"dtype {handle.dtype[:80]!r} cannot be moved")
+        if len(shape) != len(strides) or len(shape) > _MAX_DIMS:
+            raise RegistrationError(f"{len(shape)} sizes with {len(strides)} strides are no tensor")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *strides, offset)):
+            raise RegistrationError(f"shape {shape}, strides {strides}, offset {offset}: whole numbers >= 0 are needed")
+        nbytes = span_nbytes(shape, strides, dtype.itemsize)
+        if nbytes == 0:
+            return View(shape=shape, strides=strides, dtype=dtype, address=0, space="nothing", place=0, nbytes=0)
+        if handle.segment is None:
+            return self._private(handle, dtype, nbytes)
+        memory = self._segments.get(handle.segment)
+        if memory is None:
+            raise RegistrationError(f"segment {handle.segment[:80]!r} was not attached")
+        if offset + nbytes > len(memory):
+            raise RegistrationError(
+                f"a tensor of {nbytes} bytes at {offset} does not fit the segment's {len(memory)} bytes"
+            )
+        count = nbytes // dtype.itemsize
+        raw = torch.frombuffer(memory, dtype=CARRIERS[dtype.itemsize], offset=offset, count=count)
+        return View(
+            shape=shape,
+            strides=strides,
+            dtype=dtype,
+            address=raw.data_ptr(),
+            space=handle.segment,
+            place=offset,
+            nbytes=nbytes,
+            flat=raw.view(dtype),
+            raw=raw,
+        )
+
+    def _private(self, handle: TensorHandle, dtype: torch.dtype, nbytes: int) -> View:
+        if not self.private:
+            raise RegistrationError(
+                "this agent cannot reach the worker's private memory (`etha doctor` says why): "
+                "allocate the tensor with etha.empty or move the module with etha.share_module"
+            )
+        if not 0 < handle.offset <= _MAX_ADDRESS - nbytes:
+            raise RegistrationError(f"{nbytes} bytes at address {handle.offset:#x} are no memory of a process")
+        return View(
+            shape=handle.shape,
+            strides=handle.strides,
+            dtype=dtype,
+            address=handle.offset,
+            space=(self.process.pid, self.process.started),
+            place=handle.offset,
+            nbytes=nbytes,
+            process=self.process,
+        )
+
+    def close(self) -> None:
+        """Forget all segments and the process; idempotent. No lane may be using it any more."""
+        self._segments.clear()
+        self.process.close()

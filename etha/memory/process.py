@@ -1,0 +1,193 @@
+"""Another process's memory, by ``process_vm_readv`` and ``process_vm_writev``.
+
+Through ctypes, so the GIL is released while bytes move. Nothing happens on the worker's side, and
+errors are return codes, never signals. A pid is only a number: the process is identified by pid and
+start time, and a pidfd tells before each call that it still lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
+
+#: Rows (address, length) of uint64: what the kernel calls struct iovec.
+IoVec = npt.NDArray[np.uint64]
+#: Most segments that one call takes (UIO_MAXIOV).
+MAX_SEGMENTS = 1024
+MAX_TOKEN = 256
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _declare(name: str) -> Any:
+    call = getattr(_libc, name)
+    call.restype = ctypes.c_ssize_t
+    call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
+    return call
+
+
+_readv, _writev = _declare("process_vm_readv"), _declare("process_vm_writev")
+
+
+def allow_reading() -> None:
+    """In the worker: let any process of the same user read and write it where Yama would forbid that.
+
+    Yama (ptrace_scope 1) remembers one pid only, and two agents may need it. Without Yama a no-op.
+    """
+    _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since boot; WorkerGoneError when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        raise WorkerGoneError(f"process {pid} is gone", pid=pid) from None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class ProcessMemory:
+    """The private memory of one living process; close() when the worker's session ends."""
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self.started = started
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise WorkerGoneError(f"process {pid} is gone", pid=pid) from None
+        try:
+            if start_time(pid) != started:
+                raise WorkerGoneError(f"process {pid} is another one than the worker's", pid=pid)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the process; idempotent. No lane may be using it any more."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def alive(self) -> bool:
+        """Whether the process has not died; False after close()."""
+        if self._pidfd < 0:
+            return False
+        watch = select.poll()  # one per call: a poll object refuses two threads at once
+        watch.register(self._pidfd, select.POLLIN)
+        return not watch.poll(0)
+
+    def read(self, local: IoVec, remote: IoVec) -> int:
+        """Copy from the worker (``remote``) to here (``local``), tables of equal total length; bytes copied.
+
+        The tables may be cut differently and have any number of rows. The caller vouches for ``local``.
+        """
+        return self._move(_readv, local, remote)
+
+    def write(self, local: IoVec, remote: IoVec) -> int:
+        """Copy from here (``local``) into the worker (``remote``); as ``read``."""
+        return self._move(_writev, local, remote)
+
+    def _move(self, call: Any, local: IoVec, remote: IoVec) -> int:
+        if not self.alive():
+            raise WorkerGoneError(f"worker process {self.pid} has died", pid=self.pid)
+        total = int(local[:, 1].sum())
+        # The kernel stops at the end of the shorter table, so a window of each is enough.
+        n = self._call(call, local, remote)
+        done = n
+        while done < total:
+            local, remote = _after(local, n), _after(remote, n)
+            n = self._call(call, local, remote)
+            done += n
+        return done
+
+    def _call(self, call: Any, local: IoVec, remote: IoVec) -> int:
+        n = call(
+            self.pid,
+            local.ctypes.data,
+            min(len(local), MAX_SEGMENTS),
+            remote.ctypes.data,
+            min(len(remote), MAX_SEGMENTS),
+            0,
+        )
+        if n <= 0:
+            raise self._error(ctypes.get_errno() if n < 0 else errno.EFAULT, int(remote[0, 0]))
+        return int(n)
+
+    def _error(self, code: int, address: int) -> ReachError:
+        text = f"worker process {self.pid}"
+        if code == errno.ESRCH:
+            return WorkerGoneError(f"{text} has died", pid=self.pid)
+        if code == errno.EPERM:
+            return AccessError(
+                f"the kernel refuses access to the memory of {text}: "
+                f"see /proc/sys/kernel/yama/ptrace_scope, and run both under one user in one container",
+                pid=self.pid,
+            )
+        if code == errno.EFAULT:
+            return FaultError(f"{text} has no memory at {address:#x}: was a registered tensor freed?", pid=self.pid)
+        return ReachError(f"access to the memory of {text}: {os.strerror(code)}", pid=self.pid)
+
+    def probe(self, address: int, token: bytes) -> None:
+        """Prove both directions: read ``token`` at ``address``, write it back right behind it.
+
+        Raises a ReachError where a direction is refused or other bytes are found. See ``Beacon``.
+        """
+        if not 0 < len(token) <= MAX_TOKEN:
+            raise ReachError(f"a probe's token has 1 to {MAX_TOKEN} bytes, not {len(token)}", pid=self.pid)
+        if not 0 < address < 1 << 63:
+            raise FaultError(f"{address:#x} is not an address", pid=self.pid)
+        buffer = np.zeros(len(token), np.uint8)
+        here = np.array([[buffer.ctypes.data, len(token)]], np.uint64)
+        self.read(here, np.array([[address, len(token)]], np.uint64))
+        if buffer.tobytes() != token:
+            raise ReachError(f"process {self.pid} here is not the worker: the probe found other bytes", pid=self.pid)
+        self.write(here, np.array([[address + len(token), len(token)]], np.uint64))
+
+
+def _after(table: IoVec, nbytes: int) -> IoVec:
+    """``table`` without its first ``nbytes``."""
+    ends = np.cumsum(table[:, 1])
+    i = int(np.searchsorted(ends, np.uint64(nbytes), side="right"))
+    rest = table[i:]
+    taken = nbytes - (int(ends[i - 1]) if i else 0)
+    if taken:
+        rest = rest.copy()
+        rest[0, 0] += np.uint64(taken)
+        rest[0, 1] -= np.uint64(taken)
+    return rest
+
+
+class Beacon:
+    """In the worker: a token in private memory for an agent's ``probe`` to find and to echo."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(32)
+        self._buffer = np.frombuffer(bytearray(self.token + bytes(32)), np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Where the token lies in this process."""
+        return int(self._buffer.ctypes.data)
+
+    @property
+    def echoed(self) -> bool:
+        """Whether somebody has written the token behind the token."""
+        return self._buffer[32:].tobytes() == self.token

@@ -1,0 +1,37 @@
+"""Why a worker's memory could not be reached, as the agent's lanes raise it.
+
+    ReachError
+    +-- WorkerGoneError   the process is dead (ESRCH); the pidfd says so too
+    +-- AccessError       the kernel refuses (EPERM): ptrace scope, another user, another namespace
+    +-- FaultError        nothing is mapped there any more (EFAULT): the tensor was freed or moved
+    +-- RevokedError      the worker's call has returned and taken its memory back
+
+Internal: the agent turns them into the public errors, which know pairs, batches and ranks.
+"""
+
+from __future__ import annotations
+
+
+class ReachError(Exception):
+    """Base; ``owner`` is the (side, rank) whose memory it was, once the pipeline knows."""
+
+    def __init__(self, message: str, *, pid: int | None = None, owner: tuple[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+        self.owner = owner
+
+
+class WorkerGoneError(ReachError):
+    """The worker's process has died."""
+
+
+class AccessError(ReachError):
+    """The kernel does not let this process touch the worker's memory."""
+
+
+class FaultError(ReachError):
+    """The worker has nothing mapped at an address that it registered."""
+
+
+class RevokedError(ReachError):
+    """The worker's call has returned; its memory must not be touched any more."""

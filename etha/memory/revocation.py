@@ -1,0 +1,165 @@
+"""A page shared by a worker and its agent: which calls still lend their memory, and who is inside it.
+
+    worker   open() -> word ... the call ends early: revoke(word), then busy(word)?
+    agent    per piece:  enter(thread) -> False: hands off;  True: copy;  leave(thread)
+
+A slot holds a ticket (0: nothing is lent) and one busy word per lane thread. A ticket is never given
+twice, so an agent that thaws after years finds that its ticket has lapsed. ``word`` is both: ticket * 64
++ slot. The page is a sealed memfd, so neither end can make the other fault.
+
+**Ordering.** Agent: store busy, load ticket. Worker: store ticket = 0, load busy. At least one must see
+the other's store, and neither x86 nor arm promises that for a plain store followed by a load. The agent's
+side runs before every piece, the worker's hardly ever, so the fence is the worker's alone: ``membarrier``
+makes every thread of the registered agents run a full barrier between the two loads and stores, wherever
+they are (membarrier(2), "asymmetric fences"). Program order inside each process is kept: a Python
+statement is an opaque call to the compiler. Each access is one aligned 32-bit move (memoryview of "I").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import threading
+from typing import Any
+
+from etha.errors import ConfigError, RegistrationError
+from etha.memory.mapping import map_sealed
+from etha.memory.pages import map_pages, sealed_memfd
+
+log = logging.getLogger(__name__)
+
+NBYTES = 4096
+#: Slots of a page, the first one a header, so that many calls of one client may be in flight less one.
+SLOTS = 64
+_WORDS = NBYTES // 4 // SLOTS
+#: Lane threads of one agent that can be told apart.
+THREADS = _WORDS - 1
+_REGISTERED = 1  # header word: the agent has registered for expedited barriers
+_MAX_TICKET = (1 << 32) - 1
+
+_SYSCALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+_GLOBAL, _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1, 2, 4
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _membarrier(command: int) -> bool:
+    return _SYSCALL is not None and _libc.syscall(_SYSCALL, command, 0, 0) == 0
+
+
+def _words(pages: ctypes.Array[Any]) -> memoryview:
+    return memoryview(pages).cast("B").cast("I")
+
+
+class RevocationPage:
+    """The worker's end; ``fd`` goes to the agent once. close() when the session ends."""
+
+    def __init__(self) -> None:
+        self.fd = sealed_memfd("etha-revocation", NBYTES)
+        self._pages = map_pages(self.fd, NBYTES)
+        self._words = _words(self._pages)
+        self._lock = threading.Lock()
+        self._free = list(range(SLOTS - 1, 0, -1))
+        self._stuck: list[int] = []
+        self._ticket = 0
+
+    def open(self) -> int:
+        """Lend this worker's registered memory to one call; the word goes to the agent with the call."""
+        with self._lock:
+            # A slot that a frozen agent was inside is lent again only after it has left.
+            self._free += [s for s in self._stuck if not self._inside(s)]
+            self._stuck = [s for s in self._stuck if self._inside(s)]
+            if not self._free or self._ticket == _MAX_TICKET:
+                raise ConfigError(f"more than {SLOTS - 1} transfers of one client are in flight")
+            slot = self._free.pop()
+            self._ticket += 1
+            self._words[slot * _WORDS] = self._ticket
+            return self._ticket * SLOTS + slot
+
+    def revoke(self, word: int) -> bool:
+        """Take the memory back; no piece starts in it from now on. Idempotent.
+
+        True when no lane thread is inside: nothing writes any more. False: one is (see ``busy``), for as
+        long as one piece takes, or until its frozen agent thaws. Costs some 20 us.
+        """
+        ticket, slot = divmod(word, SLOTS)
+        with self._lock:
+            if self._words[slot * _WORDS] != ticket:
+                return not self._inside(slot)
+            self._words[slot * _WORDS] = 0
+            self._fence()
+            quiet = not self._inside(slot)
+            (self._free if quiet else self._stuck).append(slot)
+            return quiet
+
+    def busy(self, word: int) -> bool:
+        """Whether a lane thread is inside the memory lent under ``word``, which was revoked."""
+        with self._lock:
+            return self._inside(word % SLOTS)
+
+    def _inside(self, slot: int) -> bool:
+        return any(self._words[slot * _WORDS + 1 : (slot + 1) * _WORDS])
+
+    def _fence(self) -> None:
+        # Cheap if the agent has registered; else the slow one (an RCU grace period, some 10 ms), which
+        # needs no registration. Kernels without either run sandboxes on x86, where releasing and taking
+        # the GIL and the lock around each access is a locked instruction, hence a full barrier.
+        command = _GLOBAL_EXPEDITED if self._words[0] == _REGISTERED else _GLOBAL
+        if not _membarrier(command) and not _membarrier(_GLOBAL):
+            log.debug("membarrier is not available: revocation relies on the interpreter's own barriers")
+
+    def close(self) -> None:
+        """Revoke everything and close the descriptor; idempotent."""
+        with self._lock:
+            for slot in range(1, SLOTS):
+                self._words[slot * _WORDS] = 0
+            self._free = []
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+
+class LentPage:
+    """The agent's end of one worker's page."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the page of a received descriptor; takes ``fd`` and closes it. RegistrationError if it is wrong."""
+        try:
+            self._pages = map_sealed(fd, NBYTES)
+        finally:
+            os.close(fd)
+        self._words = _words(self._pages)
+        if _membarrier(_REGISTER_GLOBAL_EXPEDITED):
+            self._words[0] = _REGISTERED
+
+    def guard(self, word: int) -> Guard:
+        """The guard of one call; RegistrationError for a word that no page can hold."""
+        ticket, slot = divmod(word, SLOTS)
+        if not (0 < ticket <= _MAX_TICKET and 0 < slot < SLOTS):
+            raise RegistrationError(f"{word} is not a revocation word")
+        return Guard(self._words, slot * _WORDS, ticket)
+
+
+class Guard:
+    """What a lane thread passes before it touches a worker's memory, and after."""
+
+    __slots__ = ("_base", "_ticket", "_words")
+
+    def __init__(self, words: memoryview, base: int, ticket: int) -> None:
+        self._words = words
+        self._base = base
+        self._ticket = ticket
+
+    def enter(self, thread: int) -> bool:
+        """True: the memory is lent, and the worker sees that ``thread`` is inside until ``leave``."""
+        busy = self._base + 1 + thread
+        self._words[busy] = 1
+        if self._words[self._base] == self._ticket:
+            return True
+        self._words[busy] = 0
+        return False
+
+    def leave(self, thread: int) -> None:
+        """The piece is done."""
+        self._words[self._base + 1 + thread] = 0
