@@ -1,0 +1,68 @@
+"""A private runtime directory for each flow test; whatever was started in it ends with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .jobs import Job, wait_gone
+
+
+def started_in(directory: str) -> dict[int, str]:
+    """Processes (not ours) whose environment or command line names ``directory``: pid -> command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        daemon = "etha.agent" in command or "supervisor" in command or "-server" in command
+        if daemon and (directory in command or f"ETHA_RUNTIME_DIR={directory}".encode() in environment.split(b"\0")):
+            found[int(entry.name)] = command
+    return found
+
+
+def stop_all(directory: str) -> None:
+    """Agents first (they drain), then the supervisors of embedded servers, which end their servers."""
+    for kind in ("etha.agent", "supervisor"):
+        for pid, command in started_in(directory).items():
+            if kind in command:
+                try:
+                    os.kill(pid, signal.SIGCONT)
+                    os.kill(pid, signal.SIGTERM)
+                except ProcessLookupError:
+                    continue
+                wait_gone(pid)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private ETHA_RUNTIME_DIR, also in this process's environment."""
+    directory = tempfile.mkdtemp(prefix="etha-t-")
+    for name in list(os.environ):
+        if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ETHA_RUNTIME_DIR", directory)
+    try:
+        yield Path(directory)
+    finally:
+        stop_all(directory)
+        left = started_in(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        assert not left, f"processes of this test are still there: {left}"
+
+
+@pytest.fixture
+def job(runtime: Path) -> Iterator[Job]:
+    """Start workers in the private runtime directory."""
+    with Job({"ETHA_RUNTIME_DIR": str(runtime), "ETHA_IDLE": "60"}) as job:
+        yield job
