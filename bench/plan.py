@@ -123,16 +123,15 @@ def main() -> None:
     print(f"versions python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}")
     print(f"command  {' '.join([sys.executable.rsplit('/', 1)[-1], *sys.argv])}")
     print(f"1,000 bf16 tensors, one rank; ms, median of {repeat}; limit {LIMIT_MS:.0f} ms")
-    print(f"{'pair':40} {'agents':>6} {'source cold':>11} {'target cold':>11} {'warm':>7} {'rows':>7} {'digest':>7} {'check':>7} {'/limit':>7}")
+    heads = (f"{h:>11}" for h in ("source cold", "target cold", "warm", "rows", "digest", "check", "cold/limit"))
+    print(f"{'pair':40} {'agents':>6}", *heads)
     for name, source, target in PAIRS:
         for one_agent in (True, False):
             runs = [once(source, target, one_agent) for _ in range(repeat)]
             s, t, warm, rows, digest, check = (statistics.median(column) for column in zip(*runs, strict=True))
-            proof = f"{check:7.1f}" if check > 0.5 else f"{'-':>7}"
-            print(
-                f"{name:40} {'one' if one_agent else 'each':>6} {s:11.1f} {t:11.1f} {warm:7.1f} {rows:7.0f} "
-                f"{digest:7.1f} {proof} {max(s, t) / LIMIT_MS:7.2f}"
-            )
+            figures = [f"{s:11.1f}", f"{t:11.1f}", f"{warm:11.1f}", f"{rows:11.0f}", f"{digest:11.1f}"]
+            figures += [f"{check:11.1f}" if check > 0.5 else f"{'-':>11}", f"{max(s, t) / LIMIT_MS:11.2f}"]
+            print(f"{name:40} {'one' if one_agent else 'each':>6}", *figures)
 
 
 if __name__ == "__main__":

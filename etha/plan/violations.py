@@ -44,7 +44,6 @@ def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
     if any(axis.partial for part in target.layouts for axis in part.axes):
         text = "the target layout is Partial: nobody can say how a value is to be split into contributions"
         found.append(Problem("target_partial", TARGET, None, f"{text}; give Replicate or Shard"))
-    hows = []
     for part in source.layouts:
         partial = part.grid(len(source.shape)).partial
         if partial:
@@ -52,11 +51,6 @@ def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
             reason = how if isinstance(how, str) else dtypes.reducible(source.dtype, how[0])
             if reason is not None:
                 found.append(Problem("unsupported", SOURCE, None, reason))
-            elif not isinstance(how, str):
-                hows.append(how[:2])
-    if len(set(hows)) > 1:
-        text = f"its layouts are reduced in different ways: {' and '.join(sorted({op for op, _ in hows}))}"
-        found.append(Problem("unsupported", SOURCE, None, text))
     return found
 
 

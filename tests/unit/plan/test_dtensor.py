@@ -34,7 +34,13 @@ def fake_rank() -> Iterator[object]:
 
 
 MESHES = [[[0, 1, 2]], [[0, 1], [2, 3]], [[5, 0, 3], [1, 4, 2]]]
-AXIS: list[Placement] = [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]
+AXIS: list[Placement] = [
+    Shard(0),
+    Shard(1),
+    Replicate(),
+    _StridedShard(0, split_factor=2),
+    _StridedShard(0, split_factor=3),
+]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about strided placements
@@ -45,7 +51,9 @@ def test_local_tensors_are_those_of_distribute_tensor(fake_rank: object, table: 
     for rank in ranks:
         fake_rank(rank, len(ranks))  # type: ignore[operator]
         mesh = DeviceMesh("cpu", torch.tensor(table))
-        for placements, shape in itertools.product(itertools.product(AXIS, AXIS), [(9, 5), (4, 6), (1, 7), (12, 3), (5, 2)]):
+        for placements, shape in itertools.product(
+            itertools.product(AXIS, AXIS), [(9, 5), (4, 6), (1, 7), (12, 3), (5, 2)]
+        ):
             full = torch.arange(shape[0] * shape[1]).reshape(shape)
             try:
                 dt = distribute_tensor(full, mesh, list(placements), src_data_rank=None)
@@ -56,7 +64,9 @@ def test_local_tensors_are_those_of_distribute_tensor(fake_rank: object, table: 
             assert owned is not None
             expected = full
             for dim, runs in enumerate(owned):
-                expected = expected.index_select(dim, torch.tensor([i for a, b in runs for i in range(a, b)], dtype=torch.long))
+                expected = expected.index_select(
+                    dim, torch.tensor([i for a, b in runs for i in range(a, b)], dtype=torch.long)
+                )
             assert torch.equal(dt.to_local(), expected), (table, placements, shape, rank)
             assert layout.local_shape(shape, rank) == tuple(dt.to_local().shape)
             compared += 1

@@ -82,7 +82,11 @@ def test_a_lone_strided_shard_is_read_literally() -> None:
 
 def test_undecodable_nest_is_read_literally() -> None:
     layout = Layout((2, 2), [_StridedShard(0, split_factor=3), Shard(0)])
-    assert rows(layout, 12, 4) == rows(layout.with_reading("literal"), 12, 4) == [[0, 1, 4], [5, 8, 9], [2, 3, 6], [7, 10, 11]]
+    assert (
+        rows(layout, 12, 4)
+        == rows(layout.with_reading("literal"), 12, 4)
+        == [[0, 1, 4], [5, 8, 9], [2, 3, 6], [7, 10, 11]]
+    )
 
 
 def test_two_strided_axes() -> None:
@@ -161,10 +165,13 @@ GOOD = {"mesh": {"shape": [2], "ranks": None}, "placements": [["R"]], "strided":
 @pytest.mark.parametrize(
     "plain",
     [
-        None, [], {}, {**GOOD, "more": 1}, {**GOOD, "strided": "both"}, {**GOOD, "strided": 1}, {**GOOD, "placements": "R"},
+        None, [], {}, {**GOOD, "more": 1}, {**GOOD, "strided": "both"}, {**GOOD, "strided": 1},
+        {**GOOD, "placements": "R"},
         {**GOOD, "placements": []}, {**GOOD, "placements": [["Q"]]}, {**GOOD, "placements": [["S", True]]},
-        {**GOOD, "placements": [["S", 10**9]]}, {**GOOD, "placements": [["SS", 0, 0]]}, {**GOOD, "placements": [["P", "xyz"]]},
-        {**GOOD, "placements": [["NP", 0]]}, {**GOOD, "placements": [["NP", float("inf")]]}, {**GOOD, "placements": [["S"]]},
+        {**GOOD, "placements": [["S", 10**9]]}, {**GOOD, "placements": [["SS", 0, 0]]},
+        {**GOOD, "placements": [["P", "xyz"]]},
+        {**GOOD, "placements": [["NP", 0]]}, {**GOOD, "placements": [["NP", float("inf")]]},
+        {**GOOD, "placements": [["S"]]},
         {**GOOD, "mesh": {"shape": [0], "ranks": None}}, {**GOOD, "mesh": {"shape": [2], "ranks": [0]}},
         {**GOOD, "mesh": {"shape": [2], "ranks": [0, 0]}}, {**GOOD, "mesh": {"shape": [2], "ranks": [0, -1]}},
         {**GOOD, "mesh": {"shape": [2], "ranks": [0, 1.5]}}, {**GOOD, "mesh": {"shape": [2], "ranks": [0, 2**70]}},

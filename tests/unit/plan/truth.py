@@ -70,7 +70,9 @@ class Truth:
             kept = list(range(n))
             if order is None:
                 for a, (size, factor) in zip(axes, cuts, strict=True):
-                    taken = strided(len(kept), factor, size, where[a]) if factor > 1 else chunk(len(kept), size, where[a])
+                    taken = (
+                        strided(len(kept), factor, size, where[a]) if factor > 1 else chunk(len(kept), size, where[a])
+                    )
                     kept = [kept[i] for i in taken]
             else:
                 for i in order:
