@@ -14,7 +14,8 @@ from etha.agent.live import Ask, Current, Live
 from etha.agent.pairs import Spawn
 from etha.agent.pipeline import Execution
 from etha.agent.session import Session
-from etha.agent.transfer import Call, TransferEffect
+from etha.agent.transfer import TransferEffect
+from etha.agent.waiting import Call
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Offered, Progress, Transfer
 from etha.errors import (

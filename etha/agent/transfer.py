@@ -12,14 +12,15 @@ returns, so one agent alone and many agents run the same machine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any, ClassVar
 
 from etha.agent.coordinator import Coordinator, Settle
 from etha.agent.effects import CallKey, Fail, Member, OfferChanged, Settled, StartMove, StopMove, Tell
 from etha.agent.machine import Machine
+from etha.agent.waiting import Call, Current, Queues, verdict
 from etha.errors import (
     EthaError,
     PeerLostError,
@@ -58,38 +59,6 @@ class Moving(Enum):
     COMMITTED = 6
 
 
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """A worker's waiting call; ``cause`` is set once it wants to end."""
-
-    key: CallKey
-    member: Member
-    verb: Verb
-    version: Version = None
-    cause: EthaError | None = None
-
-
-@dataclass(slots=True)
-class _Side:
-    """READY of one side: ``standing`` while it is with the coordinators."""
-
-    attempt: int = 0
-    standing: Verb | None = None
-    withdrawing: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _Current:
-    seq: int
-    source: str
-    version: Version
-    coordinator: str
-    calls: dict[Member, Call]
-    causes: dict[Member, EthaError] = field(default_factory=dict)
-    abort: EthaError | None = None
-    touched: bool = False
-
-
 class Transfers(Machine[Moving]):
     """The transfers of one batch on agent ``me``.
 
@@ -126,12 +95,10 @@ class Transfers(Machine[Moving]):
             if agents[side][0] == me
         }
         self.seq = seq
-        self.queues: dict[Member, deque[Call]] = {
-            (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
-        }
-        self.sides = {side: _Side() for side, _ in self.queues}
+        self.queues = Queues(me, agents)
+        self.sides = self.queues.sides
         self.offers: dict[str, Version] = {}
-        self.current: _Current | None = None
+        self.current: Current | None = None
         self.broken: PeerLostError | None = None
         self._inbox: deque[Message | Settle] = deque()
         self._out: list[TransferEffect] = []
@@ -140,7 +107,7 @@ class Transfers(Machine[Moving]):
 
     def wait(self, call: Call) -> list[TransferEffect]:
         """A worker's call came in."""
-        self.queues[call.member].append(call)
+        self.queues.calls[call.member].append(call)
         if self.broken is not None:
             self._drop(call, self._gone(self.broken))
         self._ready(call.member[0])
@@ -197,9 +164,8 @@ class Transfers(Machine[Moving]):
     def break_up(self, error: PeerLostError) -> list[TransferEffect]:
         """The pair is lost, or a worker of this batch is gone: every call ends with ``error``."""
         self.broken = self.broken or error
-        for side in self.sides.values():
-            side.standing, side.withdrawing = None, False
-        for call in [call for queue in self.queues.values() for call in queue]:
+        self.queues.rest()
+        for call in list(self.queues):
             self._drop(call, self._gone(error))
         if self.current is not None:
             self._spoil(None, error)
@@ -209,7 +175,8 @@ class Transfers(Machine[Moving]):
 
     def find(self, key: CallKey) -> Call | None:
         """The waiting or running call under ``key``."""
-        return next((call for call in self._calls() if call.key == key), None)
+        running = self.current.calls.values() if self.current is not None else ()
+        return next((call for call in chain(self.queues, running) if call.key == key), None)
 
     def missing(self) -> tuple[Member, ...]:
         """Ranks that nobody waits for, as far as this agent knows: for messages and ``status()``."""
@@ -218,7 +185,7 @@ class Transfers(Machine[Moving]):
         known = [c for c in self.coordinators.values() if c.ready] or list(self.coordinators.values())
         if known:
             return min((c.missing() for c in known), key=len)
-        return tuple(member for member, queue in self.queues.items() if not queue)
+        return tuple(member for member, queue in self.queues.calls.items() if not queue)
 
     def validate(self) -> None:
         """What must hold between any two events; for tests."""
@@ -230,12 +197,6 @@ class Transfers(Machine[Moving]):
             assert coordinator.seq <= self.seq
 
     # ---- inside -------------------------------------------------------------------------------
-
-    def _calls(self) -> Iterator[Call]:
-        for queue in self.queues.values():
-            yield from queue
-        if self.current is not None:
-            yield from self.current.calls.values()
 
     def _flush(self) -> list[TransferEffect]:
         while self._inbox:
@@ -277,16 +238,12 @@ class Transfers(Machine[Moving]):
             case Settle(seq=seq) if self.current is not None and self.current.seq == seq:
                 self._committed()
 
-    def _heads(self, side: str) -> list[Call] | None:
-        queues = [queue for (s, _), queue in self.queues.items() if s == side]
-        return [queue[0] for queue in queues] if all(queues) else None
-
     def _coordinating(self, verb: Verb, side: str) -> str:
         """The agent that can say GO to calls of ``side`` with ``verb``."""
         return self.agents[side if verb == "send" else self.other[side]][0]
 
     def _ready(self, side: str) -> None:
-        state, heads = self.sides[side], self._heads(side)
+        state, heads = self.sides[side], self.queues.heads(side)
         if self.state is not Moving.IDLE or state.standing is not None or heads is None:
             return
         verbs = {call.verb for call in heads}
@@ -315,7 +272,7 @@ class Transfers(Machine[Moving]):
         if self.current is not None and self.current.calls.get(call.member) is call:
             call.cause = cause
             self._spoil(call.member, cause)
-        elif side.standing is None or self.queues[call.member][0] is not call:
+        elif side.standing is None or self.queues.calls[call.member][0] is not call:
             self._drop(call, self._named(cause, self.missing()))
             self._ready(call.member[0])
         else:
@@ -334,7 +291,7 @@ class Transfers(Machine[Moving]):
         return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
 
     def _drop(self, call: Call, error: EthaError) -> None:
-        self.queues[call.member].remove(call)
+        self.queues.calls[call.member].remove(call)
         self._out.append(Fail(call=call.key, error=error))
 
     def _stood(self, agent: str, message: Stood) -> None:
@@ -346,9 +303,9 @@ class Transfers(Machine[Moving]):
         if agent != self._coordinating(side.standing, message.side):
             return
         side.standing, side.withdrawing = None, False
-        for call in [c for (s, _), q in self.queues.items() if s == message.side for c in q if c.cause]:
-            assert call.cause is not None
-            self._drop(call, self._named(call.cause, message.missing))
+        for call in self.queues.of(message.side):
+            if call.cause is not None:
+                self._drop(call, self._named(call.cause, message.missing))
         self._ready(message.side)
 
     def _refused(self, message: Refused) -> None:
@@ -357,7 +314,7 @@ class Transfers(Machine[Moving]):
             return
         side.standing, side.withdrawing = None, False
         self._tell_coordinators(Unready(side=message.side, attempt=message.attempt))
-        for call in self._heads(message.side) or ():
+        for call in self.queues.heads(message.side) or ():
             self._drop(call, call.cause or message.error)
         self._ready(message.side)
 
@@ -369,10 +326,8 @@ class Transfers(Machine[Moving]):
             self._tell(agent, Failed(seq=message.seq, cause=self.broken))
             return
         assert self.current is None, f"{self.name}: GO {message.seq} within {self.current}"
-        calls = {member: queue.popleft() for member, queue in self.queues.items()}
-        for side in self.sides.values():
-            side.standing, side.withdrawing = None, False
-        self.current = _Current(
+        calls = self.queues.take()
+        self.current = Current(
             seq=message.seq, source=message.side, version=message.version, coordinator=agent, calls=calls
         )
         self.move(Moving.MOVING)
@@ -408,7 +363,7 @@ class Transfers(Machine[Moving]):
         for member, call in current.calls.items():
             torn = current.touched and not self.atomic and member[0] != current.source
             own = current.causes.get(member)
-            self._out.append(Fail(call=call.key, error=_verdict(self.name, current.seq, own, current.abort, torn)))
+            self._out.append(Fail(call=call.key, error=verdict(self.name, current.seq, own, current.abort, torn)))
         self._finish(current.abort)
 
     def _commit(self, agent: str) -> None:
@@ -432,14 +387,3 @@ class Transfers(Machine[Moving]):
         self.move(Moving.IDLE)
         for side in self.sides:
             self._ready(side)
-
-
-def _verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
-    """What one worker is told about an aborted transfer: its own cause, else the first one."""
-    error = own or first
-    data = {**error.data(), "torn": torn} if isinstance(error, TransferError) else {"torn": torn}
-    text = f"{name} seq {seq} aborted: {error.message}"
-    if isinstance(error, PeerLostError) or own is not None:
-        kind = type(error) if isinstance(error, TransferError) else TransferAbortedError
-        return kind(text, **{"outcome": "aborted", **data})
-    return TransferAbortedError(text, outcome="aborted", torn=torn)

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from etha.agent.effects import Fail, Settled, StartMove, StopMove, Tell
-from etha.agent.transfer import Call, Transfers
+from etha.agent.transfer import Transfers
+from etha.agent.waiting import Call
 from etha.errors import EthaError, TransferError
 from etha.peer.messages import Message, Verb
 

@@ -1,0 +1,89 @@
+"""The calls of an agent's own ranks that wait for GO, and what each is told when its transfer aborts; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from etha.agent.effects import CallKey, Member
+from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError
+from etha.peer.messages import Verb, Version
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A worker's waiting call; ``cause`` is set once it wants to end."""
+
+    key: CallKey
+    member: Member
+    verb: Verb
+    version: Version = None
+    cause: EthaError | None = None
+
+
+@dataclass(slots=True)
+class Side:
+    """READY of one side: ``standing`` while it is with the coordinators."""
+
+    attempt: int = 0
+    standing: Verb | None = None
+    withdrawing: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Current:
+    """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision."""
+
+    seq: int
+    source: str
+    version: Version
+    coordinator: str
+    calls: dict[Member, Call]
+    causes: dict[Member, EthaError] = field(default_factory=dict)
+    abort: EthaError | None = None
+    touched: bool = False
+
+
+class Queues:
+    """Per local rank its waiting calls, oldest first; per side with local ranks its READY."""
+
+    def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
+        self.calls: dict[Member, deque[Call]] = {
+            (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
+        }
+        self.sides = {side: Side() for side, _ in self.calls}
+
+    def __iter__(self) -> Iterator[Call]:
+        for queue in self.calls.values():
+            yield from queue
+
+    def of(self, side: str) -> list[Call]:
+        """All waiting calls of a side."""
+        return [call for call in self if call.member[0] == side]
+
+    def heads(self, side: str) -> list[Call] | None:
+        """Each local rank's oldest call, None while one has none."""
+        queues = [queue for (s, _), queue in self.calls.items() if s == side]
+        return [queue[0] for queue in queues] if all(queues) else None
+
+    def take(self) -> dict[Member, Call]:
+        """GO: each rank's oldest call leaves its queue, and every READY is used up."""
+        self.rest()
+        return {member: queue.popleft() for member, queue in self.calls.items()}
+
+    def rest(self) -> None:
+        """No READY stands any more."""
+        for side in self.sides.values():
+            side.standing, side.withdrawing = None, False
+
+
+def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
+    """What one worker is told about an aborted transfer: its own cause, else the first one."""
+    error = own or first
+    data = {**error.data(), "torn": torn} if isinstance(error, TransferError) else {"torn": torn}
+    text = f"{name} seq {seq} aborted: {error.message}"
+    if isinstance(error, PeerLostError) or own is not None:
+        kind = type(error) if isinstance(error, TransferError) else TransferAbortedError
+        return kind(text, **{"outcome": "aborted", **data})
+    return TransferAbortedError(text, outcome="aborted", torn=torn)
