@@ -6,7 +6,7 @@ pieces are the product of its own cell's pairs; nothing else is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,7 @@ class Block:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> Block:
+        """Overlay the cuts of every dim of ``shape``."""
         grids = [tuple(h.splits[d] for h in source) for d in range(len(shape))]
         joints = [cells.joint(n, g) for n, g in zip(shape, grids, strict=True)]
         return cls(
@@ -257,7 +258,7 @@ class Rows:
     region: Ints
     nbytes: Ints
     regions: int
-    make_region: object
+    make_region: Callable[[int], Region]
 
 
 def _no_slot(_slot: int, _tensor: int) -> Slot:
@@ -275,8 +276,7 @@ def merge_rows(parts: Sequence[Rows], turns: int) -> Template:
 
     def make_region(key: int) -> Region:
         which = int(np.searchsorted(base, key, "right")) - 1
-        made: Region = parts[which].make_region(key - int(base[which]))  # type: ignore[operator]
-        return made
+        return parts[which].make_region(key - int(base[which]))
 
     region = np.concatenate([p.region + b for p, b in zip(parts, base, strict=False)])[order]
     zero = np.zeros(len(turn), dtype=np.int64)

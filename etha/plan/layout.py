@@ -1,7 +1,7 @@
 """Layout: how one tensor lies over one side; TensorSpec: a tensor and where it lies.
 
 A layout is (mesh of side ranks, one placement per mesh axis), as in PyTorch, without processes. What
-a rank owns is read from it by cells.py; who holds what is a transpose of the rank table (``Grid``).
+a rank owns is read from it by cells.py; who holds what is a transpose of the rank table (grid.py).
 """
 
 from __future__ import annotations
@@ -20,24 +20,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.errors import LayoutError
 from etha.plan import cells, dtypes
+from etha.plan.grid import Grid, grid_of
 from etha.plan.mesh import MAX_RANKS, check_mesh_shape, check_ranks, check_shape, read_mesh
-from etha.plan.placement import Axis, Splits, splits_of
+from etha.plan.placement import Axis
 
 Ints = npt.NDArray[np.int64]
 _READINGS = ("auto", "order", "literal")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Grid:
-    """A layout over a tensor of known rank: the cuts of each dim, and who holds each cell.
-
-    ``ranks`` has shape (cells, K, P): cells in C-order over the dims' cells, K contributions in
-    C-order over the Partial axes, P replicas in C-order over the Replicate axes.
-    """
-
-    splits: tuple[Splits, ...]
-    ranks: Ints
-    partial: tuple[tuple[Axis, int], ...]
 
 
 class Layout:
@@ -119,30 +107,8 @@ class Layout:
         """The layout over a tensor of ``ndim`` dims; LayoutError when it shards a dim that is not there."""
         found = self._grids.get(ndim)
         if found is None:
-            found = self._grids[ndim] = self._make_grid(ndim)
+            found = self._grids[ndim] = grid_of(self._axes, self.ranks, ndim, literal=self._strided == "literal")
         return found
-
-    def _make_grid(self, ndim: int) -> Grid:
-        by_dim: list[list[int]] = [[] for _ in range(ndim)]
-        partial: list[int] = []
-        replicate: list[int] = []
-        for place, axis in enumerate(self._axes):
-            if axis.sharded:
-                if not -ndim <= axis.dim < ndim:
-                    raise LayoutError(f"placement {axis} shards dim {axis.dim} of a tensor of {ndim} dims")
-                by_dim[axis.dim % ndim].append(place)
-            else:
-                (partial if axis.partial else replicate).append(place)
-        splits = tuple(
-            splits_of([(self._shape[a], self._axes[a].factor) for a in axes], literal=self._strided == "literal")
-            for axes in by_dim
-        )
-        order = [a for axes in by_dim for a in axes] + partial + replicate
-        k = math.prod(self._shape[a] for a in partial)
-        p = math.prod(self._shape[a] for a in replicate)
-        table = np.ascontiguousarray(self.ranks.transpose(order)).reshape(-1, k, p)
-        table.flags.writeable = False
-        return Grid(splits=splits, ranks=table, partial=tuple((self._axes[a], self._shape[a]) for a in partial))
 
     def owned(self, global_shape: Sequence[int], rank: int) -> list[list[tuple[int, int]]] | None:
         """Per tensor dim the ascending (start, stop) runs of ``rank``, in the order of its local tensor.

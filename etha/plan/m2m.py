@@ -29,7 +29,7 @@ class Topology:
     """Host and agent of each rank, as numbers that are equal where the names are.
 
     Ranks whose host or agent nobody named are alone on it. ``source_order`` and ``target_order`` sort
-    the ranks of a side by (host, rank). ``names`` is what the digest covers.
+    the ranks of a side by (host, rank).
     """
 
     source_host: Ints
@@ -40,7 +40,6 @@ class Topology:
     target_order: Ints
     one_agent: bool
     apart: bool  # no source rank shares an agent or a host with any target rank
-    names: tuple[tuple[str, ...] | None, ...]
 
     @classmethod
     def of(
@@ -49,6 +48,7 @@ class Topology:
         hosts: tuple[Sequence[str] | None, Sequence[str] | None],
         agents: tuple[Sequence[str] | None, Sequence[str] | None],
     ) -> Topology:
+        """From the names of (source, target) ranks; LayoutError when some rank of a side has none."""
         for side, names in (("source_hosts", hosts[0]), ("target_hosts", hosts[1])):
             _check_names(side, names, world_sizes[side == "target_hosts"])
         for side, names in (("source_agents", agents[0]), ("target_agents", agents[1])):
@@ -65,11 +65,7 @@ class Topology:
             target_order=_order(th),
             one_agent=bool(len(both) and (both == both[0]).all()),
             apart=not (np.intersect1d(sh, th).size or np.intersect1d(sa, ta).size),
-            names=tuple(None if n is None else tuple(n) for n in (*hosts, *agents)),
         )
-
-    def host_of(self, side: str, rank: Ints) -> Ints:
-        return (self.source_host if side == "source" else self.target_host)[rank]
 
 
 def _check_names(what: str, names: Sequence[str] | None, world_size: int) -> None:

@@ -101,7 +101,7 @@ class Plan:
         if partial is not None:
             how = reduce_op(partial.partial)
             assert not isinstance(how, str)  # spec_problems has refused those
-            reduction = Reduction(source.shape, source.dtype, partial, how, len(self.topology.source_host))
+            reduction = Reduction(source.shape, source.dtype, partial, how)
         klass = TensorClass(source.shape, source.dtype, target.dtype, m2m, reduction)
         problems += coverage_problems(klass)
         return None if problems else klass

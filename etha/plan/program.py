@@ -8,7 +8,7 @@ ends of every link derive alone; a pair of ranks sees its restriction of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int64]
-Column = npt.NDArray[np.signedinteger[npt.NBitBase]]
 
 #: kind: source tensor -> target tensor; contributor's tensor -> slot at the owner; slot -> target tensor.
 MOVE, CONTRIBUTE, RESULT = 0, 1, 2
@@ -85,6 +84,7 @@ class Template:
     make_slot: Callable[[int, int], Slot]  # (slot of the template, tensor) -> Slot
 
     def region_of(self, key: int, cache: dict[int, Region]) -> Region:
+        """The region of a key of the column ``region``, one object per key and ``cache``."""
         found = cache.get(key)
         if found is None:
             found = cache[key] = self.make_region(key)
@@ -208,6 +208,3 @@ def assemble(
         _first_region=region_base[:-1],
         _slot_segments=tuple(segments),
     )
-
-
-COLUMNS = tuple(f.name for f in fields(RankPlan) if f.name not in ("side", "rank") and not f.name.startswith("_"))

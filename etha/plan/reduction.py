@@ -8,7 +8,7 @@ Slots do not depend on the targets: a second target layout costs no second reduc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,12 +51,11 @@ class Reduction:
     """How the Partial cells of one class are reduced: slots, owners, contributions."""
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, holding: Holding, how: tuple[str, float, int], world_size: int
+        self, shape: tuple[int, ...], dtype: torch.dtype, holding: Holding, how: tuple[str, float, int]
     ) -> None:
         self.op, self.p, self.divisor = how
         self.dtype = dtype
         self.holding = holding
-        self.world_size = world_size
         _, self.count, replicas = holding.ranks.shape
         peers = self.count * replicas
         tables = [cells.table(n, s) for n, s in zip(shape, holding.splits, strict=True)]
@@ -158,10 +157,10 @@ class _Parts:
     def __init__(self, reduction: Reduction, turns: int) -> None:
         self.r, self.turns = reduction, turns
         self.columns: list[dict[str, Ints]] = []
-        self.makers: list[tuple[int, object]] = []
+        self.makers: list[tuple[int, Callable[[int], Region]]] = []
         self.regions = 0
 
-    def _add(self, count: int, maker: object, regions: int, **columns: Ints | int) -> None:
+    def _add(self, count: int, maker: Callable[[int], Region], regions: int, **columns: Ints | int) -> None:
         full = {name: np.broadcast_to(np.asarray(c, dtype=np.int64), (count,)) for name, c in columns.items()}
         full["region"] = full["region"] + self.regions
         self.makers.append((self.regions, maker))
@@ -244,8 +243,7 @@ class _Parts:
 
         def make_region(key: int) -> Region:
             which = int(np.searchsorted(bases, key, "right")) - 1
-            made: Region = makers[which](key - int(bases[which]))  # type: ignore[operator]
-            return made
+            return makers[which](key - int(bases[which]))
 
         def make_slot(which: int, tensor: int) -> Slot:
             r = self.r
