@@ -16,6 +16,12 @@ log = logging.getLogger(__name__)
 
 #: Messages read in one go before the loop gets its turn.
 BURST = 128
+# Plain ints: enum arithmetic costs as much as the calls that it goes into.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_POLLOUT = int(zmq.POLLOUT)
 
 
 class LoopSocket:
@@ -39,9 +45,11 @@ class LoopSocket:
     def send(self, *parts: bytes) -> None:
         """Queue one message; zmq.Again when its pipe is full or gone, EHOSTUNREACH for an unknown peer."""
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            for part in parts[:-1]:
+                self._socket.send(part, _MORE)
+            self._socket.send(parts[-1], _NOBLOCK)
         finally:
-            if not self._draining and self._events() & zmq.POLLIN:
+            if not self._draining and self._events() & _POLLIN:
                 self._soon()
 
     async def writable(self) -> None:
@@ -63,7 +71,7 @@ class LoopSocket:
         self._socket.close(0)
 
     def _events(self) -> int:
-        return int(self._socket.getsockopt(zmq.EVENTS))
+        return int(self._socket.getsockopt(_EVENTS))
 
     def _soon(self) -> None:
         if self._again is None:
@@ -76,10 +84,11 @@ class LoopSocket:
         self._draining = True
         try:
             for _ in range(BURST):
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
+                if not self._events() & _POLLIN:  # cheaper than to be told so by EAGAIN
                     break
+                frames = [self._socket.recv(_NOBLOCK, copy=False)]
+                while frames[-1].more:
+                    frames.append(self._socket.recv(_NOBLOCK, copy=False))
                 try:
                     self._on_frames(frames)
                 except Exception:
@@ -95,8 +104,8 @@ class LoopSocket:
 
     def _look(self) -> None:
         events = self._events()
-        if events & zmq.POLLIN:
+        if events & _POLLIN:
             self._soon()
-        if events & zmq.POLLOUT and self._writable is not None and not self._writable.done():
+        if events & _POLLOUT and self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
             self._writable = None

@@ -1,0 +1,225 @@
+"""Autostart: no agent listens, so start one for this device as a daemon, exactly one however many ask.
+
+    probe -> start lock (flock on cpu.start) -> probe again -> spawn -> "ready" on a pipe -> unlock
+
+All of it blocks, so it runs in a daemon thread, which gives up with its caller at the latest possible
+moment: once spawned, an agent is left to come up for whoever asks next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from etha.bus.channel import listens
+from etha.config import Settings
+from etha.errors import AgentUnavailableError, EthaError
+
+#: A log beyond this is set aside (one older is kept) when the next agent starts.
+MAX_LOG = 1 << 20
+#: Bytes of the log that an error shows.
+_TAIL = 2000
+#: What a launcher told this worker about its job, and thread counts meant for it: not the agent's.
+_FOREIGN = ("RANK", "WORLD_SIZE", "ETHA_AGENT", "ETHA_LAUNCH_ID", "ETHA_REDIS_URL", "MKL_NUM_THREADS")
+_FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "KMP_", "GOMP_")
+# The agent must be nobody's child: its death would leave a zombie, and launchers kill their workers' children.
+_DETACH = "import os, sys\nif os.fork() == 0: os.execv(sys.argv[1], sys.argv[1:])\nos._exit(0)"
+
+
+async def ensure_agent(
+    settings: Settings,
+    device: str,
+    *,
+    redis_url: str | None,
+    namespace: str,
+    timeout: float,
+    module: str = "etha.agent",
+) -> Path:
+    """The socket path of the agent of ``device``, which listens or has been started now.
+
+    ``redis_url`` None: an agent that is started uses the embedded server. Raises AgentUnavailableError
+    with the end of the agent's log when it does not come up within ``timeout`` seconds.
+    """
+    settings = replace(settings, namespace=namespace)
+    path = settings.socket_path(device)
+    if listens(path):
+        return path
+    settings.ensure_runtime_dir()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[EthaError | None] = loop.create_future()
+    start = _Start(
+        settings=settings,
+        path=path,
+        device=device,
+        redis_url=redis_url,
+        module=module,
+        deadline=time.monotonic() + timeout if timeout < threading.TIMEOUT_MAX else math.inf,
+    )
+
+    def settle(error: EthaError | None) -> None:
+        if not done.done():
+            done.set_result(error)
+
+    def work() -> None:
+        try:
+            error = start.run()
+        except OSError as failed:
+            error = AgentUnavailableError(f"no agent of {device} could be started: {failed}")
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=work, name=f"etha-start-{device}", daemon=True).start()
+    try:
+        async with asyncio.timeout_at(None if start.deadline == math.inf else loop.time() + timeout):
+            error = await done
+    except TimeoutError:
+        error = start.late()
+    finally:
+        start.abandoned = True
+    if error is not None:
+        raise error
+    return path
+
+
+@dataclass(slots=True, kw_only=True)
+class _Start:
+    """One attempt; ``run`` is the thread's, ``abandoned`` says that its caller waits no more."""
+
+    settings: Settings
+    path: Path
+    device: str
+    redis_url: str | None
+    module: str
+    deadline: float
+    abandoned: bool = False
+    _stage: str = field(default="another process, which is starting one", init=False)
+    _log_from: int = field(default=0, init=False)
+
+    @property
+    def log(self) -> Path:
+        return self.path.with_suffix(".log")
+
+    def run(self) -> EthaError | None:
+        """None when an agent listens at the end, else why not."""
+        lock = os.open(self.path.with_suffix(".start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.abandoned or listens(self.path):
+                return None
+            said = self._spawn()
+            if said == "ready" or listens(self.path):  # or somebody started one by hand meanwhile
+                return None
+            return self.late() if said is None else self._failed(said)
+        finally:
+            # Unlock and not only close: a child that was forked meanwhile shares the descriptor.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+
+    def late(self) -> EthaError:
+        """What the caller hears when its time is up."""
+        return AgentUnavailableError(
+            f"no agent of {self.device} listened at {self.path} in time; waited for {self._stage}. "
+            f"Give more time, or start one by `etha agent`{self._tail()}"
+        )
+
+    def _failed(self, said: str) -> EthaError:
+        why = said.removeprefix("error ") or "it ended without a word"
+        return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{self._tail()}")
+
+    def _spawn(self) -> str | None:
+        """The first line that the new agent says, "" when it ends without one, None when time is up."""
+        if not sys.executable:
+            return "error this process does not know its Python interpreter: start one by `etha agent`"
+        self._stage = f"the one that was started (log: {self.log})"
+        log = self._open_log()
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            command = [sys.executable, "-m", self.module, "--device", self.device]
+            command += ["--namespace", self.settings.namespace, "--autostarted", "--ready-fd", str(theirs)]
+            # The URL, which may hold a password, goes by the environment: command lines are public.
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _DETACH, *command],
+                env=environment(dict(os.environ), self.settings, self.redis_url),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd="/",
+                umask=0o077,
+                start_new_session=True,
+                pass_fds=[theirs],
+                check=False,
+            )
+            os.close(theirs)
+            theirs = -1
+            return self._first_line(ours)
+        finally:
+            os.close(log)
+            os.close(ours)
+            if theirs >= 0:
+                os.close(theirs)
+
+    def _first_line(self, pipe: int) -> str | None:
+        said = b""
+        poll = select.poll()  # select.select cannot watch descriptors above 1023
+        poll.register(pipe, select.POLLIN)
+        while b"\n" not in said and len(said) < 4096:
+            left = self.deadline - time.monotonic()
+            if left <= 0 or not poll.poll(None if left == math.inf else min(left, 1e6) * 1000):
+                return None
+            some = os.read(pipe, 4096)
+            if not some:
+                break
+            said += some
+        return said.decode(errors="replace").partition("\n")[0]
+
+    def _open_log(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            if self.log.stat().st_size > MAX_LOG:
+                self.log.replace(self.log.with_suffix(".log.1"))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        log = os.open(self.log, flags, 0o600)
+        self._log_from = os.fstat(log).st_size
+        return log
+
+    def _tail(self) -> str:
+        """The end of what this agent wrote to its log."""
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_from, size - _TAIL))
+                text = log.read().decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return f"\n{self.log} ends:\n{text}" if text and self._log_from < size else ""
+
+
+def environment(own: dict[str, str], settings: Settings, redis_url: str | None) -> dict[str, str]:
+    """The agent's environment: the worker's ``own`` without what speaks of its job, and with ``settings``."""
+    env = {
+        name: value for name, value in own.items() if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
+    }
+    env |= {
+        "ETHA_RUNTIME_DIR": str(settings.runtime_dir),
+        "ETHA_NAMESPACE": settings.namespace,
+        "ETHA_HOST_ID": settings.host_id,
+    }
+    if redis_url is not None:
+        env["ETHA_REDIS_URL"] = redis_url
+    # The agent's working directory is another: a clone that was imported from here must be found from there.
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(Path(entry).absolute()) for entry in own.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:
+        paths.append(str(root))
+    if paths:
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+    return env
