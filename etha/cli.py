@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +25,7 @@ from rich.text import Text
 
 from etha.config import ENVIRONMENT, Settings
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
+from etha.status import status_tables, whole
 
 if TYPE_CHECKING:
     from etha.demo.events import Event
@@ -56,6 +57,8 @@ def main() -> None:
         app()
     except EthaError as error:
         err.print(Text(f"{error.code}: {error.message}", "red"))
+        for violation in getattr(error, "violations", ()):
+            err.print(Text(str(violation), "red"))
         raise SystemExit(1) from None
 
 
@@ -129,57 +132,12 @@ def ask(settings: Settings) -> list[dict[str, Any]]:
     return found
 
 
-def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One agent's status as it is; of several, all pairs and batches together and each alone under "agents"."""
-    if len(agents) == 1:
-        return agents[0]
-    return {
-        "agent": agents[0]["agent"],
-        "pairs": [pair for one in agents for pair in one["pairs"]],
-        "batches": [batch for one in agents for batch in one["batches"]],
-        "agents": agents,
-    }
-
-
 def show(found: dict[str, Any], as_json: bool) -> None:
     """Print a status once."""
     if as_json:
         typer.echo(json.dumps(found))
     else:
         out.print(status_tables(found))
-
-
-def status_tables(found: dict[str, Any]) -> Group:
-    """Agents, pairs and batches, one table each."""
-    agents = [one["agent"] for one in found.get("agents", [found])]
-    return Group(
-        dict_table("agents", agents, list(dict.fromkeys(key for one in agents for key in one))),
-        dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides"]),
-        dict_table(
-            "batches",
-            found["batches"],
-            ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"],
-        ),
-    )
-
-
-def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:
-    """Rows of plain data under their keys."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(row.get(column)) for column in columns))
-    return table
-
-
-def cell(value: Any) -> Text:
-    """A value as a person reads it; never taken for markup."""
-    if value is None or value in ("", [], {}):
-        return Text("-")
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Text(f"{value:,}" if value >= 100_000 else str(value))
-    return Text(json.dumps(value) if isinstance(value, dict | list) else str(value))
 
 
 @app.command(epilog=EPILOG)

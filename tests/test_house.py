@@ -32,7 +32,8 @@ EDGES: dict[str, set[str]] = {
     "demo": {""},
     "doctor": {"errors", "config", "memory", "store"},
     "planfile": {"errors", "plan"},
-    "cli": {"", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
+    "status": set(),
+    "cli": {"", "status", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
 }
 
 #: The ``*`` of the design: they compute and do no I/O.
@@ -59,6 +60,7 @@ VALUE_MODULES = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 #: Files that may look at the environment, and why.
 ENVIRONMENT = {
     "config.py": "the one place that reads settings",
+    "client/spawn.py": "hands the agent that it starts an environment of its own",
     "demo/launch.py": "hands the jobs an environment of their own: torch's and gloo's variables, no foreign launcher's",
 }
 #: Programs: they set up logging because nobody else runs in their process.

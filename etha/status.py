@@ -1,0 +1,67 @@
+"""What ``etha status`` makes of the agents' answers: one status of several, and tables for rich. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+
+def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
+    """One agent's status as it is; of several, all pairs and batches together and each alone under "agents"."""
+    if len(agents) == 1:
+        return agents[0]
+    return {
+        "agent": agents[0]["agent"],
+        "pairs": [pair for one in agents for pair in one["pairs"]],
+        "batches": [batch for one in agents for batch in one["batches"]],
+        "agents": agents,
+    }
+
+
+def status_tables(found: dict[str, Any]) -> Group:
+    """Agents, pairs and batches, one table each; what is left out here is in the JSON."""
+    agents = [one["agent"] for one in found.get("agents", [found])]
+    batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
+    return Group(
+        dict_table("agents", agents, ["device", "namespace", "pid", "workers", "running", "redis", "version"]),
+        dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
+        dict_table("batches", found["batches"], batch),
+    )
+
+
+def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:
+    """Rows of plain data under their keys."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row.get(column)) for column in columns))
+    return table
+
+
+def cell(value: Any) -> Text:
+    """A value as a person reads it; never taken for markup."""
+    if value is None or value in ("", [], {}):
+        return Text("-")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Text(f"{value:,}" if value >= 1_000_000 else str(value))
+    if isinstance(value, dict):
+        return Text("\n".join(f"{key}: {ranks_text(item)}" for key, item in value.items()))
+    if isinstance(value, list):
+        return Text("\n".join(worker_text(item) if isinstance(item, dict) else str(item) for item in value))
+    return Text(str(value))
+
+
+def ranks_text(side: Any) -> str:
+    """How much of a side is there, or the plain value."""
+    if isinstance(side, dict) and "world_size" in side:
+        return f"{len(side.get('ranks', ()))} of {side['world_size']} ranks"
+    return str(side)
+
+
+def worker_text(worker: dict[str, Any]) -> str:
+    """One worker of an agent: its pid and where it sits."""
+    return f"{worker.get('pid')} {', '.join(worker.get('ranks', ()))}".rstrip()

@@ -1,0 +1,200 @@
+"""The command line as a person runs it, each command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from etha.cli import main
+from etha.config import ENVIRONMENT, Settings
+from etha.doctor import check_runtime_dir
+from etha.errors import ConfigError
+
+COMMANDS = ("agent", "status", "plan", "demo", "doctor")
+SECONDS = 60
+
+
+def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """``etha WORDS`` in this process, for commands that start nothing: loading torch anew takes seconds."""
+    monkeypatch.setattr(sys, "argv", ["etha", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def etha(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``etha WORDS`` with ``variables`` in its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", "from etha.cli import main; main()", *words],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "COLUMNS": "200", **variables},
+    )
+
+
+@contextmanager
+def agent(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """``etha agent`` in the foreground, once it serves."""
+    command = [sys.executable, "-c", "from etha.cli import main; main()", "agent", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            told = []
+            for line in process.stderr:
+                told.append(line)
+                if "serves" in line:
+                    break
+            else:
+                pytest.fail("the agent ended: " + "".join(told))
+            yield process
+        finally:
+            process.terminate()
+            process.wait(SECONDS)
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)])
+def test_help_names_every_variable(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(monkeypatch, *words, "--help") == 0
+    shown = capsys.readouterr().out
+    assert [name for name in ENVIRONMENT if name not in shown] == []
+    if not words:
+        assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", shown)] == []
+
+
+def test_status_without_an_agent_says_so_and_starts_nothing(runtime: Path) -> None:
+    shown = etha("status")
+    assert shown.returncode == 1
+    assert f"agent_unavailable: no agent is running at {runtime}" in " ".join(shown.stderr.split())
+    assert "Traceback" not in shown.stderr
+    assert not list(runtime.rglob("*.sock"))
+
+
+def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: Path) -> None:
+    with agent() as process:
+        found = json.loads(etha("status", "--json").stdout)
+        assert set(found) == {"agent", "pairs", "batches"}
+        assert found["agent"]["pid"] == process.pid
+        assert found["agent"]["device"] == "cpu"
+        assert found["pairs"] == found["batches"] == []
+        tables = etha("status").stdout
+        assert str(process.pid) in tables and "batches" in tables
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    assert not list(runtime.glob("default/*.sock"))
+    assert etha("status").returncode == 1
+
+
+def test_an_agent_serves_the_namespace_it_was_told(runtime: Path) -> None:
+    with agent("--namespace", "blue"):
+        assert etha("status").returncode == 1
+        found = json.loads(etha("status", "--json", ETHA_NAMESPACE="blue").stdout)
+        assert found["agent"]["namespace"] == "blue"
+
+
+def test_what_an_agent_cannot_do_is_one_line(runtime: Path) -> None:
+    shown = etha("agent", "--namespace", "a b")
+    assert shown.returncode == 1
+    assert "namespace name 'a b'" in " ".join(shown.stderr.split()) and "Traceback" not in shown.stderr
+
+
+SOURCE = {
+    "mesh": [2, 2],
+    "placements": ["_S(0, 2)", "S(0)"],
+    "tensors": {
+        "weight": {"shape": [9, 8], "dtype": "bfloat16"},
+        "norm": {"shape": [8], "dtype": "float32", "mesh": [[0, 2], [1, 3]], "placements": ["R", "S(0)"]},
+    },
+}
+
+
+Plan = Callable[[object, object], tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """``etha plan`` on two sides given as data: status, output, and errors on one line."""
+
+    def run(source: object, target: object) -> tuple[int, str, str]:
+        paths = [tmp_path / "source.json", tmp_path / "target.json"]
+        for path, side in zip(paths, (source, target), strict=True):
+            path.write_text(side if isinstance(side, str) else json.dumps(side))
+        status = here(monkeypatch, "plan", *(str(path) for path in paths))
+        told = capsys.readouterr()
+        return status, told.out, " ".join(told.err.split())
+
+    return run
+
+
+def test_a_plan_is_explained_without_processes(plan: Plan) -> None:
+    status, shown, _ = plan(SOURCE, {"mesh": [2], "placements": ["R"]})
+    assert status == 0
+    # 2 holders x (9 x 8 x 2 bytes + 8 x 4 bytes)
+    assert "2 tensors" in shown and "352 B" in shown
+    assert "'norm'" in shown and "'weight'" in shown
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ({"mesh": [2], "placements": ["X(0)"]}, "placement 'X(0)'"),
+        ({"mesh": [2]}, "tensor 'weight' needs shape, dtype, mesh and placements"),
+        ({"mesh": [2], "placements": ["S(5)"]}, "dim 5"),
+        ("no json", "is not JSON"),
+        ([1], "must hold an object"),
+    ],
+)
+def test_a_malformed_side_is_named(plan: Plan, target: object, reason: str) -> None:
+    status, _, told = plan(SOURCE, target)
+    assert status == 1 and "target.json" in told and reason in told
+
+
+def test_a_plan_that_cannot_work_lists_every_reason(plan: Plan) -> None:
+    other = {"mesh": [2], "placements": ["R"], "tensors": {"other": {"shape": [8], "dtype": "float32"}}}
+    status, _, told = plan(SOURCE, other)
+    assert status == 1
+    assert all(f"'{name}'" in told for name in ("weight", "norm", "other"))
+
+
+def test_the_doctor_finds_this_machine_healthy(runtime: Path) -> None:
+    shown = etha("doctor")
+    assert shown.returncode == 0, shown.stdout
+    assert "fails" not in shown.stdout
+
+
+def test_the_doctor_says_how_to_mend_what_fails(runtime: Path) -> None:
+    # Port 1 refuses at once; the password must not be shown.
+    shown = etha("doctor", ETHA_REDIS_URL="redis://:secret@127.0.0.1:1/0", ETHA_RUNTIME_DIR=f"{runtime}/{'d' * 80}")
+    assert shown.returncode == 1
+    assert "unset ETHA_REDIS_URL" in shown.stdout and "secret" not in shown.stdout + shown.stderr
+    assert "shorten ETHA_RUNTIME_DIR" in shown.stdout
+
+
+def test_the_doctor_wants_the_runtime_directory_closed_to_others(runtime: Path) -> None:
+    runtime.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 755; it must be yours with mode 700"):
+        check_runtime_dir(Settings.from_env())
+
+
+def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
+    """A kernel that refuses process_vm_readv is noticed: here seen as a pid that is nobody's."""
+    code = (
+        "import etha.doctor as d, os\n"
+        "from etha.config import Settings\n"
+        "d.os.getpid = lambda: 2**22 - 1\n"
+        "d.start_time = lambda pid: 1\n"
+        "print([f for f in d.examine(Settings.from_env()) if 'memory' in f.name][-1])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert "ok=False" in shown.stdout and "SYS_PTRACE" in shown.stdout, shown.stderr
