@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 
 import torch
@@ -15,9 +16,9 @@ def plan_of(case: Case) -> Plan:
     return build_plan(dict.fromkeys(case.names, here), dict.fromkeys(reversed(case.names), there), **case.kwargs)
 
 
-def prove(seed: int) -> Plan:
+def prove(seed: int, rng: random.Random | None = None) -> Plan:
     """Plan case ``seed`` and hold everything about it against the enumerated truth."""
-    case = random_case(seed)
+    case = random_case(seed, rng)
     here, there = case.specs()
     for truths, spec in ((case.source, here), (case.target, there)):
         for truth in truths:

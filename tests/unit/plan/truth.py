@@ -237,9 +237,9 @@ def random_side(rng: random.Random, ndim: int, partial: list[object] | None) -> 
     return [random_truth(rng, ranks, ndim, partial)], world
 
 
-def random_case(seed: int) -> Case:
-    """A whole random redistribution; the same for the same seed."""
-    rng = random.Random(seed)
+def random_case(seed: int, rng: random.Random | None = None) -> Case:
+    """A whole random redistribution; the same for the same seed, or as ``rng`` draws."""
+    rng = random.Random(seed) if rng is None else rng
     ndim = rng.choice([1, 1, 2, 2, 2, 3, 3, 0])
     shape = tuple(rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16]) for _ in range(ndim))
     if rng.random() < 0.7:
