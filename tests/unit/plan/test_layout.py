@@ -233,3 +233,13 @@ def test_strided_runs_are_bounded() -> None:
     layout = Layout((2,), [_StridedShard(0, split_factor=1 << 30)])
     with pytest.raises(LayoutError, match="runs in one dim"):
         layout.local_shape((1 << 40,), 0)
+
+
+def test_a_strided_shard_that_is_a_subclass_of_shard_stays_strided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11; in 2.13 it is a class of its own."""
+
+    class Older(Shard):
+        split_factor = 2
+
+    monkeypatch.setattr("etha.plan.placement._StridedShard", Older)
+    assert Layout((2, 2), [Older(0), Shard(0)]).to_plain()["placements"] == [["SS", 0, 2], ["S", 0]]
