@@ -174,7 +174,7 @@ def demo(
 
     The trainer trains a character GPT on Shakespeare with FSDP2 x TP in 4 processes and sends a version every few
     steps; the inference job, 2 tensor-parallel asyncio processes, evaluates it on the same held-out text. Exit status
-    1 when an element or a loss differs, or the loss does not fall below 2.5 nats per character in 160 steps.
+    1 when an element or a loss differs, or the loss does not fall below 2.4 nats per character in 160 steps.
     """
     from etha.demo import launch
     from etha.demo.options import Options

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 #: Ranks of each job: a 2 x 2 mesh of FSDP2 x TP, and two tensor-parallel processes.
 RANKS = {"trainer": 4, "inference": 2}
 #: The loss after at least GOAL_STEPS steps is below GOAL nats per character (untrained about 4.5).
-GOAL = 2.5
+GOAL = 2.4
 GOAL_STEPS = 160
 #: Both jobs compute the same loss in float32 with sums in another order.
 TOLERANCE = 1e-3
