@@ -1,6 +1,6 @@
 """The edge to Redis: client options, retries until a deadline, and errors of our own.
 
-``from_url`` retries nothing, knows no keep-alive and leaves health checks off; here they are explicit.
+``from_url`` retries nothing and knows no keep-alive; here they are explicit, and every try has its limit.
 A password never leaves this file: whatever is shown or logged is ``redact(url)``.
 """
 
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
@@ -33,10 +33,9 @@ T = TypeVar("T")
 #: redis-py's own annotations differ from version to version, and mix str and bytes.
 Client = Any
 
-#: Seconds: to connect, for one answer, between health checks of an idle connection, of a pause between tries.
+#: Seconds: to connect, for one try, of a pause between tries.
 CONNECT_TIMEOUT = 3.0
-ANSWER_TIMEOUT = 5.0
-HEALTH_CHECK = 10.0
+TRY_TIMEOUT = 8.0
 MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
 
@@ -52,7 +51,7 @@ def redact(url: str) -> str:
             [(k, "***" if k in secret else v) for k, v in parse_qsl(parts.query, keep_blank_values=True)], safe="*/"
         )
         netloc = (f"{name}:***" if colon else name) + at + host
-        return urlunsplit((parts.scheme, netloc, parts.path, query, ""))
+        return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{query}" if query else "")
     except ValueError:
         return "(malformed URL)"
 
@@ -63,7 +62,12 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
         "decode_responses": True,
         "encoding_errors": "replace",  # foreign bytes are for ``records`` to refuse, not for the parser to die of
         "socket_connect_timeout": CONNECT_TIMEOUT,
-        "socket_timeout": ANSWER_TIMEOUT,
+        # With a number redis-py sends under asyncio.wait_for, which swallows cancellations on Python 3.11; every
+        # try has its limit here (``Connection.call``) and in ``watch``.
+        "socket_timeout": None,
+        # A server that wants a password makes redis-py before 7 recurse in its own health check. The lease's
+        # renewal every 3 s, keep-alive and the limit of each try tell the same.
+        "health_check_interval": 0,
         "retry": Retry(ExponentialBackoff(cap=0.2, base=0.01), 1),
         **options,
     }
@@ -102,6 +106,10 @@ _PASSING = (
 )
 
 
+#: How servers word a refusal to log in; redis-py raises a plain ConnectionError for some of them.
+_CREDENTIALS = ("username-password", "invalid password", "authentication required", "wrongpass", "noauth", "noperm")
+
+
 class Unreachable(Exception):
     """This try failed, a later one may not."""
 
@@ -113,23 +121,29 @@ def translated(url: str, what: str) -> Iterator[None]:
         yield
     except EthaError:
         raise
-    except (redis_errors.AuthenticationError, redis_errors.AuthorizationError, redis_errors.NoPermissionError) as error:
-        raise ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password") from None
+    except redis_errors.NoPermissionError as error:
+        raise _refused(url, what, error) from None
     except redis_errors.InvalidResponse as error:
         raise ProtocolError(f"{redact(url)} does not speak the Redis protocol: {error}") from None
     except (ssl.SSLCertVerificationError, ssl.CertificateError) as error:
         raise ConfigError(f"Redis at {redact(url)}: the certificate is not accepted: {error}") from None
     except _PASSING as error:
-        certificate = "CERTIFICATE_VERIFY_FAILED" in str(error)
-        if certificate:
+        text = str(error).lower()
+        if isinstance(error, redis_errors.AuthenticationError) or any(words in text for words in _CREDENTIALS):
+            raise _refused(url, what, error) from None
+        if "certificate_verify_failed" in text:
             raise ConfigError(f"Redis at {redact(url)}: the certificate is not accepted: {error}") from None
         raise Unreachable(str(error) or type(error).__name__) from error
     except redis_errors.ResponseError as error:
         if str(error).startswith(("BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")):
             raise Unreachable(str(error)) from error
-        if "WRONGPASS" in str(error) or "NOAUTH" in str(error):
-            raise ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password") from None
+        if any(words in str(error).lower() for words in _CREDENTIALS):
+            raise _refused(url, what, error) from None
         raise ProtocolError(f"Redis at {redact(url)} cannot {what}: {error}") from None
+
+
+def _refused(url: str, what: str, error: Exception) -> ConfigError:
+    return ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password")
 
 
 class Connection:
@@ -142,7 +156,7 @@ class Connection:
         self.url = url
         self._prefix = prefix
         self._revive = revive
-        self._pool = make_pool(url, health_check_interval=HEALTH_CHECK)
+        self._pool = make_pool(url)
         self._client: Client = aioredis.Redis(connection_pool=self._pool)
 
     async def call(self, what: str, work: Callable[[Client], Awaitable[T]], timeout: float) -> T:
@@ -152,16 +166,16 @@ class Connection:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        pause, cause = 0.02, f"no answer within {timeout:g} s"
+        pause = 0.02
         while True:
             try:
-                async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + TRY_TIMEOUT)):
                     with translated(self.url, what):
                         return await work(self._client)
             except Unreachable as error:
                 cause = str(error)
             except TimeoutError:
-                pass
+                cause = "no answer"
             left = deadline - loop.time()
             if left <= 0:
                 raise RedisUnavailableError(

@@ -66,7 +66,7 @@ async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = 
     path, url = _socket(settings), embedded_url(settings)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    if await _answers(path, min(timeout, 5.0)):
+    if await _answers(path, min(timeout / 2, 5.0)):
         return url
     read, write = os.pipe2(os.O_CLOEXEC)
     limit = min(_START_LIMIT, max(0.1, deadline - loop.time()))
@@ -82,7 +82,7 @@ async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = 
             os.close(write)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                line = await _line(pipe.fileno())
+                line = await _until_closed(pipe.fileno())
                 await starter.wait()  # only the one that forks the supervisor; it has ended
         except TimeoutError:
             line = f"failed not within {timeout:g} s"
@@ -145,11 +145,11 @@ async def _answers(path: Path, timeout: float) -> bool:
         return False
 
 
-async def _line(handle: int) -> str:
-    """What arrives on a pipe until a line's end or its closing."""
+async def _until_closed(handle: int) -> str:
+    """What arrives on a pipe until nobody holds its other end."""
     os.set_blocking(handle, False)
     text = b""
-    while b"\n" not in text:
+    while True:
         await _readable(handle)
         try:
             if not (more := os.read(handle, 4096)):

@@ -2,9 +2,9 @@
 
     python supervisor.py RUNTIME_DIR --binary PATH [--grace S] [--timeout S] [--report FD]
 
-One line goes to FD: ``running PID``, ``failed TEXT``. Two locks: ``redis.start`` is held while somebody starts a
-server, so late comers block until that is decided; ``redis.lock`` for as long as a supervisor lives, its pid inside.
-Standard library only, and run by its path, so that it costs a few MB and no import of the package.
+One line goes to FD, then it is closed: ``running PID`` or ``failed TEXT``. Two locks: ``redis.start`` is held
+while somebody starts a server, so late comers block until that is decided; ``redis.lock`` for as long as a
+supervisor lives, its pid inside. Standard library only, and run by its path: no import of the package.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import select
 import selectors
 import signal
 import socket
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 SOCKET, LOCK, START = "redis.sock", "redis.lock", "redis.start"
@@ -175,7 +176,32 @@ def end(server: subprocess.Popen[bytes], path: Path) -> int:
     return 0 if was_running else 1
 
 
-def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: Callable[[str], None]) -> int:
+class Report:
+    """Where the one line goes; closed when it is out, or with the process."""
+
+    def __init__(self, handle: int | None) -> None:
+        self._handle = handle
+
+    def wanted(self) -> bool:
+        """Does whoever asked still wait? A server for nobody would be in the way of the next."""
+        if self._handle is None:
+            return True
+        poll = select.poll()
+        poll.register(self._handle, 0)
+        return not poll.poll(0)
+
+    def say(self, line: str) -> None:
+        if self._handle is not None:
+            with contextlib.suppress(OSError):  # nobody waits any more
+                os.write(self._handle, line.replace("\n", " ").encode()[:4000] + b"\n")
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: Report) -> int:
     """Serve, or find that somebody else does."""
     os.umask(0o077)
     path = runtime / SOCKET
@@ -183,15 +209,18 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
     with deadline(timeout, "starting the embedded Redis server"):
         starting = lock(runtime / START)
         if answers(path, min(5.0, timeout)):
-            report(f"running {os.getpid()}")
+            report.say(f"running {os.getpid()}")
             return 0
     with deadline(until - time.monotonic(), f"the Redis server at {path} neither answers nor ends"):
         held = lock(runtime / LOCK)
+    if not report.wanted():
+        return 1
     with deadline(until - time.monotonic(), f"starting {binary}"):
         server, _ = start_server(binary, path)
     os.ftruncate(held, 0)
     os.write(held, b"%d\n" % os.getpid())
-    report(f"running {os.getpid()}")
+    report.say(f"running {os.getpid()}")
+    report.close()
     os.close(starting)
     return serve(server, path, grace)
 
@@ -211,16 +240,11 @@ def main(arguments: list[str]) -> int:
             return 0
         os.setsid()
 
-    def report(line: str) -> None:
-        if given.report is not None:
-            with contextlib.suppress(OSError):  # whoever asked has gone meanwhile
-                os.write(given.report, line.replace("\n", " ").encode()[:4000] + b"\n")
-                os.close(given.report)
-
+    report = Report(given.report)
     try:
         return supervise(given.runtime.absolute(), given.binary, given.grace, given.timeout, report)
     except (Failed, OSError) as error:
-        report(f"failed {error}")
+        report.say(f"failed {error}")
         return 1
 
 

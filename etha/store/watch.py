@@ -88,10 +88,11 @@ class Watches:
     async def _session(self) -> None:
         # One writer and one reader share the connection; the first that fails ends both. Not being answered
         # within PONG_TIMEOUT is a failure of the reader, because the writer pings at every tick.
-        pool = make_pool(self._url, socket_timeout=PONG_TIMEOUT, retry=Retry(NoBackoff(), 0))
+        pool = make_pool(self._url, retry=Retry(NoBackoff(), 0))
         connection = pool.make_connection()
         try:
-            await connection.connect()
+            async with asyncio.timeout(PONG_TIMEOUT):
+                await connection.connect()
             self._connected = True
             self._wanted.set()
             async with asyncio.TaskGroup() as group:
@@ -127,7 +128,8 @@ class Watches:
 
     async def _read(self, connection: Any) -> None:
         while True:
-            answer = await connection.read_response()
+            async with asyncio.timeout(PONG_TIMEOUT):
+                answer = await connection.read_response()
             # ["subscribe", key, count] is the acknowledgement, ["message", key, text] a change.
             if isinstance(answer, list) and len(answer) >= 2 and answer[0] in ("subscribe", "message"):
                 if answer[0] == "subscribe":

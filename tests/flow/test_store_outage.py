@@ -1,0 +1,287 @@
+"""The store through restarts, freezes and losses of its server, and what wakes a watcher."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etha.errors import ConfigError, RedisUnavailableError
+from etha.store.registry import Store, identify
+from tests.unit.store.server import Server, agent, agent_record, dead, fresh_namespace, here, served, sleeping
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with served(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etha.store.lease.AGENT_BEAT", 0.3)
+
+
+@pytest.fixture
+async def store(server: Server) -> AsyncIterator[Store]:
+    async with agent(server.url, fresh_namespace(), "a") as opened:
+        yield opened
+
+
+async def until(store: Store, key: str, condition: object, within: float = 8) -> None:
+    """Wait as the agent does: subscribe, read, wait for a change, read again."""
+    async with asyncio.timeout(within):
+        async with store.changes(key) as changed:
+            while not await condition():  # type: ignore[operator]
+                await changed()
+
+
+async def test_a_change_wakes_a_watcher_at_once(server: Server, store: Store) -> None:
+    async with agent(server.url, store.keys.namespace, "b") as other:
+        key = store.keys.pair("w")
+        async with other.changes(key) as changed:
+            await changed()  # the subscription stands
+            began = time.monotonic()
+            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+            await changed()
+            assert time.monotonic() - began < 1
+
+
+async def test_every_watcher_of_a_key_is_called_once_subscribed_and_at_ticks(store: Store) -> None:
+    calls = [0, 0]
+
+    def count(which: int) -> None:
+        calls[which] += 1
+
+    key = store.keys.pair("w")
+    with store.watch(key, lambda: count(0)):
+        await until(store, key, lambda: _true(calls[0] >= 1))
+        with store.watch(key, lambda: count(1)):
+            assert calls[1] == 1, "the key is subscribed already: read now"
+            before = list(calls)
+            async with store.changes(key) as changed:
+                await changed()  # subscribed already
+                began = time.monotonic()
+                await changed()  # nobody changed anything: a tick
+            assert time.monotonic() - began < 4 and calls[0] > before[0] and calls[1] > before[1]
+    before = list(calls)
+    await store._connection.call("publish", lambda client: client.publish(key, "x"), 5)
+    assert calls == before
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def test_a_failing_callback_does_not_stop_the_others(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    key = store.keys.pair("w")
+    with store.watch(key, lambda: 1 // 0):  # type: ignore[arg-type,return-value]
+        async with asyncio.timeout(5), store.changes(key) as changed:
+            await changed()
+            await changed()
+    assert "a callback of" in caplog.text
+
+
+async def test_calls_wait_through_an_outage(server: Server, store: Store) -> None:
+    server.stop()
+    waiting = asyncio.ensure_future(store.event("after the outage", timeout=math.inf))
+    with pytest.raises(RedisUnavailableError, match=r"could not be reached within 0\.3 s to read"):
+        await store.pair("w", timeout=0.3)
+    assert not waiting.done()
+    server.start()
+    async with asyncio.timeout(5):
+        await waiting
+    assert "after the outage" in [fields["kind"] for _, fields in await store.events()]
+
+
+async def test_a_frozen_server_is_an_outage(server: Server, store: Store) -> None:
+    server.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RedisUnavailableError):
+        await store.pair("w", timeout=0.5)
+    assert time.monotonic() - began < 2
+    server.signal(signal.SIGCONT)
+    assert await store.pair("w") is None
+
+
+async def test_subscriptions_survive_a_restart(server: Server, store: Store) -> None:
+    key = store.keys.pair("w")
+    async with store.changes(key) as changed:
+        await changed()
+        server.restart()
+        async with asyncio.timeout(5):
+            await changed()  # subscribed again
+        async with agent(server.url, store.keys.namespace, "b") as other, asyncio.timeout(1.5):
+            for _ in range(3):
+                await other._connection.call("publish", lambda client: client.publish(key, "x"), 5)
+                await changed()
+
+
+async def test_a_frozen_server_loses_the_subscription_and_a_thawed_one_gets_it_again(
+    server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etha.store.watch.TICK", 0.2)
+    monkeypatch.setattr("etha.store.watch.PONG_TIMEOUT", 0.6)
+    key = store.keys.pair("w")
+    server.restart()  # so that the watches begin anew, with these times
+    await until(store, key, lambda: _true(key in store._watches._acknowledged))
+    with store.watch(key, lambda: None):
+        server.signal(signal.SIGSTOP)
+        await until(store, key, lambda: _true(not store._watches._connected))
+        server.signal(signal.SIGCONT)
+        await until(store, key, lambda: _true(key in store._watches._acknowledged))
+
+
+async def test_what_an_agent_owns_is_put_back_after_data_loss(server: Server, store: Store) -> None:
+    namespace, identity = store.keys.namespace, store.identity
+    with sleeping() as worker:
+        async with agent(server.url, namespace, "b") as other:
+            far = replace(worker, agent="b")
+            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="old")
+            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="run")
+            formed = await other.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
+            assert formed.state == "formed"
+            await store.pair("w")  # this agent, too, has seen that it formed
+            assert await store.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 1
+            await store.set_batch("w", "b", {"seq": 41, "version": "v41"})
+            server.restart()
+
+            async def back() -> bool:
+                view = await store.pair("w")
+                return view == formed and [record.id for record in await store.agents()] == ["a", "b"]
+
+            await until(store, store.keys.pair("w"), back)
+            batch = await store.batch("w", "b")
+            assert batch is not None and (batch.seq, batch.version, batch.generation) == (41, "v41", 1)
+            assert await store.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 2, "generations go on"
+            assert await identify(server.url, namespace, timeout=5) == identity
+            assert store.identity == other.identity == identity
+            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="next")
+            view = await other.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
+            assert view.epoch == 2
+
+
+async def test_a_rank_that_was_waiting_joins_again_after_data_loss(server: Server, store: Store) -> None:
+    await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    server.restart()
+
+    async def back() -> bool:
+        view = await store.pair("w")
+        return view is not None and view.member("t", 0) is not None
+
+    await until(store, store.keys.pair("w"), back)
+    view = await store.join("w", "i", "t", rank=0, world_size=1, member=here(), launch=None)
+    assert (view.state, view.epoch) == ("formed", 1)
+
+
+async def test_a_rank_that_left_is_not_put_back(server: Server, store: Store) -> None:
+    await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    await store.join("v", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    await store.leave("w", "t", 0, here(), "closed")
+    server.restart()
+
+    async def back() -> bool:
+        return await store.pair("v") is not None
+
+    await until(store, store.keys.pair("v"), back)
+    assert await store.pair("w") is None
+
+
+async def test_newer_state_is_not_overwritten_by_an_agent_that_was_away(server: Server) -> None:
+    namespace = fresh_namespace()
+    async with agent(server.url, namespace, "a") as store, agent(server.url, namespace, "b") as other:
+        await store.join("w", "t", "i", rank=0, world_size=1, member=dead(), launch=None)
+        await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+        await store.pair("w")
+        # "a" sleeps: its lease ends, its rank goes to another, the pair forms again.
+        store._owned.agent = None
+        await store._connection.call("expire", lambda client: client.delete(store.keys.agent("a")), 5)
+        await other.join("w", "t", "i", rank=0, world_size=1, member=here("b"), launch=None)
+        await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+        before = await other.pair("w")
+        assert before is not None and (before.state, before.epoch) == ("formed", 2)
+        store._owned.agent = agent_record("a")  # it wakes up
+
+        async def back() -> bool:
+            return len(await other.agents()) == 2
+
+        await until(other, other.keys.agent("a"), back)
+        await store._beat(5)
+        assert await other.pair("w") == before
+
+
+async def test_who_joined_while_redis_had_forgotten_waits_for_the_right_epoch(server: Server) -> None:
+    namespace = fresh_namespace()
+    async with agent(server.url, namespace, "a") as store:
+        await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+        for _ in range(2):
+            await store.join("w", "i", "t", rank=0, world_size=1, member=dead(), launch=None)
+            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+        await store.pair("w")
+        known = store._known_epoch("w")
+        record, store._owned.agent = store._owned.agent, None  # not yet back
+        await store._connection.call("flush", lambda client: client.flushall(), 5)
+        async with agent(server.url, namespace, "b") as other:
+            view = await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+            assert view.epoch == 0
+            store._owned.agent = record
+            await store._beat(5)
+            view = await other.pair("w") or view
+            assert (view.state, view.epoch) == ("lost", known)
+            view = await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+            assert (view.state, view.epoch) == ("formed", known + 1)
+
+
+async def test_identity_tells_one_redis_from_another(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+    namespace = fresh_namespace()
+    first = await identify(server.url, namespace, timeout=5)
+    assert first == await identify(server.url + "?db=0", namespace, timeout=5)
+    with served(tmp_path_factory.mktemp("other")) as another:
+        assert first != await identify(another.url, namespace, timeout=5)
+
+
+async def test_a_missing_server_is_unavailable_and_the_password_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(RedisUnavailableError) as caught:
+        await Store.open(f"unix://etha:geheim@{tmp_path}/none.sock", "x", timeout=0.2)
+    assert "geheim" not in str(caught.value) and "etha:***@" in str(caught.value)
+
+
+async def test_user_and_password_are_given_and_wrong_ones_refused(tmp_path: Path) -> None:
+    acl = ["--requirepass", "s3cret"]
+    with served(tmp_path, *acl) as server:
+        path = str(server.path)
+        for url in (f"unix://default:s3cret@{path}", f"unix://:s3cret@{path}", f"unix://{path}?password=s3cret"):
+            async with await Store.open(url, "x", timeout=5) as store:
+                assert store.identity and "s3cret" not in store.url
+        for url in (f"unix://default:wr0ng@{path}", f"unix://{path}"):
+            began = time.monotonic()
+            with pytest.raises(ConfigError, match="check user and password") as caught:
+                await Store.open(url, "x", timeout=30)
+            assert "wr0ng" not in str(caught.value) and time.monotonic() - began < 5
+
+
+async def test_tcp_with_a_password(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with served(tmp_path, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "s3cret"):
+        async with agent(f"redis://:s3cret@127.0.0.1:{port}/1", "x", "a") as store:
+            assert [record.id for record in await store.agents()] == ["a"]
+            async with asyncio.timeout(5), store.changes(store.keys.agent("a")) as changed:
+                await changed()
+
+
+async def test_a_user_without_info_still_has_a_store(tmp_path: Path) -> None:
+    with served(tmp_path, "--user", *["etha", "on", ">pw", "~etha:*", "&etha:*", "+@all", "-info", "-@admin"]):
+        async with agent(f"unix://etha:pw@{tmp_path}/r.sock", "x", "a") as store:
+            await store._beat(5)
+            assert not store._may_ask_run_id
+            assert [record.id for record in await store.agents()] == ["a"]

