@@ -167,8 +167,9 @@ async def measure(mib: int, repeat: int, only: str) -> None:
             taken.append((limit.seconds(1), limit.seconds(2), await once(lane, program)))
         del program
         one, two, ours = (statistics.median(t[i] for t in taken[1:]) for i in range(3))
+        ratio = statistics.median(t[1] / t[2] for t in taken[1:])  # neighbours in time: steadier than the medians' ratio
         gbs: Callable[[float], float] = lambda s: nbytes / s / 1e9  # noqa: E731
-        print(f"{name:52} {gbs(ours):6.2f} {gbs(one):8.2f} {gbs(two):8.2f} {two / ours:18.2f}", flush=True)
+        print(f"{name:52} {gbs(ours):6.2f} {gbs(one):8.2f} {gbs(two):8.2f} {ratio:18.2f}", flush=True)
         here.close()
         there.close()
     lane.close()

@@ -175,6 +175,21 @@ def runs(axes: Axes, end: int, *, distinct: bool = False) -> Runs:
     return Runs(offsets, length)
 
 
+@lru_cache(maxsize=256)
+def common_runs(axes: Axes) -> tuple[Ints, Ints, int]:
+    """What is contiguous at both ends at once: (source offsets, target offsets, the one length)."""
+    steps = list(axes)
+    length = 1
+    while steps and steps[-1].source == length and steps[-1].target == length:
+        length *= steps.pop().steps
+    source = target = np.zeros(1, np.int64)
+    for axis in steps:
+        by = np.arange(axis.steps, dtype=np.int64)
+        source = (source[:, None] + by * axis.source).reshape(-1)
+        target = (target[:, None] + by * axis.target).reshape(-1)
+    return source, target, length
+
+
 def run_shape(axes: Axes, end: int, *, distinct: bool = False) -> tuple[int, int]:
     """(number of runs, their length) as ``runs`` would list them, without listing."""
     steps = [(a.steps, a[end]) for a in axes if not (distinct and a[end] == 0)]

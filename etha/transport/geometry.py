@@ -44,24 +44,29 @@ class Geometry:
         self._columns = columns
         self._found: dict[Hashable, Tiles] = {}
         self._regions: list[Region] = []  # their ids are in keys, so they must not be collected
-        self._checked: set[tuple[int, int, tuple[int, ...]]] = set()
 
-    def region(self, region: Region, here: View, there: View) -> Tiles:
+    def region(self, region: Region, here: View, there: View, joint: bool = False) -> Tiles:
         """Tiles of a region from ``here`` to ``there``; ValueError when it lies outside of either."""
-        key = (id(region), *_key(here), *_key(there))
+        key = (id(region), joint, *_key(here), *_key(there))
         found = self._found.get(key)
         if found is None:
             self._regions.append(region)
             check(region.dims, here, 0)
             check(region.dims, there, 1)
-            found = self._found[key] = self.dims(region.dims, here, there)
+            found = self._found[key] = self.dims(region.dims, here, there, joint)
         return found
 
-    def dims(self, dims: Sequence[Ints], here: View, there: View) -> Tiles:
+    def dims(self, dims: Sequence[Ints], here: View, there: View, joint: bool = False) -> Tiles:
         """Tiles of a product of runs, which the caller has checked against both shapes."""
         if any(not runs[:, 2].any() for runs in dims):
             return []
-        ends = Ends(source=here.dtype, target=there.dtype, source_private=here.private, target_private=there.private)
+        ends = Ends(
+            source=here.dtype,
+            target=there.dtype,
+            source_private=here.private,
+            target_private=there.private,
+            joint=joint,
+        )
         return [
             (tile, self._columns.number(tile), source, target)
             for tile, source, target in tiles(boxes.boxes(dims, here.strides, there.strides), ends)

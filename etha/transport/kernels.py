@@ -1,32 +1,20 @@
 """The copies themselves: what one lane thread does with a run of operations.
 
-Operations of one call have one path and, where a process is involved, one process per end. Python is
+Operations of one call have one path, and one process where a process is read or directly written. Python is
 left for system calls and torch, which release the GIL; a step moves hundreds of KB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from etha.memory.process import IoVec, ProcessMemory
+from etha.memory.process import ProcessMemory
 from etha.memory.views import CARRIERS, View
-from etha.transport.tiles import BOUNCE_BYTES, Path, Tile
-
-_ALIGN = 64
-
-
-class Op(NamedTuple):
-    """One tile at one place: offsets in elements of the two views."""
-
-    tile: Tile
-    source: View
-    target: View
-    source_offset: int
-    target_offset: int
+from etha.transport import segments
+from etha.transport.segments import Batch, Op
+from etha.transport.tiles import Path
 
 
 class Buffer:
@@ -80,13 +68,13 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
             for op in ops:
                 _copy_mapped(op)
         case Path.READ:
-            process = _process(ops[0].source)
-            process.read(_tables(ops, 1), _tables(ops, 0))
+            source, target = segments.copies(ops, by=0)
+            _process(ops[0].source).read(target, source)
         case Path.WRITE:
-            process = _process(ops[0].target)
-            process.write(_tables(ops, 0), _tables(ops, 1))
+            source, target = segments.copies(ops, by=1)
+            _process(ops[0].target).write(source, target)
         case Path.BOUNCE:
-            for batch in _batches(ops):
+            for batch in segments.batches(ops):
                 _bounce(batch, work)
 
 
@@ -114,94 +102,36 @@ def _strided(flat: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ..
     return flat.as_strided(counts, strides, int(flat.storage_offset()) + offset)
 
 
-def _tables(ops: Sequence[Op], end: int) -> IoVec:
-    """The segments of one end (0: source, 1: target) of all operations, in their order."""
-    parts = []
-    for tile, addresses in _by_tile(ops, end):
-        table = tile.target_table if end else tile.source_table
-        if len(addresses) == 1:
-            part = table.copy()
-            part[:, 0] += np.uint64(addresses[0])
-        else:
-            part = np.repeat(table[None], len(addresses), axis=0)
-            part[:, :, 0] += np.array(addresses, np.uint64)[:, None]
-            part = part.reshape(-1, 2)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _by_tile(ops: Sequence[Op], end: int) -> Iterator[tuple[Tile, list[int]]]:
-    """Neighbours of one tile together, with the address of each at one end."""
-    last: Tile | None = None
-    addresses: list[int] = []
-    for op in ops:
-        if op.tile is not last:
-            if last is not None:
-                yield last, addresses
-            last, addresses = op.tile, []
-        if end:
-            addresses.append(op.target.address + op.target_offset * op.tile.ends.target.itemsize)
-        else:
-            addresses.append(op.source.address + op.source_offset * op.tile.ends.source.itemsize)
-    if last is not None:
-        yield last, addresses
-
-
-def _batches(ops: Sequence[Op]) -> Iterator[Sequence[Op]]:
-    """As many operations together as the buffers take: small tensors share their system calls."""
-    first = read = packed = 0
-    for i, op in enumerate(ops):
-        more_read, more_packed = _aligned(op.tile.read_nbytes), _aligned(op.tile.packed_nbytes)
-        if i > first and (read + more_read > BOUNCE_BYTES or packed + more_packed > BOUNCE_BYTES):
-            yield ops[first:i]
-            first, read, packed = i, 0, 0
-        read, packed = read + more_read, packed + more_packed
-    yield ops[first:]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _bounce(ops: Sequence[Op], work: Workspace) -> None:
-    ends = ops[0].tile.ends
-    starts = _places([op.tile.read_nbytes for op in ops])
-    if ends.source_private:
-        work.read.reserve(starts[-1])
-        local = _local(work.read, starts, [op.tile.read_nbytes for op in ops])
-        _process(ops[0].source).read(local, _tables(ops, 0))
-    if ends.target_private and all(op.tile.through for op in ops):
-        _process(ops[0].target).write(_local(work.read, starts, [op.tile.read_nbytes for op in ops]), _tables(ops, 1))
+def _bounce(batch: Batch, work: Workspace) -> None:
+    if batch.ops[0].tile.ends.source_private:
+        work.read.reserve(batch.read_nbytes)
+        here, there = segments.reads(batch, work.read.address)
+        _process(batch.ops[0].source).read(here, there)
+    private = batch.ops[0].tile.ends.target_private
+    if private:
+        work.packed.reserve(batch.packed_nbytes)
+    for op, start, place in zip(batch.ops, batch.starts, batch.places, strict=True):
+        if not op.tile.through:
+            _pick(op, start, place, work)
+    if not private:
         return
-    places = _places([op.tile.packed_nbytes for op in ops])
-    if ends.target_private:
-        work.packed.reserve(places[-1])
-    for op, start, place in zip(ops, starts, places, strict=False):
-        tile = op.tile
-        raw = not tile.ends.casts
-        read_as = CARRIERS[tile.ends.source.itemsize] if raw else tile.ends.source
-        pack_as = CARRIERS[tile.ends.target.itemsize] if raw else tile.ends.target
-        if tile.ends.source_private:
-            source = work.read.typed(read_as).as_strided(tile.counts, tile.read_strides, start // read_as.itemsize)
-        else:
-            source = _strided(_flat(op.source, raw), tile.counts, tile.source_strides, op.source_offset)
-        if tile.ends.target_private:
-            target = work.packed.typed(pack_as).as_strided(tile.counts, tile.packed_strides, place // pack_as.itemsize)
-        else:
-            target = _strided(_flat(op.target, raw), tile.counts, tile.target_strides, op.target_offset)
-        target.copy_(source)
-    if ends.target_private:
-        packed = _local(work.packed, places, [op.tile.packed_nbytes for op in ops])
-        _process(ops[0].target).write(packed, _tables(ops, 1))
+    processes = {id(op.target.process): op.target for op in batch.ops}
+    for key, view in processes.items():
+        buffers = (work.packed.address, work.read.address)
+        _process(view).write(*segments.writes(batch, buffers, [id(op.target.process) == key for op in batch.ops]))
 
 
-def _places(sizes: Sequence[int]) -> list[int]:
-    """Where each of these begins in a buffer, and the end of all."""
-    places = [0]
-    for nbytes in sizes:
-        places.append(places[-1] + _aligned(nbytes))
-    return places
-
-
-def _local(buffer: Buffer, places: Sequence[int], sizes: Sequence[int]) -> IoVec:
-    return np.array([[buffer.address + at, n] for at, n in zip(places, sizes, strict=False)], np.uint64)
+def _pick(op: Op, start: int, place: int, work: Workspace) -> None:
+    """From what was read (or a mapped source) to what will be written (or a mapped target), cast on the way."""
+    tile, raw = op.tile, not op.tile.ends.casts
+    if tile.ends.source_private:
+        dtype = CARRIERS[tile.ends.source.itemsize] if raw else tile.ends.source
+        source = work.read.typed(dtype).as_strided(tile.counts, tile.read_strides, start // dtype.itemsize)
+    else:
+        source = _strided(_flat(op.source, raw), tile.counts, tile.source_strides, op.source_offset)
+    if tile.ends.target_private:
+        dtype = CARRIERS[tile.ends.target.itemsize] if raw else tile.ends.target
+        target = work.packed.typed(dtype).as_strided(tile.counts, tile.packed_strides, place // dtype.itemsize)
+    else:
+        target = _strided(_flat(op.target, raw), tile.counts, tile.target_strides, op.target_offset)
+    target.copy_(source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from etha.plan.program import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region,
 from etha.transport.alias import Written, packed, same_place
 from etha.transport.geometry import Geometry, check, scratch
 from etha.transport.program import Columns, Member, Pair, Piece, Program
-from etha.transport.reduce import Reduced, Step, clip, parts
-from etha.transport.tiles import BOUNCE_BYTES
+from etha.transport.reduce import PART, Reduced, Step, clip, parts
 
 Views = Mapping[int, Mapping[int, View]]
 #: (contribution, source rank, region), and (target rank, region), of one slot.
@@ -39,10 +39,55 @@ def compile_local(plan: Plan, sources: Views, targets: Views) -> Program:
     for rank in sorted(targets):
         rp = plan.for_rank("target", rank)
         owners.update(np.unique(rp.source[(rp.role == LOCAL) & (rp.kind == RESULT)]).tolist())
-        compiler.moves(rp, rank)
+        compiler.gather(rp, rank)
+    compiler.moves()
     for owner in sorted(owners):
         compiler.reductions(plan.for_rank("source", owner), owner)
     return compiler.program()
+
+
+class _Row(NamedTuple):
+    """A MOVE row with its two views."""
+
+    region: Region
+    source: int
+    rank: int
+    tensor: int
+    here: View
+    there: View
+
+
+class _Density:
+    """How much of each private tensor this program reads, or writes from mapped memory.
+
+    Where it is nearly all, the gaps of one row are other rows' payload, and their segments join up.
+    """
+
+    _NEARLY = 0.9
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, int, tuple[bytes, ...]]] = set()
+        self._read: dict[tuple[int, int], int] = defaultdict(int)
+        self._written: dict[tuple[int, int], int] = defaultdict(int)
+        self._parts: dict[int, tuple[bytes, ...]] = {}
+
+    def add(self, row: _Row, numel: int) -> None:
+        """Count a row of ``numel`` elements; what several targets read counts once."""
+        if row.here.private:
+            part = self._parts.get(id(row.region))
+            if part is None:
+                part = self._parts[id(row.region)] = tuple(runs[:, (0, 2)].tobytes() for runs in row.region.dims)
+            if (row.source, row.tensor, part) not in self._seen:
+                self._seen.add((row.source, row.tensor, part))
+                self._read[row.source, row.tensor] += numel
+        elif row.there.private:
+            self._written[row.rank, row.tensor] += numel
+
+    def joint(self, row: _Row) -> bool:
+        """Whether the row's neighbours in the private tensor are copied by the same program."""
+        if row.here.private:
+            return self._read[row.source, row.tensor] >= self._NEARLY * prod(row.here.shape)
+        return row.there.private and self._written[row.rank, row.tensor] >= self._NEARLY * prod(row.there.shape)
 
 
 class _Compiler:
@@ -54,6 +99,8 @@ class _Compiler:
         members: list[Member] = [("source", r) for r in sources] + [("target", r) for r in targets]
         self._nbytes: dict[Member, int] = dict.fromkeys(members, 0)
         self._peers: dict[Member, set[Member]] = {member: set() for member in members}
+        self._rows: list[_Row] = []
+        self._density = _Density()
         self._pairs: dict[tuple[int, int, int], int] = {}
         self._written = Written(v for views in targets.values() for v in views.values())
 
@@ -61,8 +108,8 @@ class _Compiler:
         """All that was compiled."""
         return self._columns.program(nbytes=self._nbytes, peers=self._peers, total=self._total, staged=self._staged)
 
-    def moves(self, rp: RankPlan, rank: int) -> None:
-        """Rows from a source tensor to a target tensor of ``rank``."""
+    def gather(self, rp: RankPlan, rank: int) -> None:
+        """Take the rows from a source tensor to a target tensor of ``rank``; ``moves`` compiles them."""
         rows = np.flatnonzero((rp.role == LOCAL) & (rp.kind == MOVE))
         columns = (rp.tensor, rp.source, rp.region_index, rp.nbytes)
         regions: dict[int, Region] = {}
@@ -70,19 +117,26 @@ class _Compiler:
             region = regions.get(number)
             if region is None:
                 region = regions[number] = rp.region_at(number)
-            here, there = self._source(source, tensor), self._target(rank, tensor)
+            row = _Row(region, source, rank, tensor, self._source(source, tensor), self._target(rank, tensor))
+            self._rows.append(row)
+            self._density.add(row, nbytes // self._plan.wire_dtype(tensor).itemsize)
             self._total += nbytes
             self._nbytes["source", source] += nbytes
             self._nbytes["target", rank] += nbytes
             self._meet(source, rank)
+
+    def moves(self) -> None:
+        """Compile what was gathered."""
+        for row in self._rows:
+            region, source, rank, tensor, here, there = row
             if self._written.overlaps(here):
-                self._staged_move(region, source, rank, here, there, tensor)
+                self._staged_move(row)
                 continue
             pair = self._pairs.get((source, rank, tensor))
             if pair is None:
                 pair = self._columns.add_pair(Pair(here, there, (("source", source), ("target", rank))))
                 self._pairs[source, rank, tensor] = pair
-            for _, tile, at, to in self._geometry.region(region, here, there):
+            for _, tile, at, to in self._geometry.region(region, here, there, self._density.joint(row)):
                 self._columns.add(1, tile, pair, at, to)
 
     def _source(self, rank: int, tensor: int) -> View:
@@ -101,8 +155,9 @@ class _Compiler:
         self._peers["source", source].add(("target", target))
         self._peers["target", target].add(("source", source))
 
-    def _staged_move(self, region: Region, source: int, rank: int, here: View, there: View, tensor: int) -> None:
+    def _staged_move(self, row: _Row) -> None:
         """Read in phase 0, write in phase 1: somebody writes where this row reads."""
+        region, source, rank, tensor, here, there = row
         if same_place(region, here, there):
             return
         check(region.dims, here, 0)
@@ -181,7 +236,7 @@ class _Compiler:
         for rank, region in wanted:
             check(region.dims, targets[rank], 1)
         dtype = next(iter(sources.values())).dtype
-        for bounds in parts(slot, BOUNCE_BYTES // slot.accumulate.itemsize):
+        for bounds in parts(slot, PART // slot.accumulate.itemsize):
             shape = tuple(last - first for first, last in bounds)
             part, total = scratch(shape, dtype), scratch(shape, wire)
             terms: list[list[Step]] = [[] for _ in range(slot.count)]

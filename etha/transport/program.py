@@ -16,7 +16,8 @@ import numpy.typing as npt
 from etha.memory.views import View
 from etha.transport import kernels
 from etha.transport.boxes import Ints
-from etha.transport.kernels import Op, Workspace
+from etha.transport.kernels import Workspace
+from etha.transport.segments import Op
 from etha.transport.tiles import BOUNCE_BYTES, Path, Tile
 
 #: Most payload of one piece: after each an abort or a revocation is heard.
@@ -157,11 +158,11 @@ class Columns:
         sizes = [len(p[3]) for p in self._parts]
         phase, tile, pair = (np.repeat(np.array([p[i] for p in self._parts], np.int64), sizes) for i in range(3))
         source, target = (np.concatenate([np.zeros(0, np.int64), *(p[i] for p in self._parts)]) for i in (3, 4))
-        key = self._keys()
         size = np.array([t.nbytes for t in self.tiles], np.int64)[tile] if len(tile) else np.zeros(0, np.int64)
         path = np.array([t.path for t in self.tiles], np.int64)[tile] if len(tile) else tile
-        link = key[pair] if len(pair) else pair
-        order = np.lexsort((link, path, phase))
+        link, place = self._links(tile, pair, source, target)
+        # Neighbours in the remote memory are neighbours here: their segments join up in one call.
+        order = np.lexsort((place, link, path, phase))
         phase, tile, pair, source, target = (c[order] for c in (phase, tile, pair, source, target))
         pieces = self._cut(phase, path[order], link[order], size[order], pair)
         bouncing = any(t.path is Path.BOUNCE for t in self.tiles)
@@ -181,13 +182,25 @@ class Columns:
             scratch=scratch,
         )
 
-    def _keys(self) -> Ints:
-        """Of each pair a number for its two processes: a system call reaches one."""
-        numbers: dict[tuple[int, int], int] = {}
-        return np.array(
-            [numbers.setdefault((id(p.source.process), id(p.target.process)), len(numbers)) for p in self.pairs],
-            np.int64,
+    def _links(self, tile: Ints, pair: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
+        """Of each operation: a number for the process that its system call reaches, and the address there."""
+        if not len(tile):
+            return tile, tile
+        numbers: dict[int, int] = {}
+
+        def process(view: View) -> int:
+            return numbers.setdefault(id(view.process), len(numbers)) if view.private else -1
+
+        ends = np.array([(process(p.source), process(p.target)) for p in self.pairs], np.int64)[pair]
+        begin = np.array([(p.source.address, p.target.address) for p in self.pairs], np.int64)[pair]
+        item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in self.tiles], np.int64)[tile]
+        reads, writes = ends[:, 0] >= 0, ends[:, 1] >= 0
+        link = np.where(reads, ends[:, 0], ends[:, 1])
+        place = np.where(
+            reads, begin[:, 0] + source * item[:, 0], np.where(writes, begin[:, 1] + target * item[:, 1], 0)
         )
+        # A bounce may read one process and write several, but a piece holds one kind of target.
+        return link * 2 + writes, place
 
     def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[Piece]:
         if not len(size):

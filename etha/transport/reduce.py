@@ -19,8 +19,12 @@ from etha.plan.program import Slot
 from etha.plan.simulate import combine, finish
 from etha.transport import kernels
 from etha.transport.boxes import Ints
-from etha.transport.kernels import Buffer, Op, Workspace
+from etha.transport.kernels import Buffer, Workspace
+from etha.transport.segments import Op
 from etha.transport.tiles import BOUNCE_BYTES, Tile
+
+#: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
+PART = 256 << 10
 
 #: Bounds of a part of a slot: (first, last) per dim.
 Bounds = tuple[tuple[int, int], ...]

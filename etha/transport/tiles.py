@@ -5,9 +5,10 @@
     WRITE    mapped -> private    process_vm_writev straight from place
     BOUNCE   everything else      through a buffer that stays in L2: read, pick and cast, write
 
-The costs are per thread of a 2-core machine of 2026 (``bench/copies.py`` measures yours beside the limit):
-what matters is their ratio. A segment of another process costs its look-up and its pages' pinning, so
-short runs with small gaps are read as one span and picked from the buffer.
+A segment in another process costs its look-up and its pages' pinning, one here next to nothing. So where
+the gaps of a tile are its neighbours' payload (``joint``: a row cut up among targets), a piece's segments
+are sorted by the remote address and join up; and very short runs are read as one span, gaps included, and
+picked from the buffer. The costs are of one thread of a 2-core machine; what matters is their ratio.
 """
 
 from __future__ import annotations
@@ -18,22 +19,25 @@ from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from etha.memory.process import IoVec
 from etha.transport import boxes
 from etha.transport.boxes import Axes, Ints, Placed
 
 #: Largest tile that is copied in place: big enough that a call costs nothing, small enough to share out.
 DIRECT = 2 << 20
 #: A bounce buffer: a read and a write of it stay in L2.
-BOUNCE_BYTES = 512 << 10
+BOUNCE_BYTES = 1 << 20
 #: Most runs of one tile at either end: tables stay small.
 MAX_RUNS = 16384
 
-# Nanoseconds: of a segment in another process, of one here, of a byte through a system call, of a byte
-# picked from L2, of one tile in the interpreter.
-_REMOTE, _LOCAL, _CALL_BYTE, _PICK_BYTE, _TILE = 400.0, 40.0, 0.14, 0.09, 15_000.0
+# Nanoseconds: of a segment in another process, of one here, of sorting one among its neighbours, of a byte
+# through a system call, of a byte picked from L2, of one tile in the interpreter.
+_REMOTE, _LOCAL, _SORT, _CALL_BYTE, _PICK_BYTE, _TILE = 400.0, 40.0, 50.0, 0.14, 0.09, 15_000.0
+
+
+Bytes = npt.NDArray[np.uint64]
 
 
 class Path(IntEnum):
@@ -47,12 +51,16 @@ class Path(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """What of the two tensors decides the way: their dtypes, and whether each is private to a worker."""
+    """What of the two tensors decides the way: their dtypes, and whether each is private to a worker.
+
+    ``joint``: this program copies (nearly) all of the private one, the source where both are.
+    """
 
     source: torch.dtype
     target: torch.dtype
     source_private: bool
     target_private: bool
+    joint: bool = False
 
     @property
     def casts(self) -> bool:
@@ -98,22 +106,31 @@ class Tile:
         return tuple(a.target for a in self.axes)
 
     @cached_property
-    def source_table(self) -> IoVec:
-        """Segments of the source, relative to where the operation begins."""
-        if self.spanning:
-            return _table(np.zeros(1, np.int64), boxes.span(self.axes, 1), self.ends.source.itemsize)
-        return _table(*boxes.runs(self.axes, 1, distinct=self.path is Path.BOUNCE), self.ends.source.itemsize)
+    def copies(self) -> tuple[Bytes, Bytes, int]:
+        """READ and WRITE: runs common to both ends, (source offsets, target offsets, length) in bytes."""
+        source, target, length = boxes.common_runs(self.axes)
+        item = self.ends.source.itemsize
+        return _bytes(source, item), _bytes(target, item), length * item
 
     @cached_property
-    def target_table(self) -> IoVec:
-        """Segments of the target, in the order in which they are packed."""
-        axes = self.axes if self.path is not Path.BOUNCE else _by_target(self.axes)
-        return _table(*boxes.runs(axes, 2), self.ends.target.itemsize)
+    def reads(self) -> tuple[Bytes, int]:
+        """BOUNCE from a private source: (offsets of the runs to read, their length) in bytes."""
+        item = self.ends.source.itemsize
+        if self.spanning:
+            return np.zeros(1, np.uint64), boxes.span(self.axes, 1) * item
+        offsets, length = boxes.runs(self.axes, 1, distinct=True)
+        return _bytes(offsets, item), length * item
+
+    @cached_property
+    def writes(self) -> tuple[Bytes, int]:
+        """BOUNCE to a private target: (offsets of the runs to write, their length) in bytes, as packed."""
+        offsets, length = boxes.runs(_by_target(self.axes), 2)
+        return _bytes(offsets, self.ends.target.itemsize), length * self.ends.target.itemsize
 
     @cached_property
     def read_nbytes(self) -> int:
         """Bytes of the bounce buffer that a read fills."""
-        return int(self.source_table[:, 1].sum()) if self.ends.source_private else 0
+        return len(self.reads[0]) * self.reads[1] if self.ends.source_private else 0
 
     @cached_property
     def read_strides(self) -> tuple[int, ...]:
@@ -138,18 +155,16 @@ class Tile:
     @cached_property
     def through(self) -> bool:
         """Whether what was read can be written as it is: nothing to pick, to turn or to cast."""
-        return not self.ends.casts and self.ends.source_private and self.read_strides == self.packed_strides
+        private = self.ends.source_private and self.ends.target_private
+        return private and not self.ends.casts and self.read_strides == self.packed_strides
 
 
 def _by_target(axes: Axes) -> Axes:
     return tuple(sorted(axes, key=lambda a: (-a.target, -a.source)))
 
 
-def _table(offsets: Ints, length: int, itemsize: int) -> IoVec:
-    table = np.empty((len(offsets), 2), np.uint64)
-    table[:, 0] = offsets * itemsize
-    table[:, 1] = length * itemsize
-    return table
+def _bytes(offsets: Ints, itemsize: int) -> Bytes:
+    return (offsets * itemsize).astype(np.uint64)
 
 
 def tiles(found: Sequence[Placed], ends: Ends) -> Iterator[tuple[Tile, Ints, Ints]]:
@@ -177,14 +192,19 @@ def _choose(placed: Placed, ends: Ends) -> tuple[Path, bool, Placed, int]:
         axes = _tile(by_target, limit, False)
         n = boxes.numel(axes)
         cost = _TILE + n * item * _CALL_BYTE
-        cost += boxes.run_shape(axes, there)[0] * _REMOTE + boxes.run_shape(axes, here)[0] * _LOCAL
+        local, remote = boxes.run_shape(axes, here)[0], boxes.run_shape(axes, there)[0]
+        cost += _segments(remote, local, ends)
         options.append((cost / n, path, False, by_target, limit))
     if ends.source_private:
         for spanning in (False, True):
             axes = _tile(by_source, bounce, spanning)
             n, read = boxes.numel(axes), boxes.span(axes, 1) if spanning else boxes.numel(axes)
-            segments = 1 if spanning else boxes.run_shape(axes, 1, distinct=True)[0]
-            cost = 2 * _TILE + segments * _REMOTE + read * item * _CALL_BYTE + n * item * _PICK_BYTE
+            if spanning and ends.joint:
+                read = n  # neighbours share the span
+            cost = 2 * _TILE + read * item * _CALL_BYTE
+            cost += _REMOTE if spanning else _segments(boxes.run_shape(axes, 1, distinct=True)[0], 1, ends)
+            if spanning or ends.casts or not ends.target_private:
+                cost += n * item * _PICK_BYTE
             cost += _writing(axes, n * item, ends)
             options.append((cost / n, Path.BOUNCE, spanning, by_source, bounce))
     else:
@@ -194,6 +214,12 @@ def _choose(placed: Placed, ends: Ends) -> tuple[Path, bool, Placed, int]:
         options.append((cost / n, Path.BOUNCE, False, by_target, bounce))
     _, path, spanning, box, limit = min(options, key=lambda o: o[0])
     return path, spanning, box, limit
+
+
+def _segments(remote: int, local: int, ends: Ends) -> float:
+    if ends.joint and remote > 1:
+        return max(remote, local) * (_LOCAL + _SORT)
+    return remote * _REMOTE + local * _LOCAL
 
 
 def _tile(placed: Placed, limit: int, spanning: bool) -> Axes:
