@@ -7,6 +7,11 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# Runs what follows with temporary files, caches and sockets in a directory that goes away afterwards. It has a short
+# name, for a socket's path fits 107 bytes; the clone's own may be longer.
+PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
+	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
+
 .PHONY: install demo test lint proof bench gpu clean
 
 install: $(STAMP)
@@ -20,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/etha demo $(DEMO)
+	@$(PRIVATE) $(BIN)/etha demo $(DEMO)
 
 lint: install
 	$(BIN)/ruff check .
@@ -28,19 +33,16 @@ lint: install
 	$(BIN)/mypy --strict etha
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest $(PYTEST)
 
 # 10,000 random layout pairs against enumerated truth; the suite takes 1,000.
 proof: install
-	ETHA_PROOF=10000 $(BIN)/python -m pytest tests/proof --timeout 3600 $(PYTEST)
+	@$(PRIVATE) ETHA_PROOF=10000 $(BIN)/python -m pytest tests/proof --timeout 3600 $(PYTEST)
 
 bench: install
-	$(BIN)/python bench/copy.py
-	$(BIN)/python bench/roundtrip.py
-	$(BIN)/python bench/transfer.py
-	$(BIN)/python bench/latency.py
-	$(BIN)/python bench/loop.py
-	$(BIN)/python bench/plan.py
+	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop; do \
+		echo "== bench/$$name.py" && $(BIN)/python bench/$$name.py || exit 1; \
+	done
 
 # With the Python on the path, where a GPU and its torch are; no virtual environment is made.
 gpu:

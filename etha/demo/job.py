@@ -75,14 +75,17 @@ def run_job(job: str, options: Options, store: str, report: int) -> int:
     running = list(ranks)
     while running:
         multiprocessing.connection.wait([process.sentinel for process in running])
-        for process in [p for p in running if p.exitcode is not None]:
-            running.remove(process)
-            if process.exitcode != 0:
+        ended = [process for process in running if process.exitcode is not None]
+        running = [process for process in running if process not in ended]
+        failed = [process for process in ended if process.exitcode != 0]
+        if failed:
+            for process in running:
+                process.kill()
+                process.join()
+            # Said last, below what the ranks themselves have written.
+            for process in failed:
                 log.error("%s %s", process.name, describe(process.exitcode))
-                for other in running:
-                    other.kill()
-                    other.join()
-                return 1
+            return 1
     return 0
 
 

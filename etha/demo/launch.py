@@ -121,10 +121,15 @@ def private_directory() -> Iterator[Path]:
 
 
 def environment(directory: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: ``base`` without what other launchers set, one thread a process, loopback only."""
+    """The environment of a job: ``base`` without what other launchers set, one thread a process, loopback only.
+
+    Temporary files go to ``directory``, too: torch's compiler makes a cache there as soon as it is imported.
+    """
     kept = {k: v for k, v in base.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
     return kept | {
         "ETHA_RUNTIME_DIR": str(directory / "run"),
+        "TMPDIR": str(directory),
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
