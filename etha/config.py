@@ -60,6 +60,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Read ``env`` (default: the process's); ConfigError names the variable that is wrong."""
         env = os.environ if env is None else env
         if env.get("ETHA_RUNTIME_DIR"):
             runtime_dir = Path(env["ETHA_RUNTIME_DIR"]).absolute()
@@ -120,6 +121,7 @@ class LaunchEnv:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> LaunchEnv:
+        """Read ``env`` (default: the process's): etha's own variable first, then torchrun's."""
         env = os.environ if env is None else env
 
         def number(name: str) -> int | None:

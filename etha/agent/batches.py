@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 from etha.agent.batch import Batch, BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
@@ -26,9 +25,6 @@ from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, Re
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
-
-#: Registrations of more tensors than this are read in a thread, so that the loop goes on answering.
-_MANY = 100
 
 
 class Batches:
@@ -160,8 +156,7 @@ class Batches:
         self, session: Session, key: CallKey, member: Member, message: Register, deadline: float, box: list[Live]
     ) -> None:
         try:
-            many = len(message.entries) > _MANY
-            manifest = await _maybe_thread(many, Manifest.of, message, member[1])
+            manifest = await asyncio.to_thread(Manifest.of, message, member[1])
             timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
             digest = await self._library.publish(manifest, timeout=timeout)
             primary = message.pairs[0]
@@ -298,7 +293,3 @@ class Batches:
             await work
         except EthaError as error:
             log.warning("Redis: %s", error)
-
-
-async def _maybe_thread(really: bool, function: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.to_thread(function, *args) if really else function(*args)
