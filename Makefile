@@ -33,11 +33,11 @@ lint: install
 	$(BIN)/mypy --strict etha
 
 test: lint
-	@$(PRIVATE) $(BIN)/python -m pytest $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof" $(PYTEST)
 
 # 10,000 random layout pairs against enumerated truth; the suite takes 1,000.
 proof: install
-	@$(PRIVATE) ETHA_PROOF=10000 $(BIN)/python -m pytest tests/proof --timeout 3600 $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof -m proof $(PYTEST)
 
 bench: install
 	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop; do \
