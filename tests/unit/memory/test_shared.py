@@ -1,0 +1,133 @@
+"""Segments: sealed, found by address, gone with their last tensor; and the public makers of them."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from etha.client.tensors import empty, empty_like, share_module
+from etha.errors import ConfigError
+from etha.memory import shared
+from etha.memory.handles import describe
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:etha")
+
+
+def test_a_segment_is_found_by_any_address_inside_it_and_by_no_other() -> None:
+    t = empty((1024, 1024))
+    handle = describe(t[3:, 5:])
+    assert handle.segment is not None
+    segment = shared.segment(handle.segment)
+    assert segment is not None and segment.nbytes == 4 << 20
+    assert handle.offset == (3 * 1024 + 5) * 4
+    assert shared.find(t.data_ptr(), t.nbytes) == (segment.id, 0)
+    assert shared.find(t.data_ptr(), t.nbytes + 1) is None
+    assert shared.find(t.data_ptr() + segment.nbytes, 1) is None
+    assert shared.find(torch.ones(1000).data_ptr(), 4) is None
+
+
+def test_a_segment_can_neither_shrink_nor_grow() -> None:
+    t = empty((1 << 20,), torch.uint8)
+    segment = shared.segment(describe(t).segment or "")
+    assert segment is not None
+    for size in (0, 2 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, size)
+    assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def test_the_last_tensor_takes_the_segment_along() -> None:
+    gc.collect()
+    before = descriptors(), mappings(), len(shared.segments())
+    t = empty((2 << 20,), torch.uint8)
+    view = t[5:].view(-1, 1)
+    assert (descriptors(), mappings(), len(shared.segments())) == tuple(n + 1 for n in before)
+    del t
+    assert len(shared.segments()) == before[2] + 1
+    view.fill_(7)
+    del view
+    gc.collect()
+    assert (descriptors(), mappings(), len(shared.segments())) == before
+
+
+def test_small_tensors_share_a_segment() -> None:
+    held = [empty((100,)) for _ in range(50)]
+    assert len({describe(t).segment for t in held}) <= 2
+    places = sorted((t.data_ptr(), t.nbytes) for t in held)
+    assert all(a + n <= b for (a, n), (b, _) in zip(places, places[1:], strict=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128])
+def test_empty_has_the_shape_and_dtype_asked_for(dtype: torch.dtype) -> None:
+    t = empty((3, 0, 5), dtype)
+    assert t.shape == (3, 0, 5) and t.dtype == dtype
+    t = empty((3, 5), dtype)
+    assert t.shape == (3, 5) and t.dtype == dtype and t.is_contiguous() and not t._is_view()
+    assert empty((), dtype).shape == ()
+    assert empty(7, dtype).shape == (7,)
+    assert describe(t).segment is not None
+
+
+def test_empty_like_keeps_dense_strides() -> None:
+    source = torch.empty(5, 7).t()
+    t = empty_like(source)
+    assert t.shape == source.shape and t.stride() == source.stride()
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="meta"):
+        empty((3,), device="meta")
+    with pytest.raises(ConfigError, match="meta"):
+        empty_like(torch.empty(3, device="meta"))
+    with pytest.raises(ConfigError, match="'weight'.*meta"):
+        share_module(nn.Linear(2, 2, device="meta"))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 6)
+        self.b = nn.Linear(4, 6)
+        self.b.weight = self.a.weight
+        self.flat = nn.Parameter(torch.arange(20.0))
+        self.part = nn.Parameter(self.flat.data[4:16].view(4, 3).t())
+        self.register_buffer("steps", torch.arange(6, dtype=torch.int64))
+        self.register_buffer("none", torch.empty(0))
+
+
+def test_share_module_moves_values_and_keeps_ties_strides_and_identity() -> None:
+    module = Tied()
+    before = {name: p for name, p in module.named_parameters()}
+    values = {name: t.clone() for name, t in module.state_dict().items()}
+    strides = {name: t.stride() for name, t in module.state_dict().items()}
+    module.a.weight.sum().backward()
+    assert share_module(module) is module
+    for name, t in module.state_dict().items():
+        assert torch.equal(t, values[name]) and t.stride() == strides[name]
+        assert t.numel() == 0 or describe(t).segment is not None
+    assert all(module.get_parameter(name) is p for name, p in before.items())
+    assert module.b.weight is module.a.weight and module.a.weight.grad is not None
+    module.flat.data[4] = 99.0
+    assert module.part[0, 0] == 99.0
+    assert len({describe(t).segment for t in module.state_dict().values() if t.numel()}) == 1
+
+
+def test_share_module_can_be_repeated_and_trained_on() -> None:
+    module = share_module(share_module(nn.Linear(3, 3)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(2, 3)).sum().backward()
+    place = module.weight.data_ptr()
+    optimizer.step()
+    assert module.weight.data_ptr() == place
