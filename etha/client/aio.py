@@ -119,7 +119,7 @@ class AsyncTensorBusClient:
             placements=None if placements is None else tuple(placements),
         )
         if defaults.mesh is not None and defaults.placements is not None:
-            defaults.layout("the default layout", None)
+            defaults.default_layout()
         elif defaults.placements is not None:
             raise ConfigError("init_pair(placements=...) needs device_mesh=")
         connection = await self._connect(deadline.left)

@@ -14,7 +14,7 @@ from etha.bus.messages import Probe, Probed
 from etha.bus.process import start_time
 from etha.client.spawn import ensure_agent
 from etha.config import Settings
-from etha.errors import AgentLostError, ConfigError, ProtocolError
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, ProtocolError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle
 from etha.memory.process import Beacon, allow_reading
@@ -61,7 +61,12 @@ class Connection:
             pid=os.getpid(),
             start=start_time(),
         )
-        link = await AgentLink.connect(path, hello, timeout=timeout, on_push=on_push)
+        try:
+            link = await AgentLink.connect(path, hello, timeout=timeout, on_push=on_push)
+        except AgentUnavailableError as error:
+            way = "check agent= and ETHA_AGENT" if agent is not None else "give autostart=True"
+            text = f"{error.message}; {way}, or start one by `etha agent --device {device}`"
+            raise AgentUnavailableError(text) from error
         page = RevocationPage()
         try:
             connection = cls(link, page)

@@ -33,6 +33,14 @@ class PairDefaults:
     mesh: Mesh | None
     placements: tuple[Placement, ...] | None
 
+    def default_layout(self) -> Layout:
+        """The layout of plain tensors without one of their own; LayoutError names the pair."""
+        assert self.mesh is not None and self.placements is not None
+        try:
+            return self.place.layout_of(self.mesh, self.placements)
+        except LayoutError as error:
+            raise LayoutError(f"the default layout of pair {self.name!r}: {error.message}") from None
+
     def layout(self, name: str, placements: Sequence[Placement] | None) -> Layout:
         """The layout of the plain tensor ``name``: its own placements, else the pair's default."""
         chosen = placements if placements is not None else self.placements
@@ -41,7 +49,17 @@ class PairDefaults:
                 f"tensor {name!r} is a plain tensor and has no layout: give placements={{{name!r}: [...]}} and "
                 f"init_pair(..., device_mesh=...), or device_mesh and placements as the default of pair {self.name!r}"
             )
-        return self.place.layout_of(self.mesh, chosen)
+        try:
+            return self.place.layout_of(self.mesh, chosen)
+        except LayoutError as error:
+            raise _named(name, error) from None
+
+    def layout_of_dtensor(self, name: str, tensor: DTensor) -> Layout:
+        """A DTensor's own layout, in ranks of the side; LayoutError names the tensor."""
+        try:
+            return self.place.translate(Layout.from_dtensor(tensor))
+        except LayoutError as error:
+            raise _named(name, error) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +102,7 @@ def build_manifest(
     device: torch.device,
 ) -> Manifest:
     """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
-    form, named = _named(tensors, pair_name)
+    form, named = _entries(tensors, pair_name)
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
         raise ConfigError(f"pairs {unknown} are not formed in this client: call init_pair first")
@@ -108,7 +126,7 @@ def build_manifest(
         if isinstance(tensor, DTensor):
             spec = tensor._spec
             key = (pair, id(spec.mesh), spec.placements)
-            layout = layouts.get(key) or layouts.setdefault(key, defaults.place.translate(Layout.from_dtensor(tensor)))
+            layout = layouts.get(key) or layouts.setdefault(key, defaults.layout_of_dtensor(name, tensor))
             shape = tuple(tensor.shape)
             if shapes and name in shapes and tuple(shapes[name]) != shape:
                 raise ConfigError(f"shapes[{name!r}]={tuple(shapes[name])} but the DTensor's shape is {shape}")
@@ -124,7 +142,11 @@ def build_manifest(
     return Manifest(form=form, pairs=used, items=tuple(items), refusals=tuple(refusals))
 
 
-def _named(
+def _named(name: str, error: LayoutError) -> LayoutError:
+    return LayoutError(f"tensor {name!r}: {error.message}")
+
+
+def _entries(
     tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor], pair_name: str | None
 ) -> tuple[Literal["list", "map"], list[tuple[str, torch.Tensor, str]]]:
     if isinstance(tensors, Mapping):
