@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from .jobs import Job, wait_gone
+from .team import Team
 
 
 def started_in(directory: str) -> dict[int, str]:
@@ -44,8 +46,8 @@ def stop_all(directory: str) -> None:
                 wait_gone(pid)
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@contextlib.contextmanager
+def private_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A private ETHA_RUNTIME_DIR, also in this process's environment."""
     directory = tempfile.mkdtemp(prefix="etha-t-")
     for name in list(os.environ):
@@ -59,6 +61,47 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         left = started_in(directory)
         shutil.rmtree(directory, ignore_errors=True)
         assert not left, f"processes of this test are still there: {left}"
+
+
+@pytest.fixture(scope="session")
+def common() -> Iterator[Path]:
+    """A runtime directory whose agent serves every test that asks for it: such tests use pair names of their own."""
+    directory = tempfile.mkdtemp(prefix="etha-t-")
+    try:
+        yield Path(directory)
+    finally:
+        stop_all(directory)
+        left = started_in(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        assert not left, f"processes of the tests are still there: {left}"
+
+
+@pytest.fixture
+def served(common: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The common runtime directory in this process's environment; its agent starts with the first client."""
+    for name in list(os.environ):
+        if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ETHA_RUNTIME_DIR", str(common))
+    monkeypatch.setenv("ETHA_IDLE", "300")
+    return common
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private ETHA_RUNTIME_DIR for one test."""
+    with private_runtime(monkeypatch) as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    """Two trainers and two inference workers for all tests of a module."""
+    with pytest.MonkeyPatch.context() as monkeypatch, private_runtime(monkeypatch) as directory:
+        with Job({"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "60"}) as job:
+            team = Team(job, trainer=2, inference=2)
+            yield team
+            team.end()
 
 
 @pytest.fixture

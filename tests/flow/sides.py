@@ -1,0 +1,75 @@
+"""Both sides of a pair in the test's own process: one client a rank, real agent, real sockets, no waiting for forks.
+
+async with Sides("weights", trainer=2, inference=1) as sides:
+    await sides.meet(device_mesh=...)
+    errors = await sides.register("b", lambda side, rank: ({...}, {...}))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+import etha
+from etha.errors import EthaError
+
+Member = tuple[str, int]
+
+
+class Sides:
+    """``clients`` by (side, rank); all are closed when the block ends."""
+
+    def __init__(self, pair: str, *, trainer: int = 1, inference: int = 1, timeout: float = 20.0) -> None:
+        self.pair = pair
+        self.worlds = {"trainer": trainer, "inference": inference}
+        self.members = [(side, rank) for side, world in self.worlds.items() for rank in range(world)]
+        self.clients = {member: etha.AsyncTensorBusClient(timeout=timeout) for member in self.members}
+        self.pairs: dict[Member, etha.Pair] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    def init(self, member: Member, **options: Any) -> Coroutine[Any, Any, etha.Pair]:
+        """The ``init_pair`` of one rank, not awaited yet."""
+        side, rank = member
+        other = "inference" if side == "trainer" else "trainer"
+        options = {"expected_world_size": self.worlds[side], "rank": rank, **options}
+        return self.clients[member].init_pair(self.pair, side, other, **options)
+
+    async def meet(self, **options: Any) -> None:
+        """All ranks of both sides; ``trainer`` and ``inference`` may hold options of one side."""
+        own = {side: options.pop(side, {}) for side in self.worlds}
+        formed = await asyncio.gather(*(self.init(m, **{**options, **own[m[0]]}) for m in self.members))
+        self.pairs = dict(zip(self.members, formed, strict=True))
+
+    async def register(self, batch: str, given: Callable[[str, int], tuple[Any, dict[str, Any]]]) -> dict[Member, Any]:
+        """``given(side, rank)`` -> (tensors, options); a BatchHandle or the EthaError of each rank."""
+
+        async def one(member: Member) -> Any:
+            tensors, options = given(*member)
+            return await self.clients[member].register_tensors(batch, tensors, **{"pair_name": self.pair, **options})
+
+        found = await asyncio.gather(*(one(m) for m in self.members), return_exceptions=True)
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, EthaError):
+                raise answer
+        return dict(zip(self.members, found, strict=True))
+
+    async def move(self, handles: dict[Member, Any], source: str = "trainer", **options: Any) -> dict[Member, Any]:
+        """One transfer from ``source``: a TransferResult or the EthaError of each rank."""
+        own = {side: options.pop(side, {}) for side in self.worlds}
+        found = await asyncio.gather(
+            *(
+                handle.transfer("send" if side == source else "recv", **{**options, **own[side]})
+                for (side, _), handle in handles.items()
+            ),
+            return_exceptions=True,
+        )
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, EthaError):
+                raise answer
+        return dict(zip(handles, found, strict=True))
