@@ -22,7 +22,7 @@ from etha.config import check_socket_path
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError
 
 #: Messages that may wait on either side of an agent or a worker that does not read.
-HIGH_WATER = 1000
+HIGH_WATER = 10_000
 
 
 def dial(path: Path) -> socket.socket:

@@ -48,6 +48,7 @@ class AgentLink:
         self._owner = os.getpid()
         self._ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
+        self._closing = False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
         self._channel = Channel(path, self._received, self._lose)
@@ -127,6 +128,7 @@ class AgentLink:
         """Say goodbye, wait up to a second until the agent has heard, and end the session; idempotent."""
         if os.getpid() != self._owner or self.lost.done():
             return
+        self._closing = True
         self._fail_calls(_CLOSED)
         try:
             with suppress(EthaError):  # an agent that does not answer a goodbye is left all the same
@@ -232,6 +234,7 @@ class AgentLink:
         """The one end of a session, whatever ends it."""
         if os.getpid() != self._owner or self.lost.done():
             return
+        text = _CLOSED if self._closing else text
         log.debug("the session is over: %s", text)
         self.lost.set_result(AgentLostError(text))
         self._fail_calls(text)

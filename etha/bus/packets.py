@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 #: Bytes and descriptors of one packet.
 MAX_PACKET = 1 << 16
 MAX_DESCRIPTORS = 64
+_ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+# Not socket.recv_fds: Python 3.11 passes its flags on to nobody.
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
@@ -27,6 +29,14 @@ def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def _descriptors(rights: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
 
 
 class PacketConnection:
@@ -86,11 +96,12 @@ class PacketConnection:
     def _ready(self) -> None:
         while not self.closed:
             try:
-                data, fds, flags, _ = socket.recv_fds(self._connection, MAX_PACKET, MAX_DESCRIPTORS, _FLAGS)
+                data, rights, flags, _ = self._connection.recvmsg(MAX_PACKET, _ROOM, _FLAGS)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 return self._end(str(error.strerror))
+            fds = _descriptors(rights)
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > MAX_DESCRIPTORS:
                 close_all(fds)
                 return self._end(f"a packet above {MAX_PACKET} bytes or {MAX_DESCRIPTORS} descriptors")

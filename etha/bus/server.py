@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ __all__ = ["BusServer", "Peer", "Service"]
 log = logging.getLogger(__name__)
 
 #: Messages that may wait for one worker that does not read, and from one worker.
-HIGH_WATER = 1000
+HIGH_WATER = 10_000
 MAX_SESSIONS = 4096
 #: Seconds from Hello to Attach, and for workers to hear a Goodbye.
 ATTACH_TIMEOUT = 10.0
@@ -56,6 +57,7 @@ class BusServer:
         self._uid = os.geteuid()
         self._peers: dict[bytes, Session] = {}
         self._by_key: dict[str, Session] = {}
+        self._strangers: deque[bytes] = deque(maxlen=256)
         self._left = asyncio.Event()
         self._closing = False
 
@@ -125,14 +127,14 @@ class BusServer:
         try:
             if len(frames) != 2:
                 raise Malformed(f"a message of {len(frames)} parts instead of 2")
-            address = frames[1].get("Peer-Address")
+            address = _address(frames[1])
             if session is not None and session.address != address:
                 raise Malformed(f"the identity of {session.peer!r} used from {address}")
             envelope = decode(frames[1].buffer, self._loop.time())
         except Malformed as error:
             return self._malformed(identity, session, error)
         if session is None:
-            return self._greet(identity, str(address), envelope)
+            return self._greet(identity, address, envelope)
         match envelope:
             case Request():
                 self._request(session, envelope)
@@ -197,7 +199,10 @@ class BusServer:
 
     def _malformed(self, identity: bytes, session: Session | None, error: Malformed) -> None:
         """A request that can be answered is; anything else ends the session it came in. One line each."""
-        log.warning("dropped from %s: %s", session.peer if session else "a stranger", error)
+        if session is not None or identity not in self._strangers:
+            log.warning("dropped from %s: %s", session.peer if session else "a stranger", error)
+        if session is None:
+            self._strangers.append(identity)
         if error.id:
             self._send(identity, Failure(error.id, ProtocolError(error.message)))
         elif session is not None:
@@ -259,6 +264,13 @@ class BusServer:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
         self._service.gone(peer, reason)
+
+
+def _address(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # ZMTP 1.0, which libzmq takes almost any bytes for, has no properties
+        raise Malformed("a message of a peer that does not speak ZMTP 3") from None
 
 
 def _told(request: Request, error: Exception) -> EthaError:
