@@ -47,13 +47,9 @@ def stop_all(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def private_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private ETHA_RUNTIME_DIR, also in this process's environment."""
+def private_directory() -> Iterator[Path]:
+    """A runtime directory of its own; whatever was started in it is gone at the end."""
     directory = tempfile.mkdtemp(prefix="etha-t-")
-    for name in list(os.environ):
-        if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("ETHA_RUNTIME_DIR", directory)
     try:
         yield Path(directory)
     finally:
@@ -63,25 +59,24 @@ def private_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert not left, f"processes of this test are still there: {left}"
 
 
+def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caller of pytest has set must not reach the tests."""
+    for name in list(os.environ):
+        if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def common() -> Iterator[Path]:
     """A runtime directory whose agent serves every test that asks for it: such tests use pair names of their own."""
-    directory = tempfile.mkdtemp(prefix="etha-t-")
-    try:
-        yield Path(directory)
-    finally:
-        stop_all(directory)
-        left = started_in(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        assert not left, f"processes of the tests are still there: {left}"
+    with private_directory() as directory:
+        yield directory
 
 
 @pytest.fixture
 def served(common: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The common runtime directory in this process's environment; its agent starts with the first client."""
-    for name in list(os.environ):
-        if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
+    forget_environment(monkeypatch)
     monkeypatch.setenv("ETHA_RUNTIME_DIR", str(common))
     monkeypatch.setenv("ETHA_IDLE", "300")
     return common
@@ -89,19 +84,20 @@ def served(common: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private ETHA_RUNTIME_DIR for one test."""
-    with private_runtime(monkeypatch) as directory:
+    """A private ETHA_RUNTIME_DIR for one test, also in this process's environment."""
+    forget_environment(monkeypatch)
+    with private_directory() as directory:
+        monkeypatch.setenv("ETHA_RUNTIME_DIR", str(directory))
         yield directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def team() -> Iterator[Team]:
-    """Two trainers and two inference workers for all tests of a module."""
-    with pytest.MonkeyPatch.context() as monkeypatch, private_runtime(monkeypatch) as directory:
-        with Job({"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "60"}) as job:
-            team = Team(job, trainer=2, inference=2)
-            yield team
-            team.end()
+    """Two trainers and two inference workers, for every test that only needs batches of its own."""
+    with private_directory() as directory, Job({"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "300"}) as job:
+        team = Team(job, trainer=2, inference=2)
+        yield team
+        team.end()
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ def wait_for(word: str) -> Any:
 def _main(link: Any, env: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     global _link
     _link = link
+    for name in [name for name in os.environ if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE")]:
+        del os.environ[name]
     os.environ.update(env)
     import torch
 
