@@ -89,12 +89,10 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
             target_agents=where.agents[target],
         )
         wrong = common + [v for v in only_as_target if v.side == target]
-        told = {v.name for v in wrong}
         wrong += [
             Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=v.text)
             for v in plan.violations
-            # A tensor that could not be described is not also unknown to the other side.
-            if v.name not in told
+            if not _follows(v, common, specs)
         ]
         violations[source] = tuple(dict.fromkeys(wrong))
         if not wrong:
@@ -113,6 +111,12 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         tensors=len(specs[first].keys() | specs[second].keys()),
         sizes={source: _target_bytes(plan) for source, plan in plans.items()},
     )
+
+
+def _follows(found: Violation, told: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:
+    """Whether a plan's violation only repeats one that is told: a refused tensor is not also unknown or uncovered."""
+    about = [v for v in told if v.name == found.name]
+    return (found.code == "uncovered" and bool(about)) or any(v.name not in specs[v.side] for v in about)
 
 
 def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, list[Violation]]:
@@ -163,8 +167,7 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
         spec = TensorSpec(shape, dtypes.from_name(next(iter(found))), layouts, frozenset(ranks))
     except LayoutError as error:
         return None, [bad("layout", error.message)]
-    wrong = shape_violations(name, side, spec, locals_)
-    return (None if wrong else spec), wrong
+    return spec, shape_violations(name, side, spec, locals_)
 
 
 def _infer(
