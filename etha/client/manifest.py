@@ -106,10 +106,7 @@ def build_manifest(
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
         raise ConfigError(f"pairs {unknown} are not formed in this client: call init_pair first")
-    names = {name for name, _, _ in named}
-    for what, given in (("placements", placements), ("shapes", shapes)):
-        if strangers := sorted(set(given or {}) - names):
-            raise ConfigError(f"{what} names {strangers[:5]}, which are not among the registered tensors")
+    # ``placements`` and ``shapes`` may name tensors of other ranks: all may give the same mappings.
     items: list[Item] = []
     refusals: list[Refusal] = []
     unsharded = unsharded_parameters()

@@ -75,8 +75,6 @@ async def test_arguments_of_a_registration_and_a_transfer() -> None:
         for options, text in (
             ({"direction": "up"}, "direction='up' must be"),
             ({"bucket_size": 0}, "bucket_size=0 must be"),
-            ({"shapes": {"v": (2,)}}, r"shapes names \['v'\], which are not among the registered"),
-            ({"placements": {"v": [Shard(0)]}}, r"placements names \['v'\], which are not among"),
             ({"pair_name": None}, "needs pair_name="),
             ({"pair_name": "other"}, r"pairs \['other'\] are not formed in this client"),
         ):
