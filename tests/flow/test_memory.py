@@ -1,258 +1,347 @@
-"""Where tensors lie and what they are made of: strides, dtypes, mapped memory, one memory under two names."""
+"""Memory of other processes: real children that hold tensors, die, freeze and free."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
-import etha
-
-from .team import Seat, Team, bits
-from .truth import cut, stale, whole
-
-# ---- strides ------------------------------------------------------------------------------------
-
-
-def strided(me: Seat) -> None:
-    """Every local tensor is a view; what lies between the elements of a target view stays as it was."""
-    full = {name: whole((6, 10), version) for version, name in enumerate(("transposed", "stepped", "window", "turned"))}
-    full["stretched"] = whole((6, 1)).expand(6, 10)
-    full["deep"] = whole((4, 6, 5))
-    lay = {name: Shard(0 if me.sends else 1) for name in full}
-    mine = {name: cut(tensor, lay[name].dim, 2, me.rank) for name, tensor in full.items()}
-    views: dict[str, torch.Tensor] = {}
-    margins: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def view_of(name: str, base: torch.Tensor, view: torch.Tensor) -> None:
-        base.fill_(-5)
-        inside = torch.zeros_like(base)
-        inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
-        views[name], margins[name] = view, (base, inside == 0)
-
-    for name, tensor in mine.items():
-        rows, columns = tensor.shape[0], tensor.shape[1]
-        match name:
-            case "transposed":
-                base = torch.empty(columns, rows)
-                view_of(name, base, base.T)
-            case "stepped":
-                base = torch.empty(3 * rows, 2 * columns)
-                view_of(name, base, base[1::3, ::2])
-            case "window":
-                base = torch.empty(rows + 2, columns + 3)
-                view_of(name, base, base[1:-1, 2:-1])
-            case "turned":
-                base = torch.empty(columns + 1, 2 * rows)
-                view_of(name, base, base[1:, ::2].T)
-            case "deep":
-                base = torch.empty(tensor.shape[2], rows, columns + 1)
-                view_of(name, base, base[:, :, 1:].permute(1, 2, 0))
-            case "stretched" if me.sends:
-                base = torch.empty(rows, 1)
-                view_of(name, base, base.expand(rows, columns))
-            case "stretched":
-                view_of(name, base := torch.empty(rows, columns), base.view(rows, columns))
-        if me.sends and name != "stretched":
-            views[name].copy_(tensor)
-        elif me.sends:
-            margins[name][0].copy_(tensor[:, :1])
-    me.move(
-        "strided",
-        views,
-        placements={name: [p] for name, p in lay.items()},
-        shapes={n: t.shape for n, t in full.items()},
-    )
-    for name, tensor in mine.items():
-        base, outside = margins[name]
-        assert torch.equal(views[name], tensor), name
-        assert (base[outside] == -5).all(), f"{name}: written outside the view"
+from etha.agent.lane import Lane
+from etha.agent.pipeline import Execution, LocalTransport
+from etha.client.tensors import empty
+from etha.memory import shared
+from etha.memory.handles import TensorHandle, describe
+from etha.memory.mapping import WorkerMemory
+from etha.memory.process import Beacon, ProcessMemory, allow_reading, start_time
+from etha.memory.reach import AccessError, FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.memory.revocation import LentPage, RevocationPage
+from etha.memory.views import View
+from etha.plan import Layout, TensorSpec, build_plan
+from etha.transport.local import compile_local
+from etha.transport.program import Program
 
 
-def test_any_strided_view_is_a_source_and_a_target_and_its_margins_stay(team: Team) -> None:
-    team.run(strided)
+def held(pipe: Connection) -> None:
+    """A worker: does what it is told with tensors, a beacon and a revocation page of its own."""
+    allow_reading()
+    tensors: dict[str, torch.Tensor] = {}
+    beacon, page = Beacon(), RevocationPage()
+    words: list[int] = []
 
+    def make(name: str, shape: tuple[int, ...], mapped: bool, seed: int) -> TensorHandle:
+        tensors[name] = empty(shape) if mapped else torch.empty(shape)
+        tensors[name].copy_(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
+        return describe(tensors[name])
 
-# ---- dtypes -------------------------------------------------------------------------------------
-
-CASTS = [
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.float16),
-    (torch.float16, torch.float32),
-    (torch.float16, torch.bfloat16),
-    (torch.bfloat16, torch.float16),
-    (torch.float64, torch.float32),
-    (torch.float32, torch.float64),
-    (torch.float64, torch.bfloat16),
-    (torch.int8, torch.int32),
-    (torch.int16, torch.int64),
-    (torch.int32, torch.int64),
-    (torch.uint8, torch.uint8),
-    (torch.bool, torch.bool),
-    (torch.complex64, torch.complex64),
-]
-
-
-def values(dtype: torch.dtype) -> torch.Tensor:
-    """[9, 31] of the dtype: ordinary numbers, ties, the largest and smallest, signed zeros, infinities, NaN."""
-    random = torch.Generator().manual_seed(5)
-    if dtype.is_complex:
-        return torch.randn(9, 31, generator=random, dtype=dtype)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, (9, 31), generator=random).to(dtype)
-    if not dtype.is_floating_point:
-        info = torch.iinfo(dtype)
-        full = torch.randint(info.min, info.max, (9, 31), generator=random, dtype=torch.int64).to(dtype)
-        full[0, :2] = torch.tensor([info.min, info.max], dtype=dtype)
-        return full
-    full = torch.randn(9, 31, generator=random, dtype=torch.float64) * 10.0 ** torch.randint(
-        -12, 12, (9, 31), generator=random
-    )
-    special = [
-        0.0,
-        -0.0,
-        float("inf"),
-        float("-inf"),
-        float("nan"),
-        1 + 2**-8,
-        1 + 3 * 2**-8,
-        65519.0,
-        65520.0,
-        1e-45,
-        6e-8,
-    ]
-    full[4, : len(special)] = torch.tensor(special, dtype=torch.float64)
-    return full.to(dtype)
-
-
-def cast(me: Seat) -> None:
-    source = {f"{a} to {b}".replace("torch.", ""): values(a) for a, b in CASTS}
-    becomes = dict(zip(source, (b for _, b in CASTS), strict=True))
-    lay = Shard(0 if me.sends else 1)
-    for repeat, make in enumerate((torch.empty_like, etha.empty_like)):
-        if me.sends:
-            tensors = {name: cut(tensor, 0, 2, me.rank) for name, tensor in source.items()}
-        else:
-            tensors = {n: make(cut(t, 1, 2, me.rank).to(becomes[n])) for n, t in source.items()}
-            for tensor in tensors.values():
-                tensor.fill_(1)
-        shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-        me.move(f"cast{repeat}", tensors, placements={name: [lay] for name in tensors}, shapes=shapes)
-        if not me.sends:
-            for name, tensor in tensors.items():
-                truth = cut(source[name].to(becomes[name]), 1, 2, me.rank)
-                assert torch.equal(bits(tensor), bits(truth)), name
-
-
-def test_other_dtypes_hold_what_to_gives_to_the_bit(team: Team) -> None:
-    team.run(cast)
-
-
-def narrow_wire(me: Seat) -> Any:
-    tensors = {
-        "down": torch.zeros(8, 8, dtype=torch.float32 if me.sends else torch.bfloat16),
-        "up": torch.zeros(8, 8, dtype=torch.bfloat16 if me.sends else torch.float32),
-        "wide": torch.zeros(8, 8, dtype=torch.int8 if me.sends else torch.int64),
+    does: dict[str, Callable[..., Any]] = {
+        "make": make,
+        "get": lambda name: tensors[name].contiguous().numpy().tobytes(),
+        "segments": lambda: [(s.id, s.fd, s.nbytes) for s in shared.segments()],
+        "beacon": lambda: (beacon.address, beacon.token),
+        "echoed": lambda: beacon.echoed,
+        "page": lambda: page.fd,
+        "open": lambda: words.append(page.open()) or words[-1],  # type: ignore[func-returns-value]
+        "revoke": lambda: page.revoke(words[-1]),
+        "busy": lambda: page.busy(words[-1]),
     }
-    mine = {name: cut(tensor, 0, 2, me.rank) for name, tensor in tensors.items()}
-    return me.move("narrow", mine, placements={name: [Shard(0)] for name in mine}).bytes
+    while True:
+        command, *arguments = pipe.recv()
+        pipe.send(does[command](*arguments))
 
 
-def test_the_narrower_dtype_travels(team: Team) -> None:
-    moved = team.run(narrow_wire)
-    assert moved["trainer"] == moved["inference"] == [4 * 8 * (2 + 2 + 1)] * 2
+class Child:
+    """A worker process and this agent's reach into it."""
+
+    def __init__(self) -> None:
+        self.pipe, there = mp.Pipe()
+        self.process = mp.get_context("forkserver").Process(target=held, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        self.memory = WorkerMemory(self.pid, start_time(self.pid))
+        self.ask("echoed")
+
+    def ask(self, *command: Any) -> Any:
+        self.pipe.send(command)
+        return self.pipe.recv()
+
+    def descriptor(self, fd: int) -> int:
+        return os.open(f"/proc/{self.pid}/fd/{fd}", os.O_RDWR)
+
+    def make(self, name: str, shape: tuple[int, ...], mapped: bool, seed: int = 0) -> View:
+        handle = self.ask("make", name, shape, mapped, seed)
+        for segment, fd, nbytes in self.ask("segments"):
+            self.memory.attach(segment, self.descriptor(fd), nbytes)
+        return self.memory.resolve(handle)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.ask("get", name)), dtype=torch.float32).view(shape)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        self.kill()
+        self.memory.close()
+        self.pipe.close()
+        self.process.close()
 
 
-# ---- memory -------------------------------------------------------------------------------------
+@pytest.fixture
+def children() -> Iterator[Callable[[], Child]]:
+    found: list[Child] = []
+
+    def start() -> Child:
+        found.append(Child())
+        return found[-1]
+
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
+    yield start
+    for child in found:
+        child.close()
 
 
-def mapped(me: Seat) -> None:
-    full = whole((300, 257), 1)
-    mine = cut(full, 0 if me.sends else 1, 2, me.rank)
-    tensor = etha.empty(mine.shape)
-    tensor.copy_(mine if me.sends else stale(mine))
-    # A view of mapped memory, beside the whole of it.
-    base = etha.empty((mine.shape[0], 2 * mine.shape[1]), dtype=torch.bfloat16)
-    base.zero_()
-    half = base[:, ::2]
-    if me.sends:
-        half.copy_(mine.to(torch.bfloat16))
-    lay = [Shard(0 if me.sends else 1)]
-    me.move(
-        "mapped", {"a": tensor, "b": half}, placements={"a": lay, "b": lay}, shapes={"a": full.shape, "b": full.shape}
+@pytest.fixture
+async def lane() -> AsyncIterator[Lane]:
+    found = Lane(threads=2)
+    yield found
+    await asyncio.to_thread(found.close)
+
+
+def rows_to_columns(source: Child, target: Child, shape: tuple[int, int], s: bool, t: bool) -> Program:
+    """Two ranks a side, all of a side in one child, named s0, s1 and t0, t1."""
+    n, m = shape
+    plan = build_plan(
+        {"x": TensorSpec(shape, torch.float32, Layout((2,), [Shard(0)]))},
+        {"x": TensorSpec(shape, torch.float32, Layout((2,), [Shard(1)]))},
+        source_agents=["a", "a"],
+        target_agents=["a", "a"],
     )
-    assert torch.equal(tensor, mine)
-    assert torch.equal(half, mine.to(torch.bfloat16)) and not base[:, 1::2].any()
+    sources = {r: {0: source.make(f"s{r}", (n // 2, m), s, r)} for r in range(2)}
+    targets = {r: {0: target.make(f"t{r}", (n, m // 2), t, 9)} for r in range(2)}
+    return compile_local(plan, sources, targets)
 
 
-def test_tensors_of_etha_empty_send_and_receive(team: Team) -> None:
-    team.run(mapped)
+@pytest.mark.parametrize("mapped_source", [False, True])
+@pytest.mark.parametrize("mapped_target", [False, True])
+async def test_bytes_cross_between_two_processes(
+    children: Callable[[], Child], lane: Lane, mapped_source: bool, mapped_target: bool
+) -> None:
+    a, b = children(), children()
+    program = rows_to_columns(a, b, (512, 768), mapped_source, mapped_target)
+    assert await LocalTransport(lane).run(Execution(program, {})) == 512 * 768 * 4
+    whole = torch.cat([a.tensor(f"s{r}", (256, 768)) for r in range(2)])
+    assert torch.equal(torch.cat([b.tensor(f"t{r}", (512, 384)) for r in range(2)], dim=1), whole)
 
 
-def shared_module(me: Seat) -> None:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
-    model[2].weight = torch.nn.Parameter(torch.randn(6, 8))
-    truth = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if not me.sends:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(9)
-    before = dict(model.named_parameters())
-    assert etha.share_module(model) is model
-    assert all(p is before[name] for name, p in model.named_parameters())
-    versions = {name: p._version for name, p in model.named_parameters()}
-    me.move("module", dict(model.named_parameters()), placements={name: [Replicate()] for name in truth})
-    for name, p in model.named_parameters():
-        assert p.requires_grad and p.is_leaf and p.grad is None
-        assert torch.equal(p, truth[name]), name
-        assert (p._version > versions[name]) is not me.sends, "autograd hears of what was received"
+def test_a_probe_proves_both_directions(children: Callable[[], Child]) -> None:
+    child = children()
+    address, token = child.ask("beacon")
+    assert not child.ask("echoed")
+    child.memory.process.probe(address, token)
+    assert child.ask("echoed")
+    with pytest.raises(ReachError, match="other bytes"):
+        child.memory.process.probe(address, token[::-1])
+    for wrong in (0, 1 << 63, 8):
+        with pytest.raises(FaultError):
+            child.memory.process.probe(wrong, token)
 
 
-def test_a_shared_module_sends_and_receives_its_parameters(team: Team) -> None:
-    team.run(shared_module)
+def test_a_process_is_more_than_its_pid(children: Callable[[], Child]) -> None:
+    child = children()
+    with pytest.raises(WorkerGoneError, match="another"):
+        ProcessMemory(child.pid, start_time(child.pid) - 1)
+    assert child.memory.process.alive()
+    child.kill()
+    assert not child.memory.process.alive()
+    with pytest.raises(WorkerGoneError):
+        ProcessMemory(child.pid, 1)
+    with pytest.raises(WorkerGoneError):
+        start_time(child.pid)
 
 
-def tied_source(me: Seat) -> None:
-    full = whole((6, 4))
-    names = ("embedding", "head")
-    tensors = dict.fromkeys(names, full.clone()) if me.sends else {name: stale(full) for name in names}
-    me.move("tied", tensors, placements={name: [Replicate()] for name in names})
-    assert all(torch.equal(tensors[name], full) for name in names)
+def table(*rows: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array(rows, np.uint64)
 
 
-def test_one_memory_under_two_names_is_a_source_of_both(team: Team) -> None:
-    team.run(tied_source)
+def test_tables_of_any_cut_and_length_move_everything(children: Callable[[], Child]) -> None:
+    child = children()
+    view = child.make("x", (5000, 3), False, 4)
+    out = torch.zeros(5000, 3)
+    remote = table(*((view.address + 12 * i, 12) for i in range(5000)))
+    local = table(*((out.data_ptr() + 60 * i, 60) for i in range(1000)))
+    process = child.memory.process
+    assert process.read(local, remote) == 60_000
+    assert torch.equal(out, child.tensor("x", (5000, 3)))
+    out.neg_()
+    assert process.write(table((out.data_ptr(), 60_000)), remote[::-1][::-1]) == 60_000
+    assert torch.equal(out, child.tensor("x", (5000, 3)))
 
 
-def to_tied_target(me: Seat) -> None:
-    full = whole((6, 4))
-    names = ("embedding", "head")
-    tensors = {name: full.clone() for name in names} if me.sends else dict.fromkeys(names, stale(full))
-    me.move("to tied".replace(" ", "-"), tensors, placements={name: [Replicate()] for name in names})
-    assert all(torch.equal(tensors[name], full) for name in names)
+def test_unmapped_addresses_are_faults_even_in_the_middle(children: Callable[[], Child]) -> None:
+    child = children()
+    view = child.make("x", (100,), False)
+    out = torch.zeros(100)
+    with pytest.raises(FaultError, match="freed"):
+        child.memory.process.read(table((out.data_ptr(), 400)), table((view.address, 200), (64, 200)))
 
 
-def test_the_same_region_under_two_names_is_a_target(team: Team) -> None:
-    team.run(to_tied_target)
+def test_the_kernels_refusal_has_its_own_error(children: Callable[[], Child]) -> None:
+    child = children()
+    assert isinstance(child.memory.process._error(1, 0), AccessError)
 
 
-def half_aliased(me: Seat) -> None:
-    base = torch.zeros(10)
-    tensors = {"a": base[:6], "b": base[4:]} if not me.sends else {"a": torch.zeros(6), "b": torch.zeros(6)}
-    with pytest.raises(etha.RegistrationError) as caught:
-        me.move(
-            "aliased",
-            tensors,
-            placements={name: [Replicate()] for name in tensors},
-            direction="send" if me.sends else "recv",
-        )
-    assert {v.code for v in caught.value.violations} == {"alias"}
-    assert {(v.side, v.rank) for v in caught.value.violations} == {("inference", 0), ("inference", 1)}
+async def test_a_worker_killed_while_pieces_run_ends_its_job_and_not_the_next(
+    children: Callable[[], Child], lane: Lane
+) -> None:
+    a, b, c = children(), children(), children()
+    doomed = rows_to_columns(a, b, (4096, 4096), False, True)
+    sound = rows_to_columns(c, b, (512, 512), False, True)
+    started = threading.Event()
+
+    class Killing(Execution):
+        def run(self, piece: int, thread: int) -> int:
+            if piece == 5:
+                a.kill()  # for certain in the middle
+                started.set()
+            return super().run(piece, thread)
+
+    transport = LocalTransport(lane)
+    with pytest.raises(WorkerGoneError) as raised:
+        await transport.run(Killing(doomed, {}))
+    assert started.is_set() and raised.value.pid == a.pid
+    assert raised.value.owner in (("source", 0), ("source", 1))
+    await transport.run(Execution(sound, {}))
+    whole = torch.cat([c.tensor(f"s{r}", (256, 512)) for r in range(2)])
+    assert torch.equal(torch.cat([b.tensor(f"t{r}", (512, 256)) for r in range(2)], dim=1), whole)
 
 
-def test_overlapping_targets_are_refused_on_every_rank(team: Team) -> None:
-    team.run(half_aliased)
+async def test_a_worker_killed_from_outside_is_noticed_too(children: Callable[[], Child], lane: Lane) -> None:
+    a, b = children(), children()
+    program = rows_to_columns(a, b, (2048, 2048), False, True)
+    transport = LocalTransport(lane)
+    asyncio.get_running_loop().call_later(0.05, os.kill, a.pid, signal.SIGKILL)
+    with pytest.raises(WorkerGoneError):
+        async with asyncio.timeout(10):
+            while True:
+                await transport.run(Execution(program, {}))
+
+
+async def test_revoked_memory_is_not_touched_and_the_worker_knows(children: Callable[[], Child], lane: Lane) -> None:
+    a, b = children(), children()
+    program = rows_to_columns(a, b, (512, 512), False, True)
+    lent = LentPage(b.descriptor(b.ask("page")))
+    before = [b.tensor(f"t{r}", (512, 256)) for r in range(2)]
+    guard = lent.guard(b.ask("open"))
+    assert b.ask("revoke") is True
+    guards = {("target", r): guard for r in range(2)}
+    with pytest.raises(RevokedError, match="target rank") as raised:
+        await LocalTransport(lane).run(Execution(program, guards))
+    assert raised.value.owner in guards
+    assert all(torch.equal(b.tensor(f"t{r}", (512, 256)), before[r]) for r in range(2))
+    again = lent.guard(b.ask("open"))
+    await LocalTransport(lane).run(Execution(program, dict.fromkeys(guards, again)))
+    assert not torch.equal(b.tensor("t0", (512, 256)), before[0])
+    assert b.ask("revoke") is True and b.ask("busy") is False
+
+
+def frozen_inside(pipe: Connection, fd: str, word: int) -> None:
+    """An agent's lane thread that enters a piece and then is stopped there."""
+    guard = LentPage(os.open(fd, os.O_RDWR)).guard(word)
+    pipe.send(guard.enter(2))
+    pipe.recv()
+    guard.leave(2)
+    pipe.send(guard.enter(2))
+
+
+def test_a_frozen_agent_inside_a_piece_is_seen_and_locked_out_when_it_thaws() -> None:
+    page = RevocationPage()
+    word = page.open()
+    here, there = mp.Pipe()
+    fd = f"/proc/{os.getpid()}/fd/{page.fd}"
+    agent = mp.get_context("forkserver").Process(target=frozen_inside, args=(there, fd, word), daemon=True)
+    agent.start()
+    assert here.recv() is True
+    assert agent.pid is not None
+    os.kill(agent.pid, signal.SIGSTOP)
+    assert page.revoke(word) is False and page.busy(word)
+    os.kill(agent.pid, signal.SIGCONT)
+    here.send(None)
+    assert here.recv() is False
+    assert not page.busy(word)
+    agent.join()
+    page.close()
+
+
+async def test_cancelling_a_run_returns_only_when_nothing_moves(children: Callable[[], Child], lane: Lane) -> None:
+    a, b = children(), children()
+    program = rows_to_columns(a, b, (2048, 2048), False, True)
+    inside = [0]
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Watched(Execution):
+        def run(self, piece: int, thread: int) -> int:
+            inside[0] += 1
+            loop.call_soon_threadsafe(begun.set)
+            try:
+                return super().run(piece, thread)
+            finally:
+                inside[0] -= 1
+
+    transport = LocalTransport(lane)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(transport.run(Watched(program, {})))
+        await begun.wait()
+        task.cancel()
+    assert task.cancelled() and inside == [0]
+    transport.abort(RuntimeError("first cause"))
+    with pytest.raises(RuntimeError, match="first cause"):
+        await transport.run(Execution(program, {}))
+
+
+def counted() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:etha")  # noqa: PTH208
+
+
+async def test_a_worker_that_came_and_went_leaves_nothing(children: Callable[[], Child], lane: Lane) -> None:
+    children()  # the fork server's own descriptors
+    before = counted()
+    child = Child()
+    program = rows_to_columns(child, child, (256, 256), False, True)
+    lent = LentPage(child.descriptor(child.ask("page")))
+    await LocalTransport(lane).run(Execution(program, {("source", 0): lent.guard(child.ask("open"))}))
+    assert counted()[1] > before[1]
+    child.close()
+    child.memory.close()
+    del program, lent, child
+    assert counted() == before
+
+
+def test_a_view_of_a_freed_tensor_faults_or_reads_what_is_there_but_never_kills(
+    children: Callable[[], Child],
+) -> None:
+    """A handle whose segment offset is right but whose owner unmapped it: the agent's mapping stands alone."""
+    child = children()
+    view = child.make("x", (1 << 20,), True, 3)
+    child.kill()
+    assert view.flat is not None and float(view.flat.sum()) > 0
+    gone = replace(view, flat=None, raw=None, process=child.memory.process)
+    with pytest.raises(WorkerGoneError):
+        child.memory.process.read(table((view.address, 4)), table((gone.address, 4)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import os
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_small_tensors_share_a_segment() -> None:
     held = [empty((100,)) for _ in range(50)]
     assert len({describe(t).segment for t in held}) <= 2
     places = sorted((t.data_ptr(), t.nbytes) for t in held)
-    assert all(a + n <= b for (a, n), (b, _) in zip(places, places[1:], strict=False))
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128])
@@ -91,7 +92,7 @@ def test_other_devices_are_refused() -> None:
         empty((3,), device="meta")
     with pytest.raises(ConfigError, match="meta"):
         empty_like(torch.empty(3, device="meta"))
-    with pytest.raises(ConfigError, match="'weight'.*meta"):
+    with pytest.raises(ConfigError, match=r"'weight'.*meta"):
         share_module(nn.Linear(2, 2, device="meta"))
 
 
@@ -109,7 +110,7 @@ class Tied(nn.Module):
 
 def test_share_module_moves_values_and_keeps_ties_strides_and_identity() -> None:
     module = Tied()
-    before = {name: p for name, p in module.named_parameters()}
+    before = dict(module.named_parameters())
     values = {name: t.clone() for name, t in module.state_dict().items()}
     strides = {name: t.stride() for name, t in module.state_dict().items()}
     module.a.weight.sum().backward()
