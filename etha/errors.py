@@ -29,8 +29,9 @@ class Violation:
 
     ``code`` is stable: ``unknown_name``, ``missing_name``, ``shape_mismatch``, ``uncovered``,
     ``target_partial``, ``double_write``, ``dtype``, ``plan_mismatch``, ``layout``, ``alias``,
-    ``out_of_source``, ``unsupported``, ``form``, ``pair``. ``side`` is a side's name where names are known (registration),
-    else ``"source"`` or ``"target"``; ``rank`` is the rank in it, None when the whole side is meant.
+    ``out_of_source``, ``unsupported``, ``form``, ``pair``. ``side`` is a side's name where names are
+    known (registration), else ``"source"`` or ``"target"``; ``rank`` is the rank in it, None when the
+    whole side is meant.
     """
 
     code: str
