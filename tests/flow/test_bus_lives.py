@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from .jobs import Job, Worker, tell, wait_for
 
 #: Seconds within which a death is heard; the kernel takes milliseconds, a loaded machine more.
 SOON = 0.5
+CLONE_NEWPID = 0x20000000
 
 
 @pytest.fixture
@@ -266,3 +268,46 @@ async def test_a_forked_child_is_told_to_make_its_own_and_harms_nothing(tmp_path
         assert f"belongs to process {process.pid}" in child
         assert "create a client in the child own" in child
         assert parent == "parent"
+
+
+def in_own_pid_namespace(path: Path) -> None:
+    """Process 1 of a pid namespace of its own, where the agent cannot be seen; it lives until it is told."""
+
+    async def main() -> None:
+        link = await AgentLink.connect(path, hello(), timeout=5.0)
+        answer = await link.request(Echo(text="from inside"), timeout=5.0)
+        tell("inside", (os.getpid(), link.agent_pid, answer.text))
+        await link.lost
+        tell("lost")
+
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID) != 0:
+        tell("inside", None)
+        return
+    if (child := os.fork()) == 0:
+        asyncio.run(main())
+        os._exit(0)
+    tell("child", child)
+    os.waitpid(child, 0)
+
+
+async def test_a_worker_in_another_pid_namespace_is_served_and_both_hear_of_the_end(tmp_path: Path, job: Job) -> None:
+    service = EchoService()
+    bus = BusServer(tmp_path / "cpu.sock", service)
+    async with bus:
+        process = job.start(in_own_pid_namespace, tmp_path / "cpu.sock")
+        inside = await off(process.told, "inside")
+        if inside is None:
+            pytest.skip("needs the right to make a pid namespace")
+        child = await off(process.told, "child")
+        assert inside == (1, 0, "from inside")
+        (peer,) = service.peers
+        assert (peer.hello.pid, peer.pid) == (1, child)
+        await bus.close("leaving")
+        await off(process.told, "lost")
+    await off(process.result)
+    async with BusServer(tmp_path / "cpu.sock", service):
+        process = job.start(in_own_pid_namespace, tmp_path / "cpu.sock")
+        await off(process.told, "inside")
+        child = await off(process.told, "child")
+        os.kill(child, signal.SIGKILL)
+        await service.until("gone", "died", child)
