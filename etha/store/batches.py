@@ -12,16 +12,9 @@ from collections.abc import Iterable, Mapping
 from etha.errors import ConfigError, ProtocolError
 from etha.store.connect import Client
 from etha.store.keys import REGISTRATION_LEASE
-from etha.store.records import (
-    BATCH_FIELDS,
-    MAX_FIELD,
-    MAX_LAYOUT,
-    MAX_NAMES,
-    MAX_WORLD,
-    BatchView,
-    Roster,
-    version_to_text,
-)
+from etha.store.reading import MAX_FIELD
+from etha.store.records import MAX_WORLD
+from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
 from etha.store.session import Session
 
 _LEASE_MS = int(REGISTRATION_LEASE * 1000)

@@ -82,10 +82,9 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def make_pool(url: str, **options: Any) -> Any:
-    """A bounded pool that waits for a free connection; ConfigError when ``url`` cannot be read."""
-    options = _options(url, **options)
+    """Connections to ``url`` with explicit options; ConfigError when it cannot be read."""
     try:
-        return aioredis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=None, **options)
+        return aioredis.ConnectionPool.from_url(url, max_connections=2 * MAX_CONNECTIONS, **_options(url, **options))
     except ValueError as error:
         raise ConfigError(
             f"Redis URL {redact(url)} cannot be read ({error}): use redis://, rediss:// or unix://, for example "
@@ -156,7 +155,10 @@ class Connection:
         self.url = url
         self._prefix = prefix
         self._revive = revive
+        self._reviving = asyncio.Lock()
         self._pool = make_pool(url)
+        # Calls queue here, in order, and not in the pool: a try's limit begins when it has a connection.
+        self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
         self._client: Client = aioredis.Redis(connection_pool=self._pool)
 
     async def call(self, what: str, work: Callable[[Client], Awaitable[T]], timeout: float) -> T:
@@ -169,9 +171,10 @@ class Connection:
         pause = 0.02
         while True:
             try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + TRY_TIMEOUT)):
-                    with translated(self.url, what):
-                        return await work(self._client)
+                async with asyncio.timeout_at(None if deadline == math.inf else deadline), self._turn:
+                    async with asyncio.timeout(TRY_TIMEOUT):
+                        with translated(self.url, what):
+                            return await work(self._client)
             except Unreachable as error:
                 cause = str(error)
             except TimeoutError:
@@ -183,13 +186,13 @@ class Connection:
                 )
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(MAX_PAUSE, pause * 2)
-            if self._revive is not None:
-                await self._try_to_revive(deadline)
+            await self._try_to_revive(deadline)
 
     async def _try_to_revive(self, deadline: float) -> None:
-        assert self._revive is not None
+        if self._revive is None or self._reviving.locked():
+            return  # one of the waiting calls is enough
         try:
-            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
+            async with self._reviving, asyncio.timeout_at(None if deadline == math.inf else deadline):
                 await self._revive()
         except (EthaError, TimeoutError) as error:
             log.warning("the Redis server at %s could not be started again: %s", redact(self.url), error)
@@ -217,6 +220,7 @@ class Connection:
         return await self.call(name.replace("_", " "), lambda _: script(keys=keys, args=[argument]), timeout)
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
         await self._pool.disconnect()
 
@@ -231,6 +235,7 @@ class Refused(Exception):
         self.code, self.text, self.reason = str(answer["error"]), str(answer["text"]), str(answer.get("reason", ""))
 
     def as_error(self) -> EthaError:
+        """The error that the caller is to see."""
         if self.code == "config":
             return ConfigError(self.text)
         if self.code == "peer_lost":

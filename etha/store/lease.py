@@ -58,7 +58,7 @@ class Lease(Pairs, Batches):
             "lease": int(AGENT_LEASE * 1000),
             "server": self.identity,
         }
-        done = await self._script("agent", keys, request, timeout)
+        done = await self._keeper.script("agent", keys, request, timeout)
         if "server" in done:
             self.identity = str(done["server"])
         return bool(done["here"])
@@ -101,7 +101,7 @@ class Lease(Pairs, Batches):
             return str((await client.info("server")).get("run_id"))
 
         try:
-            run_id = await self._connection.call("ask for its run id", read, timeout)
+            run_id = await self._keeper.call("ask for its run id", read, timeout)
         except (ConfigError, ProtocolError) as error:
             # A user without INFO: the missing record still tells of data loss.
             self._may_ask_run_id = False

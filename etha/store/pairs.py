@@ -102,9 +102,9 @@ class Pairs(Session):
             values = await client.hgetall(key)
             while values:
                 names = side_names(key, values)
-                pipe = client.pipeline(transaction=True).hgetall(key)
-                for name in names:
-                    pipe.hgetall(self.keys.side(pair, name))
+                pipe = client.pipeline(transaction=True)
+                for hash_key in (key, *(self.keys.side(pair, name) for name in names)):
+                    pipe.execute_command("HGETALL", hash_key)  # .hgetall() breaks in a transaction of redis-py 5.1.0
                 values, *members = await pipe.execute()
                 if values and side_names(key, values) == names:
                     return PairView.read(key, pair, values, dict(zip(names, members, strict=True)))

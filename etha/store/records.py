@@ -1,93 +1,21 @@
-"""What the store holds, as values; pure.
-
-Redis is shared with people and other programs, so whatever is read is checked like a stranger's: a value that
-is not what the key table says raises ProtocolError naming the key and the field. Sizes are bounded.
-"""
+"""Agents and pairs as the store holds them, as values; pure. Batches are in ``rosters``."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from etha.config import NAME
 from etha.errors import ProtocolError
+from etha.store.reading import Reader
 
-#: Ranks of one side, tensors of one manifest, bytes of one field: more is somebody's mistake.
+#: Ranks of one side: more is somebody's mistake.
 MAX_WORLD = 1 << 20
-MAX_NAMES = 200_000
-MAX_FIELD = 64 << 10
-MAX_LAYOUT = 16 << 20
 
 PairStatus = Literal["forming", "formed", "lost"]
 Reason = Literal["relaunched", "closed", "died"]
-_MAX_INT = (1 << 63) - 1
-
-
-class _Reader:
-    """One hash, or one JSON object inside it, read field by field with checks."""
-
-    def __init__(self, key: str, values: Mapping[str, Any]) -> None:
-        self.key, self.values = key, values
-
-    def wrong(self, name: str, expected: str) -> ProtocolError:
-        found = repr(self.values.get(name))
-        found = found if len(found) <= 80 else found[:77] + "..."
-        return ProtocolError(f"Redis key {self.key!r}: field {name!r} is {found}, expected {expected}")
-
-    def text(self, name: str, *, most: int = MAX_FIELD, default: str | None = None) -> str:
-        value = self.values.get(name, default)
-        if not isinstance(value, str) or len(value) > most:
-            raise self.wrong(name, f"text of at most {most} characters")
-        return value
-
-    def name(self, name: str) -> str:
-        value = self.text(name)
-        if NAME.fullmatch(value) is None:
-            raise self.wrong(name, "1 to 100 of A-Z a-z 0-9 . _ -")
-        return value
-
-    def integer(self, name: str, *, least: int = 0, most: int = _MAX_INT, default: int | None = None) -> int:
-        value = self.values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, str) and value.isascii() and value.lstrip("-").isdigit() and len(value) <= 20:
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.wrong(name, f"a whole number from {least} to {most}")
-        return value
-
-    def seconds(self, name: str, *, default: float | None = None) -> float:
-        value = self.values.get(name)
-        if value is None and default is not None:
-            return default
-        try:
-            number = float(self.text(name, most=40))
-        except ValueError:
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise self.wrong(name, "a number of seconds")
-        return number
-
-    def one_of(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
-        value = self.values.get(name, default)
-        if value not in choices:
-            raise self.wrong(name, "one of " + ", ".join(map(repr, choices)))
-        return str(value)
-
-    def json(self, name: str, default: str) -> Any:
-        try:
-            return json.loads(self.text(name, default=default))
-        except ValueError:
-            raise self.wrong(name, "JSON") from None
-
-    def json_object(self, name: str) -> _Reader:
-        value = self.json(name, "{}")
-        if not isinstance(value, dict):
-            raise self.wrong(name, "a JSON object")
-        return _Reader(f"{self.key} {name}", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +32,13 @@ class AgentRecord:
     version: str
 
     def to_redis(self) -> dict[str, str]:
+        """The hash, without the id, which is in the key."""
         return {name: str(value) for name, value in asdict(self).items() if name != "id"}
 
     @classmethod
     def from_redis(cls, key: str, agent: str, values: Mapping[str, str]) -> AgentRecord:
-        read = _Reader(key, {**values, "id": agent})
+        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        read = Reader(key, {**values, "id": agent})
         return cls(
             id=read.name("id"),
             host=read.text("host", most=500),
@@ -144,8 +74,10 @@ class Member:
         return {"agent": self.agent, "host": self.host, "pid": self.pid, "start": self.start}
 
     @classmethod
+    @lru_cache(maxsize=1 << 16)  # a pair of many ranks is read often and changes little
     def from_json(cls, key: str, rank: str, text: str) -> Member:
-        read = _Reader(key, {rank: text}).json_object(rank)
+        """From one field of the side's hash at ``key``."""
+        read = Reader(key, {rank: text}).json_object(rank)
         return cls(
             agent=read.name("agent"),
             host=read.text("host", most=500),
@@ -177,7 +109,8 @@ class PairState:
 
     @classmethod
     def from_redis(cls, key: str, name: str, values: Mapping[str, str]) -> PairState:
-        read = _Reader(key, values)
+        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        read = Reader(key, values)
         reason = read.one_of("reason", ("", "relaunched", "closed", "died"), "")
         return cls(
             name=name,
@@ -195,6 +128,7 @@ class PairView(PairState):
     sides: Mapping[str, SideView] = field(default_factory=dict)
 
     def member(self, side: str, rank: int) -> Member | None:
+        """Who holds ``rank`` of ``side``, if anybody."""
         return self.sides[side].members.get(rank) if side in self.sides else None
 
     def missing(self) -> dict[str, tuple[int, ...]]:
@@ -214,7 +148,7 @@ class PairView(PairState):
         """From the pair's hash and, per side, the side's hash."""
         state = PairState.from_redis(key, name, values)
         names = side_names(key, values)
-        read = _Reader(key, values)
+        read = Reader(key, values)
         worlds, launches = read.json_object("world_sizes"), read.json_object("launches")
         sides = {}
         for side in names:
@@ -229,7 +163,7 @@ class PairView(PairState):
 
 def side_names(key: str, values: Mapping[str, str]) -> tuple[str, ...]:
     """The two side names of a pair's hash, sorted."""
-    read = _Reader(key, values)
+    read = Reader(key, values)
     names = read.json("sides", "[]")
     if (
         not isinstance(names, list)
@@ -245,105 +179,6 @@ def _members(key: str, values: Mapping[str, str]) -> dict[int, Member]:
         raise ProtocolError(f"Redis key {key!r} has {len(values)} fields, at most {MAX_WORLD} ranks are possible")
     found = {}
     for rank, text in values.items():
-        number = _Reader(key, {rank: rank}).integer(rank, most=MAX_WORLD - 1)
+        number = Reader(key, {rank: rank}).integer(rank, most=MAX_WORLD - 1)
         found[number] = Member.from_json(key, rank, text)
     return dict(sorted(found.items()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchView:
-    """A batch on one pair; ``bytes`` of all targets, ``last_seconds`` of the last transfer (0.0: none yet)."""
-
-    pair: str
-    batch: str
-    state: str
-    generation: int
-    epoch: int
-    seq: int = 0
-    version: int | str | None = None
-    tensors: int = 0
-    bytes: int = 0
-    digest: str = ""
-    transport: str = ""
-    last_seconds: float = 0.0
-    last_error: str = ""
-
-    @classmethod
-    def from_redis(cls, key: str, pair: str, batch: str, values: Mapping[str, str]) -> BatchView:
-        read = _Reader(key, values)
-        return cls(
-            pair=pair,
-            batch=batch,
-            state=read.one_of("state", BATCH_STATES),
-            generation=read.integer("generation"),
-            epoch=read.integer("epoch"),
-            seq=read.integer("seq", default=0),
-            version=version_from_text(read.text("version", default="")),
-            tensors=read.integer("tensors", default=0),
-            bytes=read.integer("bytes", default=0),
-            digest=read.text("digest", most=200, default=""),
-            transport=read.text("transport", most=200, default=""),
-            last_seconds=read.seconds("last_seconds", default=0.0),
-            last_error=read.text("last_error", default=""),
-        )
-
-
-BATCH_STATES = ("registering", "registered", "moving", "refused", "closed")
-BATCH_FIELDS = frozenset(BatchView.__dataclass_fields__) - {"pair", "batch"}
-
-
-def version_to_text(version: int | str | None) -> str:
-    """A version label as people read it; text that could be taken for a number is quoted as JSON."""
-    if version is None:
-        return ""
-    if isinstance(version, int):
-        return str(version)
-    plain = version and version[0] != '"' and not version.lstrip("-").isdigit()
-    return version if plain else json.dumps(version)
-
-
-def version_from_text(text: str) -> int | str | None:
-    """The inverse of ``version_to_text``."""
-    if not text:
-        return None
-    if text[0] == '"':
-        try:
-            return str(json.loads(text))
-        except ValueError:
-            return text
-    digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 4000 else text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roster:
-    """One registration: per (side, rank) its record, per agent the digest of the plan that it computed."""
-
-    generation: int
-    entries: Mapping[tuple[str, int], str]
-    verdicts: Mapping[str, str]
-    closed: frozenset[tuple[str, int]] = frozenset()
-
-    @classmethod
-    def from_redis(cls, key: str, generation: int, values: Mapping[str, str]) -> Roster:
-        read = _Reader(key, values)
-        entries, verdicts, closed = {}, {}, set()
-        for name in values:
-            kind, _, rest = name.rpartition(":")
-            side, slash, rank = rest.partition("/")
-            if kind == "agent":
-                verdicts[rest] = read.text(name, most=1000)
-            elif kind in ("", "closed") and slash:
-                if (
-                    NAME.fullmatch(side) is None
-                    or not (rank.isascii() and rank.isdigit())
-                    or int(rank[:20]) >= MAX_WORLD
-                ):
-                    raise read.wrong(name, "a field named SIDE/RANK")
-                if kind == "closed":
-                    closed.add((side, int(rank)))
-                else:
-                    entries[side, int(rank)] = read.text(name)
-        return cls(
-            generation=generation, entries=dict(sorted(entries.items())), verdicts=verdicts, closed=frozenset(closed)
-        )

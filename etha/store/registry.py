@@ -44,8 +44,8 @@ class Store(Lease):
         ConfigError: the URL, user or password is wrong. RedisUnavailableError: nobody answered in time.
         """
         keys = Keys(namespace)
-        connection = Connection(url, keys.prefix, revive)
-        store = cls(connection, keys, Watches(url), timeout)
+        connection, keeper = Connection(url, keys.prefix, revive), Connection(url, keys.prefix, revive)
+        store = cls(connection, keeper, keys, Watches(url), timeout)
         try:
             store.identity = await _identify(connection, keys, timeout)
         except BaseException:
@@ -77,6 +77,7 @@ class Store(Lease):
             await asyncio.wait([task])
         finally:
             await self._connection.close()
+            await self._keeper.close()
 
     def watch(self, key: str, callback: Callback) -> AbstractContextManager[None]:
         """While entered, ``callback()`` is called once subscribed, at every change of ``key`` and every 2 s."""

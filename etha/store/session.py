@@ -65,10 +65,14 @@ class Owned:
 class Session:
     """Base of the store's parts."""
 
-    def __init__(self, connection: Connection, keys: Keys, watches: Watches, timeout: float) -> None:
+    def __init__(
+        self, connection: Connection, keeper: Connection, keys: Keys, watches: Watches, timeout: float
+    ) -> None:
         self.keys = keys
         self.timeout = timeout
         self._connection = connection
+        # The lease has its own: it must not wait behind a thousand calls.
+        self._keeper = keeper
         self._watches = watches
         self._owned = Owned()
         # Putting back a membership must not overtake its leaving.

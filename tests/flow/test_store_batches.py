@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from etha.errors import ConfigError, PeerLostError, ProtocolError
-from etha.store.records import MAX_FIELD
+from etha.store.reading import MAX_FIELD
 from etha.store.registry import Store
 from tests.unit.store.server import Server, agent, fresh_namespace, served
 

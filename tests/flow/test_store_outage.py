@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -266,17 +269,44 @@ async def test_user_and_password_are_given_and_wrong_ones_refused(tmp_path: Path
             assert "wr0ng" not in str(caught.value) and time.monotonic() - began < 5
 
 
-async def test_tcp_with_a_password(tmp_path: Path) -> None:
-    import socket
-
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+async def test_tcp_with_a_password(tmp_path: Path) -> None:
+    port = free_port()
     with served(tmp_path, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "s3cret"):
         async with agent(f"redis://:s3cret@127.0.0.1:{port}/1", "x", "a") as store:
             assert [record.id for record in await store.agents()] == ["a"]
             async with asyncio.timeout(5), store.changes(store.keys.agent("a")) as changed:
                 await changed()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+async def test_tls_checks_the_certificate(tmp_path: Path) -> None:
+    port, key, certificate = free_port(), tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)  # noqa: ASYNC221
+    tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    try:
+        server = Server(tmp_path, *tls, "--tls-auth-clients", "no", "--bind", "127.0.0.1", "--requirepass", "pw")
+    except RuntimeError:
+        pytest.skip("this server was built without TLS")
+    try:
+        url = f"rediss://:pw@127.0.0.1:{port}/0"
+        async with agent(f"{url}?ssl_ca_certs={certificate}", "x", "a") as store:
+            assert [record.id for record in await store.agents()] == ["a"]
+            async with asyncio.timeout(5), store.changes(store.keys.agent("a")) as changed:
+                await changed()
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="certificate is not accepted"):
+            await Store.open(url, "x", timeout=30)
+        assert time.monotonic() - began < 5
+    finally:
+        server.stop()
 
 
 async def test_a_user_without_info_still_has_a_store(tmp_path: Path) -> None:

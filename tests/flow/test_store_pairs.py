@@ -300,7 +300,7 @@ async def test_what_others_wrote_is_refused_with_the_key_named(store: Store) -> 
         await trainer(store, here())
     await client.delete(store.keys.side("w", "trainer"))
     await client.set(store.keys.side("w", "trainer"), "a string")
-    with pytest.raises(ProtocolError, match="WRONGTYPE"):
+    with pytest.raises(ProtocolError, match=r"cannot read .*pair:w"):
         await store.pair("w")
 
 

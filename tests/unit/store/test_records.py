@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from etha.errors import ProtocolError
 from etha.store.batches import batch_text
-from etha.store.records import (
-    AgentRecord,
-    BatchView,
-    Member,
-    PairState,
-    PairView,
-    Roster,
-    version_from_text,
-    version_to_text,
-)
+from etha.store.records import AgentRecord, Member, PairState, PairView
+from etha.store.rosters import BatchView, Roster, version_from_text, version_to_text
 
 AGENT = AgentRecord(
     id="a1", host="h", device="cpu", pid=7, address="127.0.0.1:5000", public_key="ab", started_at=12.5, version="0.1"
