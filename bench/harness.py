@@ -30,7 +30,7 @@ from etha.demo.process import adopting, die_with_parent
 
 MIB = 1 << 20
 #: Seconds that any one benchmark process may be silent.
-SILENCE = 300.0
+SILENCE = 900.0
 
 
 def machine() -> str:
@@ -64,7 +64,7 @@ def private_host() -> Iterator[Path]:
         try:
             yield Path(directory)
         finally:
-            stop(set(), before)
+            stop(before)
 
 
 Role = Callable[..., Any]

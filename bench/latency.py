@@ -17,6 +17,7 @@ from pathlib import Path
 import harness
 import torch
 import zmq
+from torch.distributed.tensor import Replicate
 
 import etha
 from etha import TensorBusClient
@@ -30,12 +31,13 @@ def worker(side: str, runs: int, barrier: Barrier) -> dict[str, list[float]]:
     other = {"source": "target", "target": "source"}[side]
     found: dict[str, list[float]] = {}
     with TensorBusClient(device="cpu", timeout=TIMEOUT) as client:
-        client.init_pair("bench", side, other, expected_world_size=1, rank=0)
-        layout = {"w": [torch.distributed.tensor.Replicate()]}
+        client.init_pair(
+            "bench", side, other, expected_world_size=1, rank=0, device_mesh=(1,), placements=[Replicate()]
+        )
         for memory in ("etha.empty", "plain"):
             tensor = etha.empty(1024) if memory == "etha.empty" else torch.empty(1024)
             tensor.fill_(1.0 if side == "source" else 0.0)
-            with client.register_tensors(memory, {"w": tensor}, pair_name="bench", placements=layout) as batch:
+            with client.register_tensors(memory, {"w": tensor}, pair_name="bench") as batch:
                 barrier.wait(TIMEOUT)
                 verb = "send" if side == "source" else "recv"
                 found[f"4 KiB transfer, {memory} tensors"] = timed(lambda b=batch, v=verb: b.transfer(v), runs)

@@ -12,6 +12,7 @@ import argparse
 import datetime
 import multiprocessing
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
@@ -63,6 +64,9 @@ def etha_rank(side: str, rank: int, cases: list[Case], runs: int, barriers: dict
     found: list[Times] = []
     with TensorBusClient(device="cpu", timeout=TIMEOUT) as client:
         for number, case in enumerate(cases):
+            barriers[2].wait(harness.SILENCE)
+            if (side, rank) == ("source", 0):
+                print(f"... {case.label} to {case.memory}", file=sys.stderr)
             if rank >= case.ranks:
                 found.append([])
                 continue

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 #: kind -> what it says; the launcher refuses others.
 KINDS = {
     "ready": "the job's process group stands and its model is built",
-    "agent": "pid of the agent that serves this job",
     "progress": "step and steps, or bytes and total, of what the job is doing now",
     "version": "number, loss, hashes, bytes, seconds, sample of one version",
     "done": "the job has closed its client",

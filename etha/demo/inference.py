@@ -35,7 +35,6 @@ async def serve(options: Options, report: Reporter) -> None:
     report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
 
     async with AsyncTensorBusClient(device="cpu", timeout=options.timeout) as client:
-        report.tell("agent", pid=(await client.status())["agent"]["pid"])
         # Linear layers are DTensors and bring their layout; norms and embeddings are plain, whole on each rank.
         await client.init_pair("weights", "inference", "trainer", device_mesh=(mesh.size(),), placements=[Replicate()])
         parameters = dict(model.named_parameters())

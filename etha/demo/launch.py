@@ -20,7 +20,7 @@ from pathlib import Path
 
 from etha.demo.events import Event
 from etha.demo.options import RANKS, Options
-from etha.demo.process import adopting, children, describe, end
+from etha.demo.process import adopting, children, command, describe, end
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +43,15 @@ async def run(options: Options, tell: Callable[[Event], None]) -> None:
     Whatever happens, nothing that was started is left when this returns.
     """
     with private_directory() as directory, adopting() as before:
-        agents: set[int] = set()
-
-        def hear(event: Event) -> None:
-            if event.kind == "agent":
-                agents.add(int(event.fields["pid"]))
-            else:
-                tell(event)
-
         failures: list[str] = []
         try:
             async with asyncio.TaskGroup() as jobs:
                 for job in RANKS:
-                    jobs.create_task(run_job(job, options, directory, hear))
+                    jobs.create_task(run_job(job, options, directory, tell))
         except* JobFailed as group:
             failures = [str(failure) for failure in group.exceptions]
         finally:
-            stop(agents, before)
+            stop(before)
         if failures:
             raise DemoError("\n".join([*failures, *tails(directory)]))
 
@@ -136,9 +128,9 @@ def environment(directory: Path, base: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def stop(agents: set[int], before: set[int]) -> None:
+def stop(before: set[int]) -> None:
     """End what the jobs left to this process: agents first, which still need the embedded server, then the rest."""
-    end(agents & (children() - before), seconds=AGENT_SECONDS)
+    end({pid for pid in children() - before if "etha.agent" in command(pid)}, seconds=AGENT_SECONDS)
     while others := children() - before:
         end(others, seconds=OTHERS_SECONDS)
 

@@ -61,6 +61,14 @@ def children(of: int | None = None) -> set[int]:
     return found
 
 
+def command(pid: int) -> list[str]:
+    """The words with which a process was started; none for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def describe(code: int | None) -> str:
     """An exit status in words."""
     if code is not None and code < 0:

@@ -40,7 +40,6 @@ def send(options: Options, report: Reporter) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     report.tell("ready", parameters=sum(math.prod(shape) for shape in shapes.values()))
     with TensorBusClient(device="cpu", timeout=options.timeout) as client:
-        report.tell("agent", pid=client.status()["agent"]["pid"])
         client.init_pair("weights", "trainer", "inference")
         with client.register_tensors("synthetic", tensors, pair_name="weights", direction="send") as batch:
             for number in options.versions:
@@ -76,7 +75,6 @@ async def receive(options: Options, report: Reporter) -> None:
         report.tell("progress", bytes=done, total=total)
 
     async with AsyncTensorBusClient(device="cpu", timeout=options.timeout) as client:
-        report.tell("agent", pid=(await client.status())["agent"]["pid"])
         await client.init_pair("weights", "inference", "trainer")
         async with await client.register_tensors("synthetic", tensors, pair_name="weights", direction="recv") as batch:
             for number in options.versions:

@@ -34,7 +34,6 @@ def train(options: Options, report: Reporter) -> None:
     report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
 
     with TensorBusClient(device="cpu", timeout=options.timeout) as client:
-        report.tell("agent", pid=client.status()["agent"]["pid"])
         client.init_pair("weights", "trainer", "inference")
         # Without a forward pass between the last reshard() and here, parameters are the sharded DTensors.
         with client.register_tensors(
