@@ -19,7 +19,7 @@ from etha.bus.process import start_time
 from etha.client import spawn
 from etha.client.spawn import ensure_agent, environment
 from etha.config import Settings
-from etha.errors import AgentUnavailableError, ConfigError
+from etha.errors import AgentUnavailableError, ConfigError, EthaError
 
 from ..unit.bus.echo import Echo, hello
 from .jobs import Job, tell, wait_for
@@ -32,6 +32,7 @@ AGENT = """
     for name in ("--device", "--namespace", "--ready-fd"):
         p.add_argument(name, required=True)
     p.add_argument("--autostarted", action="store_true", required=True)
+    p.add_argument("--start-by", type=float)
     args = p.parse_args()
     folder = Path(os.environ["ETHA_RUNTIME_DIR"]) / args.namespace
     fd = int(args.ready_fd)
@@ -40,6 +41,9 @@ AGENT = """
     mode = (folder / "mode").read_text() if (folder / "mode").exists() else "serve"
     print("a line on stdout that goes nowhere")
     print(f"agent in mode {mode}", file=sys.stderr, flush=True)
+    if mode == "break":
+        os.write(fd, b"error etha something broke\\n")
+        sys.exit(1)
     if mode == "refuse":
         os.write(fd, b"error config ETHA_LISTEN is wrong\\n")
         sys.exit(1)
@@ -166,7 +170,7 @@ async def test_namespaces_have_agents_of_their_own(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("mode", "told"),
     [
-        ("refuse", r"did not start: config ETHA_LISTEN is wrong\n.*cpu\.log ends:\nagent in mode refuse"),
+        ("break", r"did not start: etha something broke\n.*cpu\.log ends:\nagent in mode break"),
         ("crash", r"did not start: it ended without a word\n.*cpu\.log ends:\nagent in mode crash\nno memory left"),
     ],
 )
@@ -178,6 +182,12 @@ async def test_one_that_does_not_start_tells_why(settings: Settings, mode: str, 
     assert "older" not in str(caught.value)
     to_do(settings, "serve")
     await ensure(settings)
+
+
+async def test_one_that_refuses_its_settings_tells_the_user(settings: Settings) -> None:
+    to_do(settings, "refuse")
+    with pytest.raises(EthaError, match=r"the agent of cpu did not start: .*ETHA_LISTEN is wrong"):
+        await ensure(settings)
 
 
 async def test_one_that_does_not_come_up_in_time_is_told_by_its_log(settings: Settings) -> None:
