@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import uvloop
@@ -34,10 +36,11 @@ async def serve(
     redis_url: str | None = None,
     ready_fd: int | None = None,
     idle: float | None = None,
+    start: float = START,
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
-    ``ready_fd`` gets ``ready`` once workers can connect.
+    ``ready_fd`` gets ``ready`` once workers can connect; ``start``: seconds that Redis is given before that.
     """
     if device != "cpu":
         raise ConfigError(f"device {device!r}: this version serves cpu only")
@@ -52,8 +55,8 @@ async def serve(
         await ensure_embedded(settings, timeout=START)
 
     path = settings.socket_path(device)
-    address = url if url is not None else await ensure_embedded(settings, timeout=START)
-    store = await Store.open(address, settings.namespace, timeout=START, revive=revive if url is None else None)
+    address = url if url is not None else await ensure_embedded(settings, timeout=start)
+    store = await Store.open(address, settings.namespace, timeout=start, revive=revive if url is None else None)
     async with store:
         lane = Lane()
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle)
@@ -80,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--redis")
     parser.add_argument("--autostarted", action="store_true")
     parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -93,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
                 redis_url=args.redis,
                 ready_fd=args.ready_fd,
                 idle=settings.idle if args.autostarted else None,
+                start=max(0.1, min(START, args.start_by - time.monotonic())),
             )
         )
     except EthaError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from etha.bus.channel import listens
 from etha.config import Settings
-from etha.errors import AgentUnavailableError, EthaError
+from etha.errors import AgentUnavailableError, EthaError, from_wire
 
 #: A log beyond this is set aside (one older is kept) when the next agent starts.
 MAX_LOG = 1 << 20
@@ -32,6 +32,10 @@ _TAIL = 2000
 #: What a launcher told this worker about its job, and thread counts meant for it: not the agent's.
 _FOREIGN = ("RANK", "WORLD_SIZE", "ETHA_AGENT", "ETHA_LAUNCH_ID", "ETHA_REDIS_URL", "MKL_NUM_THREADS")
 _FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "KMP_", "GOMP_")
+#: Codes of errors that are the user's to mend, and reach the user as they are.
+_TOLD = ("config", "redis_unavailable", "protocol")
+#: Seconds before its caller's deadline at which a starting agent gives up.
+_MARGIN = 0.3
 # The agent must be nobody's child: its death would leave a zombie, and launchers kill their workers' children.
 _DETACH = "import os, sys\nif os.fork() == 0: os.execv(sys.argv[1], sys.argv[1:])\nos._exit(0)"
 
@@ -133,6 +137,9 @@ class _Start:
         )
 
     def _failed(self, said: str) -> EthaError:
+        _, code, why = (*said.split(" ", 2), "", "")[:3]
+        if code in _TOLD:
+            return from_wire({"code": code, "text": f"the agent of {self.device} did not start: {why}"})
         why = said.removeprefix("error ") or "it ended without a word"
         return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{self._tail()}")
 
@@ -146,6 +153,8 @@ class _Start:
         try:
             command = [sys.executable, "-m", self.module, "--device", self.device]
             command += ["--namespace", self.settings.namespace, "--autostarted", "--ready-fd", str(theirs)]
+            if self.deadline < math.inf:  # it tells what kept it while somebody still listens
+                command += ["--start-by", f"{self.deadline - _MARGIN:.3f}"]
             # The URL, which may hold a password, goes by the environment: command lines are public.
             subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _DETACH, *command],
