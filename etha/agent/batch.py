@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from etha.agent.effects import Answer, CallKey, Fail, Member
+from etha.agent.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.evaluate import Evaluation
 from etha.agent.machine import Machine
 from etha.bus.messages import Registered
@@ -133,13 +133,11 @@ class Batch(Machine[Standing]):
         if member is None:
             return []
         missing: dict[str, tuple[int, ...]] = {}
-        for side, rank in sorted(self.absent):
+        for side, rank in sorted(self.absent - self.open):
             missing[side] = (*missing.get(side, ()), rank)
-        who = "; ".join(f"{side}: rank {', '.join(map(str, ranks))}" for side, ranks in missing.items())
         what = "was cancelled" if cancelled else "ended at its deadline"
-        text = (
-            f"register_tensors of batch {self.batch} by {member[0]} rank {member[1]} {what}; missing: {who or 'nobody'}"
-        )
+        text = f"register_tensors of batch {self.batch} by {member[0]} rank {member[1]} {what}"
+        text += f"; missing: {name_ranks(missing)}" if missing else "; all have come, planning had not ended"
         out: list[BatchEffect] = [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing))]
         return out + self._leave(member)
 

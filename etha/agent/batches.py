@@ -47,7 +47,8 @@ class Batches:
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
         box: list[Live] = []
-        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(box, key, expired))
+        name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
         self._spawn(self._enroll(session, key, member, message, request.deadline, box))
 
     def attach_shadows(self, session: Session, request: Request, message: AttachShadows) -> None:
@@ -144,12 +145,13 @@ class Batches:
             raise PeerLostError(f"pair {first.pair!r} is at epoch {first.epoch} now", reason="relaunched")
         return first.member
 
-    def _ended(self, box: list[Live], key: CallKey, expired: bool) -> None:
+    def _ended(self, name: str, box: list[Live], key: CallKey, expired: bool) -> None:
         if box:
             self._perform(box[0], box[0].machine.expire(key, cancelled=not expired))
             return
         # Not enrolled yet: Redis has not answered.
-        text = "register_tensors ended before the registration could be published in Redis"
+        what = "ended at its deadline" if expired else "was cancelled"
+        text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
 
     async def _enroll(

@@ -5,7 +5,7 @@ A ``CallKey`` names one request of one worker: (session key, request id).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,21 @@ from etha.peer.messages import Message, Version
 
 CallKey = tuple[str, int]
 Member = tuple[str, int]  # (side, rank)
+
+
+def name_ranks(ranks: Mapping[str, Collection[int]]) -> str:
+    """ "trainer ranks 0, 2-7; inference rank 1" for messages; "nobody" when there is none."""
+    sides = []
+    for side, members in sorted(ranks.items()):
+        runs: list[list[int]] = []
+        for rank in sorted(members):
+            if runs and runs[-1][-1] == rank - 1:
+                runs[-1] = [runs[-1][0], rank]
+            else:
+                runs.append([rank])
+        listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs[:20])
+        sides.append(f"{side} rank{'s' if len(members) > 1 else ''} {listed}{', ...' if len(runs) > 20 else ''}")
+    return "; ".join(sides) or "nobody"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from etha.agent.effects import Answer, CallKey, Fail, Member
+from etha.agent.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.machine import Machine
 from etha.bus.messages import PairFormed
-from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError
+from etha.errors import EthaError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 
@@ -79,7 +79,7 @@ PairEffect = Answer | Fail | Join | Leave | Formed | Broken
 
 
 class Pair(Machine[Standing]):
-    """The pair ``name`` on one agent; ``epoch`` is the last that formed."""
+    """The pair ``name`` on one agent; ``epoch`` is the last that formed; ``redis`` is a URL for messages."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         Standing.FORMING: frozenset({Standing.FORMED}),
@@ -87,9 +87,9 @@ class Pair(Machine[Standing]):
         Standing.LOST: frozenset({Standing.FORMED}),
     }
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, redis: str = "") -> None:
         super().__init__(f"pair {name}", Standing.FORMING)
-        self.pair = name
+        self.pair, self.redis = name, redis
         self.epoch = 0
         self.view: PairView | None = None
         self.lost: PeerLostError | None = None
@@ -128,15 +128,20 @@ class Pair(Machine[Standing]):
 
     def expire(self, key: CallKey, *, cancelled: bool) -> list[PairEffect]:
         """The caller's deadline passed, or it cancelled: it leaves the rendezvous."""
+        inside = key in self._inside
         asked = self._forget(key)
         if asked is None:
             return []
-        missing = self.missing(asked)
-        who = "; ".join(f"{side}: rank {', '.join(map(str, ranks))}" for side, ranks in missing.items())
         what = "was cancelled" if cancelled else "ended at its deadline"
-        text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}; missing: {who or 'nobody'}"
+        text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
+        error: EthaError
+        if inside:
+            missing = self.missing(asked)
+            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}", missing=missing)
+        else:
+            error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
-        return [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing)), leave]
+        return [Fail(call=key, error=error), leave]
 
     def depart(self, side: str, rank: int, holder: Holder, reason: Reason) -> list[PairEffect]:
         """A holder's process died or its last client closed."""
@@ -168,6 +173,12 @@ class Pair(Machine[Standing]):
         if self.view is None:
             return {}
         return {(s, r): h for s, side in self.view.sides.items() for r, h in side.members.items()}
+
+    def _who(self, missing: Mapping[str, tuple[int, ...]]) -> str:
+        sides = self.view.sides if self.view is not None else {}
+        alone = {side for side in missing if side not in sides or sides[side].world_size is None}
+        known = {side: ranks for side, ranks in missing.items() if side not in alone}
+        return "; ".join([*([name_ranks(known)] if known else []), *(f"everybody of {side}" for side in sorted(alone))])
 
     def _holds(self, side: str, rank: int, holder: Holder) -> bool:
         found = self.members().get((side, rank))

@@ -63,7 +63,7 @@ class Pairs:
             )
         known = self._known.get(message.pair)
         if known is None:
-            known = self._known[message.pair] = _Known(Pair(message.pair))
+            known = self._known[message.pair] = _Known(Pair(message.pair, self._store.url))
             self._spawn(self._follow(known))
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(known, key, expired))
         asked = Asked(
