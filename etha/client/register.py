@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 
-from etha.bus.messages import AttachShadows, Entry, Register, Registered
+from etha.bus.calls import Answer
+from etha.bus.codec import Reply
+from etha.bus.messages import AttachShadows, CloseBatch, Entry, Register, Registered
 from etha.client.batch import Registration, Stage
 from etha.client.connection import Connection
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
+from etha.errors import EthaError
 from etha.memory.handles import describe
 from etha.plan import Layout
 
@@ -61,7 +65,13 @@ async def register(
         atomic=atomic,
         seq=seq,
     )
-    registered = await connection.link.request(message, timeout=timeout())
+    answers: list[Answer | None] = []
+    try:
+        registered = await connection.link.request(message, timeout=timeout(), on_cancel=answers.append)
+    except asyncio.CancelledError:
+        if answers and isinstance(answers[0], Reply):  # it stands already, and nobody here will hold it
+            await _leave(connection, batch, pair)
+        raise
     assert isinstance(registered, Registered)
     registration = Registration(
         batch=batch,
@@ -73,13 +83,23 @@ async def register(
         plan=registered.summary,
     )
     if registered.shadows:
-        shadows = await _stage(locals_, [tensor.numel() > 0 for tensor in locals_])
-        there = shadows.handles(live)
-        await connection.show(there, timeout())
-        attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
-        await connection.link.request(attach, timeout=timeout())
+        try:
+            shadows = await _stage(locals_, [tensor.numel() > 0 for tensor in locals_])
+            there = shadows.handles(live)
+            await connection.show(there, timeout())
+            attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
+            await connection.link.request(attach, timeout=timeout())
+        except BaseException:
+            await _leave(connection, batch, pair)
+            raise
         registration.shadows = shadows
     return registration
+
+
+async def _leave(connection: Connection, batch: str, pair: Pair) -> None:
+    """Take back a registration that stands but that this worker cannot use."""
+    with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
+        await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch), timeout=0)
 
 
 async def _stage(tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
