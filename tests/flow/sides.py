@@ -28,6 +28,8 @@ class Sides:
         self.pairs: dict[Member, etha.Pair] = {}
 
     async def __aenter__(self) -> Self:
+        # Starting an agent takes long on a busy machine; the deadlines of a test are for what comes after.
+        await asyncio.gather(*(client.status(timeout=60) for client in self.clients.values()))
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -1,0 +1,213 @@
+"""A rendezvous that somebody misses says who; Redis out of reach says so and keeps its password to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+import etha
+from etha.errors import ConfigError, PlanError, ProtocolError, RedisUnavailableError, RendezvousTimeoutError
+from etha.plan import Layout, TensorSpec, build_plan, simulate
+
+from .sides import Sides
+
+
+def name() -> str:
+    return f"p-{uuid.uuid4().hex[:8]}"
+
+
+async def missing(
+    pair: str, *, trainer: int, inference: int, come: list[tuple[str, int]]
+) -> list[RendezvousTimeoutError]:
+    """What those who came are told after half a second."""
+    async with Sides(pair, trainer=trainer, inference=inference) as sides:
+        began = time.monotonic()
+        found = await asyncio.gather(*(sides.init(m, timeout=0.5) for m in come), return_exceptions=True)
+        assert 0.4 < time.monotonic() - began < 5
+        assert all(isinstance(error, RendezvousTimeoutError) for error in found), found
+        return found  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("served")
+async def test_init_pair_lists_who_is_missing_on_which_side() -> None:
+    pair = name()
+    first, second = await missing(pair, trainer=4, inference=2, come=[("trainer", 1), ("inference", 1)])
+    for error, who in ((first, "trainer rank 1"), (second, "inference rank 1")):
+        assert error.code == "rendezvous_timeout"
+        assert (
+            f"'{pair}'" in error.message
+            and who in error.message
+            and "ended at its deadline; missing: " in error.message
+        )
+    # Who leaves at the same moment may be missing already when the other's error is written.
+    told = {side: set(ranks) for side, ranks in first.missing.items()}
+    assert told["trainer"] >= {0, 2, 3} and told["inference"] >= {0}
+    assert "; trainer ranks 0, 2-3" in first.message and "missing: inference rank" in first.message
+
+
+@pytest.mark.usefixtures("served")
+async def test_init_pair_alone_names_the_side_of_which_nobody_came() -> None:
+    [error] = await missing(name(), trainer=2, inference=1, come=[("trainer", 0)])
+    assert error.missing == {"trainer": (1,), "inference": (0,)}
+    assert error.message.endswith("missing: trainer rank 1; everybody of inference")
+
+
+@pytest.mark.usefixtures("served")
+async def test_who_gave_up_can_come_again() -> None:
+    async with Sides(name()) as sides:
+        for _ in range(2):
+            with pytest.raises(RendezvousTimeoutError):
+                await sides.init(("trainer", 0), timeout=0.2)
+        waiting = asyncio.ensure_future(sides.init(("trainer", 0)))
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.TaskGroup():
+                waiting.cancel()
+                await waiting
+        await sides.meet()
+        assert {p.epoch for p in sides.pairs.values()} == {1}
+
+
+@pytest.mark.usefixtures("served")
+async def test_register_tensors_lists_who_is_missing() -> None:
+    async with Sides(name(), trainer=3, inference=2) as sides:
+        await sides.meet(trainer={"device_mesh": (3,)}, inference={"device_mesh": (2,)}, placements=[Replicate()])
+        come = [("trainer", 0), ("trainer", 2), ("inference", 1)]
+        began = time.monotonic()
+
+        async def register(member: tuple[str, int], **options: Any) -> Any:
+            return await sides.clients[member].register_tensors(
+                "b", {"w": torch.zeros(2)}, pair_name=sides.pair, **options
+            )
+
+        found = await asyncio.gather(*(register(m, timeout=0.5) for m in come), return_exceptions=True)
+        assert 0.4 < time.monotonic() - began < 5
+        for (side, rank), error in zip(come, found, strict=True):
+            assert isinstance(error, RendezvousTimeoutError), error
+            assert f"{side} rank {rank}" in error.message and "'b'" in error.message and sides.pair in error.message
+            assert rank not in error.missing.get(side, ()), "who says it is there"
+        assert found[0].missing == {"trainer": (1,), "inference": (0,)}
+        assert "missing: inference rank 0; trainer rank 1" in found[0].message
+        again = await asyncio.gather(*(register(m) for m in sides.members))
+        assert all(handle.plan["tensors"] == 1 for handle in again), "it left nothing behind"
+
+
+@pytest.mark.usefixtures("served")
+async def test_a_cancelled_registration_leaves_nothing_behind() -> None:
+    async with Sides(name()) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        here, there = sides.clients["trainer", 0], sides.clients["inference", 0]
+        for turn in range(12):
+            both = [
+                asyncio.ensure_future(c.register_tensors("b", {"w": torch.zeros(2)}, pair_name=sides.pair, timeout=2))
+                for c in (here, there)
+            ]
+            for _ in range(turn):
+                await here.status()  # a round trip later each time: cancelled before, while and after it stands
+            both[0].cancel()
+            first, second = await asyncio.gather(*both, return_exceptions=True)
+            for handle in (first, second):
+                if isinstance(handle, RendezvousTimeoutError):
+                    continue
+                if not isinstance(handle, BaseException):
+                    await handle.close()
+            assert isinstance(first, asyncio.CancelledError) or not isinstance(first, BaseException), first
+        handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(2)}, {}))
+        results = await sides.move(handles)
+        assert len({r.seq for r in results.values()}) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def log_of(runtime: Path) -> str:
+    return "".join(path.read_text() for path in runtime.rglob("*.log"))
+
+
+async def test_redis_where_nobody_listens(runtime: Path) -> None:
+    url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
+    async with etha.AsyncTensorBusClient(redis_url=url, timeout=10) as client:
+        began = time.monotonic()
+        with pytest.raises(RedisUnavailableError, match=r"redis://me:\*\*\*@127\.0\.0\.1") as caught:
+            await client.init_pair("p", "a", "b")
+        assert time.monotonic() - began < 15
+        assert caught.value.code == "redis_unavailable"
+        assert "secret" not in str(caught.value) + str(caught.value.remote_traceback)
+    assert "secret" not in log_of(runtime)
+
+
+async def test_redis_that_goes_away_and_comes_back(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret"]
+    command += ["--save", "", "--appendonly", "no", "--dir", str(runtime)]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    server = start()
+    monkeypatch.setenv("ETHA_REDIS_URL", f"redis://:secret@127.0.0.1:{port}")
+    try:
+        async with Sides("p") as sides:
+            await sides.meet(device_mesh=(1,), placements=[Replicate()])
+            handles = await sides.register("b", lambda side, rank: ({"w": torch.full((2,), 1.0 + rank)}, {}))
+            server.kill()
+            server.wait()
+            client = sides.clients["trainer", 0]
+            for call in (
+                client.init_pair("q", "trainer", "inference", timeout=1),
+                client.register_tensors("c", {"w": torch.zeros(2)}, pair_name="p", timeout=1),
+            ):
+                with pytest.raises(
+                    RedisUnavailableError, match=r"Redis at redis://:\*\*\*@127\.0\.0\.1:\d+ "
+                ) as caught:
+                    await call
+                assert "secret" not in str(caught.value) and ("'q'" in str(caught.value) or "'c'" in str(caught.value))
+            results = await sides.move(handles)
+            assert [r.seq for r in results.values()] == [1, 1], "an outage of Redis leaves transfers alone"
+            server = start()
+            again = await sides.register("c", lambda side, rank: ({"w": torch.zeros(2)}, {}))
+            assert all(h.plan["tensors"] == 1 for h in again.values())
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_what_somebody_else_wrote_into_redis_is_a_protocol_error(runtime: Path) -> None:
+    async with etha.AsyncTensorBusClient(timeout=30) as client:
+        await client.status()
+        key = "etha:{default}:pair:p"
+        write = ["redis-cli", "-s", str(runtime / "redis.sock"), "hset", key, "sides", "hello", "state", "formed"]
+        await asyncio.to_thread(subprocess.run, write, check=True)
+        with pytest.raises(ProtocolError, match=re.escape(key)) as caught:
+            await client.init_pair("p", "a", "b")
+        assert caught.value.code == "protocol"
+
+
+async def test_a_bad_redis_url(runtime: Path) -> None:
+    async with etha.AsyncTensorBusClient(redis_url="http://me:secret@host", timeout=30) as client:
+        with pytest.raises(ConfigError, match="use redis://, rediss:// or unix://") as caught:
+            await client.init_pair("p", "a", "b")
+        assert "secret" not in str(caught.value)
+
+
+def test_plans_that_cannot_be() -> None:
+    source = {"w": TensorSpec((4,), torch.float32, Layout((2,), [Replicate()]))}
+    target = {"w": TensorSpec((5,), torch.float32, Layout((1,), [Replicate()])), "v": source["w"]}
+    plan = build_plan(source, target)
+    for call in (plan.check, lambda: simulate(plan, {}, {})):
+        with pytest.raises(PlanError) as caught:
+            call()
+        assert caught.value.code == "plan"
+        assert {v.code for v in caught.value.violations} == {"shape_mismatch", "missing_name"}
