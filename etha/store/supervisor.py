@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SOCKET, LOCK, START = "redis.sock", "redis.lock", "redis.start"
@@ -123,27 +123,31 @@ def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], dequ
     return server, tail
 
 
-def serve(server: subprocess.Popen[bytes], path: Path, grace: float) -> int:
-    """Stay until told to go (SIGTERM), the server ends, or no agent has had a lease for ``grace`` seconds."""
+def serve(server: subprocess.Popen[bytes], path: Path, grace: float, ready: Callable[[], None]) -> int:
+    """Stay until told to go (SIGTERM), the server ends, or no agent has had a lease for ``grace`` seconds.
+
+    ``ready`` is called as soon as a SIGTERM would be heard.
+    """
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stop = []
     signal.set_wakeup_fd(wake_write)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    ready()
     assert server.stdout is not None
     os.set_blocking(server.stdout.fileno(), False)
-    with selectors.DefaultSelector() as ready:
-        ready.register(wake_read, selectors.EVENT_READ)
-        ready.register(server.stdout, selectors.EVENT_READ)
+    with selectors.DefaultSelector() as inputs:
+        inputs.register(wake_read, selectors.EVENT_READ)
+        inputs.register(server.stdout, selectors.EVENT_READ)
         last_needed = time.monotonic()
         look = min(5.0, grace / 4)
         next_look = last_needed + look
         while not stop and server.poll() is None:
-            for key, _ in ready.select(max(0.0, next_look - time.monotonic())):
+            for key, _ in inputs.select(max(0.0, next_look - time.monotonic())):
                 # The log is read so that the server never blocks on it; nobody needs it any more.
                 if not os.read(key.fd, 65536):
-                    ready.unregister(key.fileobj)
+                    inputs.unregister(key.fileobj)
             if time.monotonic() < next_look:
                 continue
             if needed(path):
@@ -219,10 +223,13 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
         server, _ = start_server(binary, path)
     os.ftruncate(held, 0)
     os.write(held, b"%d\n" % os.getpid())
-    report.say(f"running {os.getpid()}")
-    report.close()
-    os.close(starting)
-    return serve(server, path, grace)
+
+    def ready() -> None:
+        report.say(f"running {os.getpid()}")
+        report.close()
+        os.close(starting)
+
+    return serve(server, path, grace, ready)
 
 
 def main(arguments: list[str]) -> int:
