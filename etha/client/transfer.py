@@ -78,9 +78,19 @@ async def _once(
     word = page.open()
     confirmed: list[Answer | None] = []
 
+    def tell(done: int, total: int) -> None:
+        """What the user's callback raises must not come between COMMIT and the tensors: it is called no more."""
+        nonlocal progress
+        if progress is not None:
+            try:
+                progress(done, total)
+            except Exception:
+                log.exception("batch %s: the progress callback raised and is not called again", registration.batch)
+                progress = None
+
     def pushed(message: Any) -> None:
-        if isinstance(message, Progress) and progress is not None:
-            progress(message.done, message.total)
+        if isinstance(message, Progress):
+            tell(message.done, message.total)
 
     def late() -> TransferError:
         return TransferTimeoutError(
@@ -122,8 +132,7 @@ async def _once(
     finally:
         page.revoke(word)
     assert isinstance(moved, Moved)
-    if progress is not None:
-        progress(moved.nbytes, moved.nbytes)
+    tell(moved.nbytes, moved.nbytes)
     await _finish(registration, verb, moved, on_commit)
     return TransferResult(
         seq=moved.seq,
