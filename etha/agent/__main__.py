@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -45,6 +46,7 @@ async def serve(
     if device != "cpu":
         raise ConfigError(f"device {device!r}: this version serves cpu only")
     settings.ensure_runtime_dir()
+    raise_descriptor_limit()
     url = redis_url or settings.redis_url
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -73,6 +75,13 @@ async def serve(
                 await agent.drain()
                 running.cancel()
                 stopping.cancel()
+
+
+def raise_descriptor_limit() -> None:
+    """Each worker costs three descriptors and one a segment while it is received: take what we may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ def started_in(directory: str) -> dict[int, str]:
             environment = (entry / "environ").read_bytes()
         except OSError:
             continue
-        daemon = "etha.agent" in command or "supervisor" in command or "-server" in command
+        daemon = "etha.agent" in command or "etha_agent" in command or "supervisor" in command or "-server" in command
         if daemon and (directory in command or f"ETHA_RUNTIME_DIR={directory}".encode() in environment.split(b"\0")):
             found[int(entry.name)] = command
     return found

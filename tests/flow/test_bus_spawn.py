@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -80,11 +81,10 @@ def settings(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     settings = Settings.from_env()
     settings.ensure_runtime_dir()
     yield settings
-    for pid in started(settings):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for notes in settings.runtime_dir.glob("*/started"):
+        for pid in map(int, notes.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def started(settings: Settings) -> list[int]:
