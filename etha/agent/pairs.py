@@ -185,6 +185,11 @@ class Pairs:
                 await changed()
                 try:
                     async with known.order:
+                        # The members of a large side are read only when somebody waits or something changed.
+                        state, seen = await self._store.pair_state(name), known.machine.view
+                        same = state is not None and seen is not None and state.same_as(seen)
+                        if same and not known.machine.waiting:
+                            continue
                         view = await self._store.pair(name)
                         if view is not None:
                             self._perform(known, known.machine.viewed(view))

@@ -107,6 +107,10 @@ class PairState:
     reason: Reason | None = None
     error: str = ""
 
+    def same_as(self, other: PairState) -> bool:
+        """Whether both stand at the same place; members are not compared."""
+        return (self.state, self.epoch, self.reason) == (other.state, other.epoch, other.reason)
+
     @classmethod
     def from_redis(cls, key: str, name: str, values: Mapping[str, str]) -> PairState:
         """From the hash at ``key``; ProtocolError names the field that is wrong."""
