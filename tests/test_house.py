@@ -21,6 +21,7 @@ EDGES: dict[str, set[str]] = {
     "plan": {"errors"},
     "bus": {"errors", "config", "memory.handles"},
     "store": {"errors", "config"},
+    # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {"errors", "config", "version", "bus.codec", "bus.schema", "bus.socket"},
     "memory": {"errors", "config"},
     "transport": {"errors", "config", "memory", "plan"},
@@ -49,7 +50,7 @@ PURE = {
     "store/keys.py",
     "store/records.py",
     "memory/handles.py",
-    "peer/messages.py",
+    *(f"peer/{name}.py" for name in ("messages", "wire", "tokens")),
     *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
     "demo/report.py",
     "demo/options.py",

@@ -1,0 +1,113 @@
+"""Who may link: a ZAP handler on the hub's own loop that admits the keys of the namespace's agents.
+
+Without one, CURVE lets in anybody who knows the server's public key. ZeroMQ asks it once a connection,
+before any message; ``User-Id`` of an admitted connection's messages is what it said, never a peer's claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import zmq
+
+from etha.bus.socket import LoopSocket
+from etha.config import NAME
+from etha.errors import EthaError
+from etha.peer.keys import public_key_text
+
+log = logging.getLogger(__name__)
+
+DOMAIN = b"etha"
+#: Where ZeroMQ looks for the handler of a context.
+_ENDPOINT = "inproc://zeromq.zap.01"
+#: Unknown keys that may wait for a refresh; more are refused at once.
+MAX_WAITING = 64
+#: Seconds between refreshes, however many strangers knock.
+REFRESH_GAP = 0.2
+#: Seconds that a refresh may take: less than a connection has to prove its key.
+REFRESH_TIMEOUT = 3.0
+
+
+def identify(user_id: str) -> tuple[str, str]:
+    """(agent id, public key) of an admitted connection's ``User-Id``."""
+    agent, _, key = user_id.partition(" ")
+    return agent, key
+
+
+class Gate:
+    """Asks ``known`` for the agent behind a public key; a miss waits for one ``refresh``, then is asked again."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        known: Callable[[str], str | None],
+        refresh: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        self._known = known
+        self._refresh = refresh
+        self._waiting: list[tuple[Sequence[bytes], str]] = []
+        self._wanted = asyncio.Event()
+        handler = context.socket(zmq.ROUTER)
+        handler.setsockopt(zmq.LINGER, 0)
+        handler.bind(_ENDPOINT)
+        self._socket = LoopSocket(handler, self._asked)
+
+    async def run(self) -> None:
+        """Refresh for those who wait, one refresh at a time; ends by cancellation."""
+        loop = asyncio.get_running_loop()
+        while self._refresh is not None:
+            await self._wanted.wait()
+            self._wanted.clear()
+            waiting, self._waiting = self._waiting, []
+            earliest = loop.time() + REFRESH_GAP
+            try:
+                async with asyncio.timeout(REFRESH_TIMEOUT):
+                    await self._refresh()
+            except (EthaError, TimeoutError) as error:
+                log.warning("agents could not be looked up for %d new links: %s", len(waiting), error)
+            for request, key in waiting:
+                self._decide(request, key)
+            await asyncio.sleep(max(0.0, earliest - loop.time()))
+
+    def close(self) -> None:
+        """Answer nobody any more; idempotent."""
+        self._socket.close()
+
+    def _asked(self, frames: Sequence[zmq.Frame]) -> None:
+        # identity, "", version, request id, domain, address, routing id, mechanism, credentials...
+        request = [frame.bytes for frame in frames]
+        if len(request) != 9 or request[2] != b"1.0" or request[4] != DOMAIN or request[7] != b"CURVE":
+            return self._refuse(request, "it does not use CURVE")
+        key = public_key_text(request[8])
+        if self._find(key) is None and self._refresh is not None and len(self._waiting) < MAX_WAITING:
+            self._waiting.append((request, key))
+            self._wanted.set()
+        else:
+            self._decide(request, key)
+
+    def _find(self, key: str) -> str | None:
+        try:
+            return self._known(key)
+        except EthaError as error:
+            log.warning("the agent behind key %s could not be looked up: %s", key, error)
+            return None
+
+    def _decide(self, request: Sequence[bytes], key: str) -> None:
+        agent = self._find(key)
+        if agent is None or NAME.fullmatch(agent) is None:
+            return self._refuse(request, f"its key {key} is no agent's of this namespace")
+        self._answer(request, b"200", b"", f"{agent} {key}".encode())
+
+    def _refuse(self, request: Sequence[bytes], why: str) -> None:
+        log.warning("refused a link from %s: %s", request[5].decode(errors="replace") if len(request) > 5 else "?", why)
+        if len(request) > 3:
+            self._answer(request, b"400", b"not an agent of this namespace", b"")
+
+    def _answer(self, request: Sequence[bytes], status: bytes, text: bytes, user_id: bytes) -> None:
+        # One that has hung up meanwhile has no pipe any more, and a full one belongs to nobody who reads.
+        if not self._socket.closed:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(request[0], b"", b"1.0", request[3], status, text, user_id, b"")

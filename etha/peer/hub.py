@@ -1,0 +1,286 @@
+"""An agent's links to all others, on its event loop: open, send, hear, and be told of a loss.
+
+Each agent speaks on links that it opened and hears on those that others opened to it, so two that open
+each other at once never collide. Whoever is heard by ``on_message`` will be told by ``on_gone``: what
+comes from an agent that this one has no open link to is held until it has. A loss is a loss for both:
+who loses a link says so on the other's, and nothing more is heard on that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+
+from etha.errors import AgentUnavailableError, PeerLostError
+from etha.peer.gate import Gate
+from etha.peer.keys import Keys
+from etha.peer.link import Link, State
+from etha.peer.listener import Listener
+from etha.peer.messages import Message
+from etha.peer.ports import Ports
+from etha.peer.sessions import Sessions
+from etha.peer.wire import Control, Hello, Scope
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Seconds between beats, and how many of them in a row may go unanswered.
+BEAT = 1.0
+MISSES = 3
+#: Seconds for others to hear a goodbye.
+LEAVE_TIMEOUT = 1.0
+#: Seconds from which on a timeout is none.
+_FOREVER = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """One link as ``status`` shows it: seconds since it was begun, since it was heard, of its last round trip."""
+
+    agent: str
+    address: str
+    state: str
+    age: float
+    silent: float
+    round_trip: float | None
+    missed: int
+    sent: int
+    received: int
+
+
+class Hub:
+    """Listens while entered; loop thread only.
+
+    ``known``: public key -> agent id, from what the namespace's agents have published; on a miss one
+    ``refresh`` is awaited and ``known`` asked again. ``on_message(agent, scope, message)`` in order for
+    each agent, from the moment that the link to it is open. ``on_gone(agent, text)`` once for each link
+    that was open, except those that this hub drops itself; then nothing more is heard of that agent
+    until ``open`` has succeeded again. ``data`` listens on PORT+1 for whoever accepts there.
+    """
+
+    def __init__(
+        self,
+        listen: str | None,
+        keys: Keys,
+        *,
+        known: Callable[[str], str | None],
+        on_message: Callable[[str, Scope, Message], None],
+        on_gone: Callable[[str, str], None],
+        refresh: Callable[[], Awaitable[None]] | None = None,
+        beat: float = BEAT,
+        misses: int = MISSES,
+    ) -> None:
+        self._listen, self.keys = listen, keys
+        self._known, self._refresh = known, refresh
+        self._on_gone = on_gone
+        self._links: dict[str, Link] = {}
+        self._sessions = Sessions(self._links.get, self._answer, on_message)
+        self._beat, self._misses = beat, misses
+        self._losses: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._closing = False
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for links, as published."""
+        return self._ports.address
+
+    @property
+    def data_address(self) -> str:
+        """HOST:PORT+1, where data connections arrive."""
+        return self._ports.data_address
+
+    @property
+    def data(self) -> socket.socket:
+        """The listening, non-blocking socket of ``data_address``; the hub closes it."""
+        return self._ports.data
+
+    async def __aenter__(self) -> Hub:
+        self._loop = asyncio.get_running_loop()
+        self._ports = Ports.bind(self._listen)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._gate = Gate(self._context, self._known, self._refresh)
+            self._listener = Listener(self._context, self.keys, self._ports, self._sessions.heard)
+        except BaseException:
+            self._context.destroy(0)
+            self._ports.close()
+            raise
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._gatekeeper = self._tasks.create_task(self._gate.run(), name="gate")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        finally:
+            self._gatekeeper.cancel()
+            # The body's error is not the group's: it leaves as it is, not in an ExceptionGroup.
+            await self._tasks.__aexit__(None, None, None)
+
+    async def open(self, agent: str, address: str, public_key: str, timeout: float) -> None:
+        """Return once messages can be sent to ``agent``; at once if they can already.
+
+        An open link to another life of it (another address or key) is lost first. Raises
+        AgentUnavailableError that says why when it cannot be linked within ``timeout`` seconds.
+        """
+        link = self._links.get(agent)
+        if link is not None and (link.address, link.public_key) != (address, public_key):
+            link.end("it came back with another address or key")
+        while (link := self._links.get(agent)) is not None and link.state is State.CLOSED:
+            await link.over.wait()  # its end is told before another begins
+        if self._closing:
+            raise AgentUnavailableError(f"agent {agent} is not linked: this agent is leaving")
+        if link is None:
+            hello = Hello(version=__version__, losses=self._losses.get(agent, 0))
+            link = self._links[agent] = Link(
+                self._context,
+                self.keys,
+                hello,
+                agent=agent,
+                address=address,
+                public_key=public_key,
+                on_open=self._opened,
+                on_end=self._ended,
+            )
+            self._empty.clear()
+            self._keep_beating()
+        link.waiting += 1
+        try:
+            async with asyncio.timeout(timeout if timeout < _FOREVER else None):
+                failed = await asyncio.shield(link.opened)
+        except TimeoutError:
+            failed = (
+                f"it did not answer within {timeout:g} s: is it stopped, or does a firewall drop what is sent there?"
+            )
+        finally:
+            link.waiting -= 1
+            if not link.waiting and link.state is State.OPENING:
+                link.end("nobody waits for it any more")
+        if failed is not None:
+            raise AgentUnavailableError(
+                f"no link to agent {agent} at {address}: {failed} (an agent that other hosts are to reach "
+                f"needs ETHA_LISTEN=HOST:PORT with an address of its network)"
+            )
+
+    def send(self, agent: str, scope: Scope, message: Message) -> None:
+        """Send on the open link to ``agent``, in order.
+
+        Raises PeerLostError when there is none (``on_gone`` tells or has told), ProtocolError for what
+        cannot travel.
+        """
+        link = self._links.get(agent)
+        if link is None or not link.send(scope, message):
+            raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
+
+    def is_open(self, agent: str) -> bool:
+        """Whether messages can be sent to ``agent`` now."""
+        link = self._links.get(agent)
+        return link is not None and link.state is State.OPEN
+
+    def drop(self, agent: str) -> None:
+        """End the links with ``agent`` both ways, without ``on_gone`` here; it is told. Nothing if there are none."""
+        self._sessions.drop(agent, "the other agent dropped the link")
+        link = self._links.pop(agent, None)
+        if link is not None:
+            link.close()
+            link.over.set()
+            if not link.opened.done():
+                link.opened.set_result("it was dropped")
+            elif link.opened.result() is None:
+                self._losses[agent] = self._losses.get(agent, 0) + 1
+        self._settle()
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """The links that this agent opened, by agent."""
+        now = self._loop.time()
+        return tuple(
+            PeerStatus(
+                agent=agent,
+                address=link.address,
+                state=link.state.value,
+                age=now - link.since,
+                silent=now - link.heard,
+                round_trip=link.round_trip,
+                missed=link.missed,
+                sent=link.sent,
+                received=self._sessions.received(link),
+            )
+            for agent, link in sorted(self._links.items())
+        )
+
+    async def close(self) -> None:
+        """Say goodbye after everything that was sent, wait up to a second, close; idempotent, no ``on_gone``."""
+        if self._closing:
+            return
+        self._closing = self._sessions.closing = True
+        for link in list(self._links.values()):
+            if link.state is State.OPEN:
+                link.leave("the other agent left")
+            else:
+                link.end("this agent is leaving")
+        try:
+            if self._links:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_TIMEOUT):
+                        await self._empty.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+            self._listener.close()
+            self._gate.close()
+            self._ports.close()
+            self._context.term()
+
+    def _keep_beating(self) -> None:
+        if self._timer is None and self._links:
+            self._timer = self._loop.call_later(self._beat, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        for link in list(self._links.values()):
+            link.beat(self._misses)
+        self._keep_beating()
+
+    def _opened(self, link: Link) -> None:
+        log.info("linked to agent %s at %s", link.agent, link.address)
+        self._sessions.opened(link)
+
+    def _ended(self, link: Link, text: str) -> None:
+        # Told in the loop's next turn: not inside a send, and after what had arrived before the end.
+        self._loop.call_soon(self._lost, link, text)
+
+    def _lost(self, link: Link, text: str) -> None:
+        agent = link.agent
+        if self._links.get(agent) is not link:
+            return
+        del self._links[agent]
+        link.over.set()
+        self._sessions.lost(link, text)
+        self._settle()
+        if link.opened.result() is not None:  # never stood, and its openers are told
+            return
+        self._losses[agent] = self._losses.get(agent, 0) + 1
+        if not self._closing:
+            log.warning("agent %s is gone: %s", agent, text)
+            self._on_gone(agent, text)
+
+    def _settle(self) -> None:
+        if not self._links:
+            self._empty.set()
+
+    def _answer(self, connection: bytes, message: Control) -> None:
+        self._listener.answer(connection, message)

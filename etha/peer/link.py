@@ -1,0 +1,176 @@
+"""Our end of one link: the DEALER on which this agent speaks to one other, and how it ends.
+
+    we: Hello --> they: Welcome      we: messages, Beat n --> they: Beat n      either: Bye
+
+The link is authenticated both ways before Hello: we know their key, their gate knows ours. It never
+reconnects: a connection that closes is an event, and what comes after it is another link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import zmq
+
+from etha.bus.socket import LoopSocket
+from etha.errors import ProtocolError
+from etha.peer.keys import Keys, check_public_key
+from etha.peer.messages import Message
+from etha.peer.ports import format_address, parse_address
+from etha.peer.sockets import HIGH_WATER, Monitor, link_socket
+from etha.peer.wire import Beat, Bye, Control, Hello, Malformed, Scope, Welcome, decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Where a link stands; it only ever goes forward."""
+
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Link:
+    """One connection to ``agent``; ``on_open`` and ``on_end(text)`` are called once each at most.
+
+    ``opened`` is done when the link stands (None) or cannot (the reason as text).
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Keys,
+        hello: Hello,
+        *,
+        agent: str,
+        address: str,
+        public_key: str,
+        on_open: Callable[[Link], None],
+        on_end: Callable[[Link, str], None],
+    ) -> None:
+        """Start to connect; ConfigError for a bad ``address``, ProtocolError for a bad key."""
+        host, port = parse_address(address)
+        self.agent, self.address, self.public_key = agent, address, check_public_key(public_key)
+        self.state = State.OPENING
+        self._hello, self._on_open, self._on_end = hello, on_open, on_end
+        self._loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[str | None] = self._loop.create_future()
+        #: Set when the owner has dealt with the end of this link.
+        self.over = asyncio.Event()
+        #: Openers that wait for ``opened``.
+        self.waiting = 0
+        self.since = self.heard = self._loop.time()
+        self.missed = self.sent = self._beats = 0
+        self._beat_sent = 0.0
+        self.round_trip: float | None = None
+        dealer = link_socket(context, zmq.DEALER, keys, ipv6=":" in host)
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, self.public_key.encode())
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._dealer = dealer
+        self._monitor = Monitor(context, dealer, self._event)
+        self._socket = LoopSocket(dealer, self._frames)
+        dealer.connect(f"tcp://{format_address(host, port)}")
+
+    def __repr__(self) -> str:
+        return f"link to agent {self.agent} at {self.address}"
+
+    def send(self, scope: Scope, message: Message) -> bool:
+        """Send in order; False when the link does not stand. ProtocolError for what cannot travel."""
+        data = encode(scope, message)
+        return self.state is State.OPEN and self._post(data)
+
+    def beat(self, misses: int) -> None:
+        """One beat's time has passed: count silence, end the link at ``misses`` of it, else ask again.
+
+        Silence is counted in beats sent, not in seconds: an agent that was stopped itself, and wakes up,
+        has heard nobody for long and yet must not take all others for dead.
+        """
+        if self.state is not State.OPEN:
+            return
+        if self.missed >= misses:
+            seconds = self._loop.time() - self.heard
+            return self.end(
+                f"it missed {self.missed} beats, silent for {seconds:.1f} s: is it stopped, or its host down?"
+            )
+        self.missed += 1
+        self._beats += 1
+        self._beat_sent = self._loop.time()
+        self._post(encode(None, Beat(number=self._beats)))
+
+    def leave(self, text: str) -> None:
+        """Say Bye after everything that was sent; they answer with theirs, which ends the link."""
+        if self.state is State.OPEN:
+            self._post(encode(None, Bye(text=text)))
+
+    def end(self, text: str) -> None:
+        """The link is over, whatever ended it; idempotent."""
+        if self.state is State.CLOSED:
+            return
+        self.close()
+        log.debug("%r ended: %s", self, text)
+        if not self.opened.done():
+            self.opened.set_result(text)
+        self._on_end(self, text)
+
+    def close(self) -> None:
+        """Close at once without telling anybody; idempotent."""
+        self.state = State.CLOSED
+        self._monitor.close()
+        self._socket.close()
+
+    def _post(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data)
+        except zmq.ZMQError as error:  # Again: its pipe is full, or gone with the connection
+            self.end(f"it takes no messages, up to {HIGH_WATER} wait: {error}")
+            return False
+        self.sent += 1
+        return True
+
+    def _event(self, event: zmq.Event, value: int) -> None:
+        if self.state is State.CLOSED:
+            return
+        match event:
+            case zmq.Event.HANDSHAKE_SUCCEEDED:
+                # Asking for the events also takes the new connection in; a send alone may not look for it.
+                self._dealer.getsockopt(zmq.EVENTS)
+                self._post(encode(None, self._hello))
+            case zmq.Event.HANDSHAKE_FAILED_AUTH:
+                self.end("it refused this agent's key: do both use the same namespace and the same Redis?")
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+                self.end("what listens there does not hold the agent's key, or could not look ours up")
+            case zmq.Event.CLOSED:
+                self.end("nothing listens there, or it cannot be reached")
+            case zmq.Event.DISCONNECTED:
+                self.end("the connection closed: its process ended, or the way to it")
+
+    def _frames(self, frames: Sequence[zmq.Frame]) -> None:
+        if self.state is State.CLOSED:
+            return
+        try:
+            if len(frames) != 1:
+                raise Malformed(f"a message of {len(frames)} parts instead of 1")
+            self._answer(decode(frames[0].buffer).message)
+        except ProtocolError as error:
+            log.warning("dropped on the %r: %s", self, error)
+            self.end(f"it broke the protocol: {error}")
+
+    def _answer(self, message: Message | Control) -> None:
+        self.heard, self.missed = self._loop.time(), 0
+        match message:
+            case Welcome() if self.state is State.OPENING:
+                self.state = State.OPEN
+                self.opened.set_result(None)
+                self._on_open(self)
+            case Beat(number=number) if self.state is State.OPEN:
+                if number == self._beats:
+                    self.round_trip = self.heard - self._beat_sent
+            case Bye(text=text):
+                self.end(text)
+            case _:
+                raise Malformed(f"a {type(message).__name__} on a link that is {self.state.value}")

@@ -1,0 +1,107 @@
+"""An agent's two TCP ports: links on PORT, data on PORT+1, both held from the moment they are known.
+
+Both sockets listen at once: Linux lets two sockets bind one port as long as neither listens. Connections
+to the data port wait in its backlog until the tcp transport accepts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from etha.errors import ConfigError
+
+BACKLOG = 512
+#: Free ports tried until the next one is free as well.
+ATTEMPTS = 256
+LOOPBACK = "127.0.0.1"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to 65534; ConfigError for anything else."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65534:
+        raise ConfigError(f"address {text!r} is not HOST:PORT with a port up to 65534 (PORT+1 is for data)")
+    host = host[1:-1] if bracketed else host
+    if not host or (":" in host) is not bracketed or any(c.isspace() or c in "/;,[]" for c in host):
+        raise ConfigError(f"address {text!r} is not HOST:PORT; an IPv6 host goes in brackets, [::1]:7000")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The inverse of ``parse_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Two listening, non-blocking sockets on ``host`` (numeric): ``links`` on ``port``, ``data`` on the next."""
+
+    host: str
+    port: int
+    links: socket.socket
+    data: socket.socket
+
+    @classmethod
+    def bind(cls, listen: str | None = None) -> Ports:
+        """Take the ports of HOST:PORT, or any two free ones for port 0; None: any of the loopback.
+
+        Raises ConfigError when they are taken, or for an address that says nothing to other hosts.
+        """
+        name, port = (LOOPBACK, 0) if listen is None else parse_address(listen)
+        try:
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {listen}: no address for {name!r}: {error}") from error
+        family, host = found[0][0], str(found[0][4][0])
+        if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+            raise ConfigError(f"{listen} names no one address: give the one by which other hosts reach this host")
+        for _ in range(1 if port else ATTEMPTS):
+            try:
+                links = _listen(family, host, port, fixed=port != 0)
+            except OSError as error:
+                raise ConfigError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from error
+            taken = int(links.getsockname()[1])
+            try:
+                data = _listen(family, host, taken + 1, fixed=port != 0)
+            except (OSError, OverflowError) as error:  # OverflowError: there is no port after the last one
+                links.close()
+                if port or (isinstance(error, OSError) and error.errno != errno.EADDRINUSE):
+                    text = f"cannot listen on {format_address(host, taken + 1)}, where data arrives: {error}"
+                    raise ConfigError(text) from error
+                continue
+            return cls(host=host, port=taken, links=links, data=data)
+        raise ConfigError(f"no two free ports in a row on {host} in {ATTEMPTS} attempts: name one by ETHA_LISTEN")
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the links, as published."""
+        return format_address(self.host, self.port)
+
+    @property
+    def data_address(self) -> str:
+        """HOST:PORT+1, where data connections arrive."""
+        return format_address(self.host, self.port + 1)
+
+    def close(self) -> None:
+        """Give both up; idempotent."""
+        for listener in (self.links, self.data):
+            with contextlib.suppress(OSError):
+                listener.close()
+
+
+def _listen(family: int, host: str, port: int, *, fixed: bool) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if fixed:  # an agent that is started again does not wait for the connections of its former life
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

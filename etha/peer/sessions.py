@@ -1,0 +1,155 @@
+"""What other agents opened to this one: whose connection is whose, and what may be heard on it.
+
+A session is *paired* with the open link to the same agent: only then is it heard, and they end together.
+What comes before that is held, in order and within bounds; what comes after is answered with Bye.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etha.errors import ProtocolError
+from etha.peer.link import Link, State
+from etha.peer.messages import Message
+from etha.peer.wire import Beat, Bye, Control, Envelope, Hello, Malformed, Scope, Welcome
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Messages held of an agent until this one has opened its link to it.
+MAX_HELD = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection that agent ``agent``, admitted with ``key``, opened to us; ``losses`` as in its Hello."""
+
+    agent: str
+    key: str
+    connection: bytes
+    losses: int
+    received: int = 0
+    held: list[tuple[Scope, Message]] = field(default_factory=list)
+
+
+class Sessions:
+    """At most one session an agent, the newest. ``link_to(agent)`` is our own link to it, whatever its state."""
+
+    def __init__(
+        self,
+        link_to: Callable[[str], Link | None],
+        answer: Callable[[bytes, Control], None],
+        on_message: Callable[[str, Scope, Message], None],
+    ) -> None:
+        self._link_to, self._answer, self._on_message = link_to, answer, on_message
+        self._sessions: dict[str, Session] = {}
+        self._paired: dict[Link, Session] = {}
+        #: Set when this agent leaves: nobody is greeted or heard any more.
+        self.closing = False
+
+    def received(self, link: Link) -> int:
+        """Messages heard from the agent of ``link`` since they belong together."""
+        return self._paired[link].received if link in self._paired else 0
+
+    def opened(self, link: Link) -> None:
+        """Our link stands: hear what its agent has said so far."""
+        session = self._sessions.get(link.agent)
+        if session is None:
+            return
+        if session.key != link.public_key:
+            return self._fence(session, "the other agent is linked to another life of this one")
+        self._paired[link] = session
+        held, session.held = session.held, []
+        for scope, message in held:
+            self._receive(session, scope, message)
+
+    def lost(self, link: Link, text: str) -> None:
+        """Our link is over: so is the session that belongs to it."""
+        session = self._paired.pop(link, None)
+        if session is not None:
+            self._fence(session, f"the other agent lost its link: {text}")
+
+    def drop(self, agent: str, text: str) -> None:
+        """End what ``agent`` has opened; our link to it is its owner's."""
+        link, session = self._link_to(agent), self._sessions.get(agent)
+        if link is not None:
+            self._paired.pop(link, None)
+        if session is not None:
+            self._fence(session, text)
+
+    def heard(self, agent: str, key: str, connection: bytes, envelope: Envelope | Malformed) -> None:
+        """A message on ``connection``, from whom the gate said."""
+        session = self._sessions.get(agent)
+        if session is not None and session.connection != connection:
+            session = None
+        if isinstance(envelope, Malformed):
+            log.warning("dropped from agent %s: %s", agent, envelope)
+            return self._break(agent, session, connection, f"you broke the protocol: {envelope}")
+        match envelope:
+            case Envelope(message=Hello()) if self.closing:
+                self._answer(connection, Bye(text="the other agent is leaving"))
+            case Envelope(message=Hello() as hello):
+                self._greet(Session(agent, key, connection, hello.losses))
+            case _ if session is None:
+                # Of a link that this agent has given up, or never greeted.
+                self._answer(connection, Bye(text="this link is over"))
+            case Envelope(message=Beat() as beat):
+                self._answer(connection, beat)
+            case Envelope(message=Bye(text=text)):
+                self._break(agent, session, connection, text)
+            case Envelope(scope=Scope() as scope, message=message) if not isinstance(message, Control):
+                session.received += 1
+                self._receive(session, scope, message)
+            case _:
+                log.warning("dropped from agent %s: a Welcome that nobody asked for", agent)
+
+    def _greet(self, session: Session) -> None:
+        agent, old = session.agent, self._sessions.get(session.agent)
+        self._sessions[agent] = session
+        self._answer(session.connection, Welcome(version=__version__))
+        link = self._link_to(agent)
+        if link is None or link.state is not State.OPEN:
+            return
+        if session.key != link.public_key:
+            return link.end("another life of it has come")
+        if old is not None and old.key == session.key and old.losses != session.losses:
+            # It has lost us since: then we have lost it, and both begin again.
+            return link.end("it lost its link and opened another")
+        self._paired[link] = session
+
+    def _receive(self, session: Session, scope: Scope, message: Message) -> None:
+        link = self._link_to(session.agent)
+        if self.closing:
+            log.debug("agent %s said %s too late: this agent is leaving", session.agent, type(message).__name__)
+        elif link is not None and self._paired.get(link) is session:
+            self._deliver(session, scope, message)
+        elif len(session.held) < MAX_HELD:
+            session.held.append((scope, message))
+        else:
+            log.warning("agent %s said %d messages before this one linked to it", session.agent, MAX_HELD)
+            self._fence(session, f"{MAX_HELD} messages wait: the other agent opens no link")
+
+    def _deliver(self, session: Session, scope: Scope, message: Message) -> None:
+        try:
+            self._on_message(session.agent, scope, message)
+        except ProtocolError as error:
+            log.warning("dropped from agent %s: %s of %s: %s", session.agent, type(message).__name__, scope, error)
+        except Exception:  # a mistake here is no reason to lose what comes behind it
+            log.exception("%s of %s from agent %s could not be handled", type(message).__name__, scope, session.agent)
+
+    def _break(self, agent: str, session: Session | None, connection: bytes, text: str) -> None:
+        """They leave, or speak nonsense: what is between us ends."""
+        if session is None:
+            return self._answer(connection, Bye(text=text))
+        self._fence(session, text)  # at once: what follows on it must not be heard without what was dropped
+        link = self._link_to(agent)
+        if link is not None and self._paired.pop(link, None) is not None:
+            link.end(text)
+
+    def _fence(self, session: Session, text: str) -> None:
+        """Hear nothing more on ``session``, and tell its other end."""
+        if self._sessions.get(session.agent) is session:
+            del self._sessions[session.agent]
+        self._answer(session.connection, Bye(text=text))
