@@ -143,7 +143,9 @@ class Link:
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
                 self.end("it refused this agent's key: do both use the same namespace and the same Redis?")
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                self.end("what listens there does not hold the agent's key, or could not look ours up")
+                self.end(
+                    "the connection closed before both had proven their keys: another program is there, or it is ending"
+                )
             case zmq.Event.CLOSED:
                 self.end("nothing listens there, or it cannot be reached")
             case zmq.Event.DISCONNECTED:

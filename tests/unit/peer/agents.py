@@ -1,18 +1,12 @@
-"""A namespace of hubs for tests, and one hub as a process of its own.
-
-python -m tests.unit.peer.agents    reads one JSON line of what it is and knows, prints "address ADDRESS",
-                                    opens what it is told to, answers each Done(seq) with Commit(seq)
-"""
+"""A namespace of hubs for tests: on this loop, as a process of its own, and strangers to it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from subprocess import PIPE, Popen
+import multiprocessing as mp
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
@@ -22,7 +16,6 @@ from etha.peer.keys import Keys
 from etha.peer.messages import Commit, Done, Message
 from etha.peer.wire import Scope
 
-ROOT = Path(__file__).resolve().parents[3]
 SCOPE = Scope(pair="weights", epoch=1, batch="step", generation=1)
 BEAT = 0.1
 
@@ -118,49 +111,53 @@ class Stranger:
         self.context.destroy(0)
 
 
-@contextmanager
-def process(name: str, keys: Keys, known: dict[str, str]) -> Iterator[tuple[Popen[bytes], str]]:
-    """A hub in a process of its own and its address; killed at the end."""
-    with Popen([sys.executable, "-m", "tests.unit.peer.agents"], stdin=PIPE, stdout=PIPE, cwd=ROOT) as child:
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            told = {"name": name, "public": keys.public, "secret": keys.secret, "known": known}
-            child.stdin.write(json.dumps(told).encode() + b"\n")
-            child.stdin.flush()
-            word, address = child.stdout.readline().split()
-            assert word == b"address"
-            yield child, address.decode()
-        finally:
-            child.kill()
+class Remote:
+    """A hub in a process of its own; see ``serve``. ``pid`` may be signalled."""
+
+    def __init__(self, context: Any, name: str, keys: Keys, known: dict[str, str]) -> None:
+        self.pipe, theirs = mp.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, name, keys.public, keys.secret, known), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.name, self.keys = name, keys
+        self.address = str(self.said()[1])
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def said(self, within: float = 20.0) -> tuple[str, ...]:
+        """The next thing that it tells its parent."""
+        assert self.pipe.poll(within), f"agent {self.name} says nothing"
+        return tuple(self.pipe.recv())
+
+    def open(self, other: Agent) -> None:
+        """Have it open its link to ``other``."""
+        self.pipe.send((other.name, other.hub.address, other.keys.public))
+        assert self.said() == ("opened", other.name)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def tell(child: Popen[bytes], *, agent: str, address: str, key: str) -> None:
-    """Have a process open a link; returns when it has."""
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(json.dumps({"agent": agent, "address": address, "key": key}).encode() + b"\n")
-    child.stdin.flush()
-    assert child.stdout.readline() == b"opened\n"
+def serve(pipe: Connection, name: str, public: str, secret: str, known: dict[str, str]) -> None:
+    """A process that is one agent: says its address, opens what it is told to, answers each Done with Commit."""
+    asyncio.run(_serve(pipe, Keys(public=public, secret=secret), known))
 
 
-async def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    known: dict[str, str] = told["known"]
-
+async def _serve(pipe: Connection, keys: Keys, known: dict[str, str]) -> None:
     def answer(agent: str, scope: Scope, message: Message) -> None:
         if isinstance(message, Done):
             hub.send(agent, scope, Commit(seq=message.seq))
 
-    keys = Keys(public=told["public"], secret=told["secret"])
-    hub = Hub(
-        None, keys, known=known.get, on_message=answer, on_gone=lambda agent, text: print("gone", agent), beat=BEAT
-    )
-    async with hub:
-        print("address", hub.address, flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            to = json.loads(line)
-            await hub.open(to["agent"], to["address"], to["key"], 5.0)
-            print("opened", flush=True)
+    def gone(agent: str, text: str) -> None:
+        pipe.send(("gone", agent))
 
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    async with Hub(None, keys, known=known.get, on_message=answer, on_gone=gone, beat=BEAT) as hub:
+        pipe.send(("address", hub.address))
+        while True:
+            agent, address, key = await asyncio.to_thread(pipe.recv)
+            await hub.open(agent, address, key, 5.0)
+            pipe.send(("opened", agent))
