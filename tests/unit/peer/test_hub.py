@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import random
 import socket
 from collections.abc import AsyncIterator
 
@@ -268,3 +271,64 @@ async def test_a_hub_leaves_nothing_open(namespace: Namespace, caplog: pytest.Lo
             await b.heard(1)
             await a.open(b)
     assert len(open_descriptors()) == len(before)
+
+
+async def test_ipv6(namespace: Namespace) -> None:
+    try:
+        Ports.bind("[::1]:0").close()
+    except ConfigError:
+        pytest.skip("this host has no IPv6")
+    async with agent("a", namespace, listen="[::1]:0") as a, agent("b", namespace) as b:
+        assert a.hub.address.startswith("[::1]:")
+        await asyncio.gather(a.open(b), b.open(a))
+        a.send(b, Done(seq=1))
+        b.send(a, Done(seq=2))
+        assert (await a.heard(1), await b.heard(1)) == ([("b", SCOPE, Done(seq=2))], [("a", SCOPE, Done(seq=1))])
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_lost_and_opened_what_is_heard_is_whole_and_in_order(namespace: Namespace, seed: int) -> None:
+    """Between an open and the next loss a run of messages is heard from its start, without a gap."""
+    draw = random.Random(seed)
+    async with agent("a", namespace) as a, agent("b", namespace) as b, agent("c", namespace) as c:
+        agents, sent = (a, b, c), {}
+        for _ in range(150):
+            one, other = draw.sample(agents, 2)
+            match draw.randrange(8):
+                case 0:
+                    one.hub.drop(other.name)
+                    one.note("gone", other.name, "dropped")
+                case 1 if one.hub.is_open(other.name):
+                    one.hub._links[other.name].end("cut")
+                case 2 | 3:
+                    with contextlib.suppress(AgentUnavailableError):  # the other may drop it meanwhile
+                        await one.open(other)
+                case _ if one.hub.is_open(other.name):
+                    link = one.hub._links[other.name]
+                    sent[link] = sent.get(link, 0) + 1
+                    # Each link counts from 1, so that a gap shows.
+                    one.send(other, Done(seq=sent[link]))
+            await asyncio.sleep(0.002 * draw.randrange(3))
+        # In the end all find together again.
+        for one, other in itertools.permutations(agents, 2):
+            one.hub.drop(other.name)
+            one.note("gone", other.name, "dropped")
+
+        def linked() -> bool:
+            return all(one.hub.is_open(other.name) for one, other in itertools.permutations(agents, 2))
+
+        async with asyncio.timeout(10):
+            while not linked():
+                with contextlib.suppress(AgentUnavailableError):
+                    await asyncio.gather(*(one.open(other) for one, other in itertools.permutations(agents, 2)))
+        for one, other in itertools.permutations(agents, 2):
+            one.send(other, Commit(seq=0))
+        for one, other in itertools.permutations(agents, 2):
+            await until(lambda one=one, other=other: (other.name, SCOPE, Commit(seq=0)) in one.events)  # type: ignore[misc]
+            last = 0
+            for event in one.events:
+                if event[:2] == ("gone", other.name):
+                    last = 0
+                elif event[0] == other.name and isinstance(event[2], Done):
+                    assert event[2].seq == last + 1
+                    last = event[2].seq
