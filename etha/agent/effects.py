@@ -5,7 +5,7 @@ A ``CallKey`` names one request of one worker: (session key, request id).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,14 @@ def name_ranks(ranks: Mapping[str, Collection[int]]) -> str:
         listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs[:20])
         sides.append(f"{side} rank{'s' if len(members) > 1 else ''} {listed}{', ...' if len(runs) > 20 else ''}")
     return "; ".join(sides) or "nobody"
+
+
+def name_members(members: Iterable[Member]) -> str:
+    """``name_ranks`` of (side, rank) pairs."""
+    ranks: dict[str, set[int]] = {}
+    for side, rank in members:
+        ranks.setdefault(side, set()).add(rank)
+    return name_ranks(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

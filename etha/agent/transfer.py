@@ -179,13 +179,9 @@ class Transfers(Machine[Moving]):
         return next((call for call in chain(self.queues, running) if call.key == key), None)
 
     def missing(self) -> tuple[Member, ...]:
-        """Ranks that nobody waits for, as far as this agent knows: for messages and ``status()``."""
-        if self.current is not None:
-            return ()
-        known = [c for c in self.coordinators.values() if c.ready] or list(self.coordinators.values())
-        if known:
-            return min((c.missing() for c in known), key=len)
-        return tuple(member for member, queue in self.queues.calls.items() if not queue)
+        """Ranks that the oldest waiting call here still waits for, as far as this agent knows."""
+        call = next(iter(self.queues), None)
+        return () if self.current is not None or call is None else self.queues.missing(call, self._told(call))
 
     def validate(self) -> None:
         """What must hold between any two events; for tests."""
@@ -273,7 +269,7 @@ class Transfers(Machine[Moving]):
             call.cause = cause
             self._spoil(call.member, cause)
         elif side.standing is None or self.queues.calls[call.member][0] is not call:
-            self._drop(call, self._named(cause, self.missing()))
+            self._drop(call, self.queues.named(call, cause, self._told(call)))
             self._ready(call.member[0])
         else:
             call.cause = cause
@@ -281,11 +277,11 @@ class Transfers(Machine[Moving]):
                 side.withdrawing = True
                 self._tell_coordinators(Unready(side=call.member[0], attempt=side.attempt))
 
-    def _named(self, cause: EthaError, missing: tuple[Member, ...]) -> EthaError:
-        if missing and isinstance(cause, TransferTimeoutError):
-            who = ", ".join(f"{side} rank {rank}" for side, rank in missing)
-            return TransferTimeoutError(f"{cause.message}; not ready: {who}", **cause.data())
-        return cause
+    def _told(self, call: Call) -> tuple[Member, ...]:
+        """Who is not ready for ``call``, if this agent coordinates its direction."""
+        source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
+        coordinator = self.coordinators.get(source)
+        return coordinator.missing() if coordinator is not None else ()
 
     def _gone(self, error: PeerLostError) -> PeerLostError:
         return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
@@ -299,13 +295,13 @@ class Transfers(Machine[Moving]):
         if side is None or not side.withdrawing or side.attempt != message.attempt or side.standing is None:
             return
         # Both coordinators answer, but GO can come only from the one whose direction the verb fits:
-        # only its word ends the race.
+        # only its word ends the race. (On one agent the first answer does: GO would be here already.)
         if agent != self._coordinating(side.standing, message.side):
             return
         side.standing, side.withdrawing = None, False
         for call in self.queues.of(message.side):
             if call.cause is not None:
-                self._drop(call, self._named(call.cause, message.missing))
+                self._drop(call, self.queues.named(call, call.cause, message.missing))
         self._ready(message.side)
 
     def _refused(self, message: Refused) -> None:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from etha.agent.effects import CallKey, Member
-from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError
+from etha.agent.effects import CallKey, Member, name_members
+from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Verb, Version
 
 
@@ -49,6 +49,7 @@ class Queues:
     """Per local rank its waiting calls, oldest first; per side with local ranks its READY."""
 
     def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
+        self.me, self.agents = me, agents
         self.calls: dict[Member, deque[Call]] = {
             (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
         }
@@ -67,6 +68,30 @@ class Queues:
         queues = [queue for (s, _), queue in self.calls.items() if s == side]
         return [queue[0] for queue in queues] if all(queues) else None
 
+    def waits(self, member: Member, verb: Verb) -> bool:
+        """Whether a local rank's oldest call is a ``verb``."""
+        queue = self.calls.get(member)
+        return bool(queue) and queue is not None and queue[0].verb == verb
+
+    def missing(self, call: Call, told: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Of this agent's ranks those without a call that fits ``call``; of the others' those that we are told."""
+        return tuple(
+            (side, rank)
+            for side, agents in self.agents.items()
+            for rank, agent in enumerate(agents)
+            if (not self.waits((side, rank), _fitting(call, side)) if agent == self.me else (side, rank) in told)
+        )
+
+    def named(self, call: Call, cause: EthaError, told: tuple[Member, ...]) -> EthaError:
+        """``cause`` with who was not ready, for a call that is still in its queue."""
+        missing = self.missing(call, told)
+        if not missing or not isinstance(cause, TransferTimeoutError):
+            return cause
+        text = f"{cause.message}; not ready: {name_members(missing)}"
+        same = [m for m in missing if m[0] != call.member[0] and self.waits(m, call.verb)]
+        text += f" ({name_members(same)} wait to {call.verb}, too)" if same else ""
+        return TransferTimeoutError(text, **cause.data())
+
     def take(self) -> dict[Member, Call]:
         """GO: each rank's oldest call leaves its queue, and every READY is used up."""
         self.rest()
@@ -76,6 +101,13 @@ class Queues:
         """No READY stands any more."""
         for side in self.sides.values():
             side.standing, side.withdrawing = None, False
+
+
+def _fitting(call: Call, side: str) -> Verb:
+    """What the ranks of ``side`` have to call for ``call`` to begin."""
+    if side == call.member[0]:
+        return call.verb
+    return "recv" if call.verb == "send" else "send"
 
 
 def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
