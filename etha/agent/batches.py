@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from etha.agent.batch import Batch, BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.agent.calls import Calls
 from etha.agent.effects import Answer, CallKey, Fail, Member
 from etha.agent.evaluate import Where, evaluate
+from etha.agent.footing import footing, lost_since
 from etha.agent.library import Library
 from etha.agent.live import Live, Tensors
 from etha.agent.movers import Movers
@@ -21,7 +23,7 @@ from etha.agent.transfer import Transfers
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, CloseBatch, Ok, Register
 from etha.config import check_name
-from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
@@ -41,15 +43,17 @@ class Batches:
     def register(self, session: Session, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
         check_name("batch", message.batch)
-        member = self._member(session, message)
-        if message.batch in session.batches:
+        member, epochs = footing(self._pairs, session, message)
+        old = self._live(session, message.batch)
+        if old is not None and old.machine.lost is None:
             raise RegistrationError(
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
+        self.leave(session, message.batch)  # one of an epoch that is over needs no close
         box: list[Live] = []
         name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
-        self._spawn(self._enroll(session, key, member, message, request.deadline, box))
+        self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
     def attach_shadows(self, session: Session, request: Request, message: AttachShadows) -> None:
         """Where a worker receives when the batch is atomic."""
@@ -61,14 +65,15 @@ class Batches:
         session.peer.reply(request.id, Ok())
 
     def close(self, session: Session, request: Request, message: CloseBatch) -> None:
-        """A worker closes its handle."""
-        self.leave(session, message.batch)
+        """A worker closes its handle; one of an epoch that is over must not close its successor."""
+        live = self._live(session, message.batch)
+        if live is not None and live.epoch == message.epoch:
+            self.leave(session, message.batch)
         session.peer.reply(request.id, Ok())
 
     def find(self, session: Session, batch: str, epoch: int) -> Live:
         """The registration that a worker's call means; an error that says why there is none."""
-        where = session.batches.get(batch)
-        live = self.live.get((where[0], batch, where[1])) if where is not None else None
+        live = self._live(session, batch)
         if live is None:
             raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
         for pair in live.pairs:
@@ -89,8 +94,8 @@ class Batches:
 
     def leave(self, session: Session, batch: str) -> None:
         """A worker's part in a batch ends; its waiting calls with it."""
-        where = session.batches.pop(batch, None)
-        live = self.live.get((where[0], batch, where[1])) if where is not None else None
+        live = self._live(session, batch)
+        session.batches.pop(batch, None)
         if live is None:
             return
         for member in [m for m, t in live.tensors.items() if t.session is session]:
@@ -101,9 +106,7 @@ class Batches:
     def gone(self, session: Session, reason: str) -> None:
         """A worker is gone. Its pairs break too, unless its process holds them through another client."""
         for batch in list(session.batches):
-            where = session.batches[batch]
-            live = self.live.get((where[0], batch, where[1]))
-            if live is not None:
+            if (live := self._live(session, batch)) is not None:
                 for side, rank in [m for m, t in live.tensors.items() if t.session is session]:
                     how = "closed its client" if reason == "closed" else f"died (pid {session.holder.pid})"
                     error = PeerLostError(f"{side} rank {rank} {how}", reason=reason)
@@ -113,37 +116,19 @@ class Batches:
     def broken(self, pair: str, epoch: int, error: PeerLostError) -> None:
         """A pair's epoch is over, and so are its batches."""
         for live in list(self.live.values()):
-            if pair in live.pairs and live.epoch == epoch:
+            if live.epochs.get(pair) == epoch:
                 self._break(live, error)
 
     # ---- inside -------------------------------------------------------------------------------
 
+    def _live(self, session: Session, batch: str) -> Live | None:
+        """The registration that a worker has open under this id."""
+        where = session.batches.get(batch)
+        return self.live.get((where[0], batch, where[1])) if where is not None else None
+
     def _break(self, live: Live, error: PeerLostError) -> None:
         self._perform(live, live.machine.break_up(error))
         self._movers.break_up(live, error)
-
-    def _member(self, session: Session, message: Register) -> Member:
-        if not message.pairs or list(message.pairs) != sorted(set(message.pairs)):
-            raise ProtocolError("the pairs of a registration are a sorted list of at least one")
-        seats = []
-        for pair in message.pairs:
-            seat = session.seats.get(pair)
-            if seat is None:
-                raise ConfigError(f"this client is not in pair {pair!r}: call init_pair first")
-            if (error := self._pairs.error(seat)) is not None:
-                raise error
-            seats.append(seat)
-        first = seats[0]
-        for seat in seats[1:]:
-            if (seat.side, seat.rank, seat.remote) != (first.side, first.rank, first.remote):
-                raise RegistrationError(
-                    f"pairs {first.pair!r} and {seat.pair!r} do not join the same two sides with the same ranks "
-                    f"({first.side} rank {first.rank} to {first.remote}, {seat.side} rank {seat.rank} to "
-                    f"{seat.remote}): register one batch for each"
-                )
-        if message.epoch != first.epoch:
-            raise PeerLostError(f"pair {first.pair!r} is at epoch {first.epoch} now", reason="relaunched")
-        return first.member
 
     def _ended(self, name: str, box: list[Live], key: CallKey, expired: bool) -> None:
         if box:
@@ -155,16 +140,22 @@ class Batches:
         self._calls.fail(key, RedisUnavailableError(text))
 
     async def _enroll(
-        self, session: Session, key: CallKey, member: Member, message: Register, deadline: float, box: list[Live]
+        self,
+        session: Session,
+        key: CallKey,
+        member: Member,
+        epochs: Mapping[str, int],
+        message: Register,
+        deadline: float,
+        box: list[Live],
     ) -> None:
         try:
             manifest = await asyncio.to_thread(Manifest.of, message, member[1])
             timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
             digest = await self._library.publish(manifest, timeout=timeout)
             primary = message.pairs[0]
-            seat = session.seats.get(primary)
-            if seat is None or (error := self._pairs.error(seat)) is not None:
-                raise error if seat is not None and error is not None else PeerLostError("gone", reason="closed")
+            if (lost := lost_since(self._pairs, session, epochs)) is not None:
+                raise lost
             view = self._pairs.view(primary)
             expected = sum(len(side.members) for side in view.sides.values())
             generation = await self._store.enroll(
@@ -177,8 +168,12 @@ class Batches:
                 expected=expected,
                 timeout=timeout,
             )
-            if key not in self._calls:  # it gave up, or its worker is gone
+            lost = lost_since(self._pairs, session, epochs)
+            if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
                 await self._store.unenroll(primary, message.batch, generation, *member)
+            if lost is not None:
+                raise lost  # the batch does not stand yet: nobody else tells this call
+            if key not in self._calls:
                 return
         except EthaError as error:
             self._calls.fail(key, error)
@@ -194,7 +189,7 @@ class Batches:
             live = Live(
                 name=message.batch,
                 pairs=message.pairs,
-                epoch=message.epoch,
+                epochs=epochs,
                 generation=generation,
                 view=view,
                 machine=Batch(name, me=self._me, agents=agents),

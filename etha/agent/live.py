@@ -54,11 +54,11 @@ class Current:
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """``pairs`` are the batch's, primary (first by name) first; one epoch and generation of it."""
+    """``pairs`` are the batch's, primary (first by name) first; one ``generation`` of it, at these ``epochs``."""
 
     name: str
     pairs: tuple[str, ...]
-    epoch: int
+    epochs: Mapping[str, int]
     generation: int
     view: PairView
     machine: Batch
@@ -74,6 +74,11 @@ class Live:
     seq: int = 0
     last_seconds: float | None = None
     last_error: EthaError | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The primary pair's, which messages carry."""
+        return self.epochs[self.pairs[0]]
 
     @property
     def key(self) -> tuple[str, str, int]:

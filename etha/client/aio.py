@@ -137,6 +137,8 @@ class AsyncTensorBusClient:
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
             self._pairs[pair_name] = (known[0], defaults)
             return known[0]
+        if known is not None:
+            known[0].lost.set("relaunched", f"pair {pair_name!r} is at epoch {formed.epoch} now")
         pair = Pair(
             name=pair_name,
             local_name=local_name,
