@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from .jobs import Job, wait_gone
+from .puppets import Stage
 from .team import Team
 
 
@@ -98,6 +99,19 @@ def team() -> Iterator[Team]:
         team = Team(job, trainer=2, inference=2)
         yield team
         team.end()
+
+
+@pytest.fixture
+def guests(common: Path) -> Iterator[Job]:
+    """Start workers in the common runtime directory."""
+    with Job({"ETHA_RUNTIME_DIR": str(common), "ETHA_IDLE": "300"}) as job:
+        yield job
+
+
+@pytest.fixture
+def stage(guests: Job, request: pytest.FixtureRequest) -> Stage:
+    """Puppets that meet as a pair of this test's own name, at the common agent."""
+    return Stage(guests, request.node.name[:100].replace("[", ".").rstrip("]"))
 
 
 @pytest.fixture
