@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -332,3 +333,13 @@ async def test_whatever_is_lost_and_opened_what_is_heard_is_whole_and_in_order(n
                 elif event[0] == other.name and isinstance(event[2], Done):
                     assert event[2].seq == last + 1
                     last = event[2].seq
+
+
+async def test_two_that_leave_at_once_do_not_wait_for_each_other(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    await asyncio.gather(a.open(b), b.open(a))
+    started = time.monotonic()
+    await asyncio.gather(a.hub.close(), b.hub.close())
+    assert time.monotonic() - started < 0.5 and a.events == b.events == []
+    with pytest.raises(AgentUnavailableError, match="this agent is leaving"):
+        await a.open(b)
