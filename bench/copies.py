@@ -29,6 +29,7 @@ from etha.agent.pipeline import Execution
 from etha.client import tensors
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
+from etha.memory.huge import Collapser
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import allow_reading, start_time
 from etha.plan import Layout, Plan, TensorSpec, build_plan
@@ -38,12 +39,16 @@ from etha.transport.program import Program
 PIECE = 8 << 20
 
 
-def worker(pipe: Connection, shapes: list[tuple[int, ...]], dtype: torch.dtype, mapped: bool) -> None:
+def worker(pipe: Connection, shapes: list[tuple[int, ...]], dtype: torch.dtype, mapped: bool, huge: bool) -> None:
     """A worker with local tensors of these shapes; says where they lie and waits."""
     allow_reading()
     held = [tensors.empty(s, dtype) if mapped else torch.empty(s, dtype=dtype) for s in shapes]
     for i, t in enumerate(held):
         t.fill_(i + 1)
+    if huge:
+        collapser = Collapser()
+        collapser.ask((t.data_ptr(), t.nbytes) for t in held)
+        collapser.settle()
     pipe.send((os.getpid(), [describe(t) for t in held], [(s.id, s.fd, s.nbytes) for s in shared.segments()]))
     pipe.recv()
 
@@ -51,12 +56,14 @@ def worker(pipe: Connection, shapes: list[tuple[int, ...]], dtype: torch.dtype, 
 class Workers:
     """A process that holds all local tensors of one side."""
 
-    def __init__(self, spec: TensorSpec, ranks: int, mapped: bool) -> None:
+    def __init__(self, spec: TensorSpec, ranks: int, mapped: bool, huge: bool = True) -> None:
         here, there = mp.Pipe()
         shapes = [spec.local_shape(r) for r in range(ranks)]
         context = mp.get_context("spawn")
         self.pipe = here
-        self.process = context.Process(target=worker, args=(there, shapes, spec.dtype, mapped), daemon=True)
+        self.process = context.Process(
+            target=worker, args=(there, shapes, spec.dtype, mapped, huge and not mapped), daemon=True
+        )
         self.process.start()
         handles: list[TensorHandle]
         pid, handles, segments = here.recv()
@@ -167,7 +174,9 @@ async def measure(mib: int, repeat: int, only: str) -> None:
             taken.append((limit.seconds(1), limit.seconds(2), await once(lane, program)))
         del program
         one, two, ours = (statistics.median(t[i] for t in taken[1:]) for i in range(3))
-        ratio = statistics.median(t[1] / t[2] for t in taken[1:])  # neighbours in time: steadier than the medians' ratio
+        ratio = statistics.median(
+            t[1] / t[2] for t in taken[1:]
+        )  # neighbours in time: steadier than the medians' ratio
         gbs: Callable[[float], float] = lambda s: nbytes / s / 1e9  # noqa: E731
         print(f"{name:52} {gbs(ours):6.2f} {gbs(one):8.2f} {gbs(two):8.2f} {ratio:18.2f}", flush=True)
         here.close()

@@ -61,7 +61,7 @@ class _Registry:
         fd = -1
         try:
             fd = sealed_memfd("etha", nbytes)
-            pages = map_pages(fd, nbytes, before_unmap=partial(self._drop, fd))
+            pages = map_pages(fd, nbytes, fresh=True, before_unmap=partial(self._drop, fd))
         except OSError as error:
             if fd >= 0:
                 os.close(fd)

@@ -1,0 +1,76 @@
+"""Huge pages under a worker's registered tensors, asked for in the background.
+
+An agent reads ordinary memory through the kernel, which looks up every page: with 4 KiB pages that costs
+as much as the copy. The kernel can gather pages into huge ones in place; data and addresses stay as they
+are. A hint: where it is refused, copies are slower and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+from etha.memory.pages import HUGE, collapse
+
+log = logging.getLogger(__name__)
+
+#: Bytes asked for in one call: other calls into the kernel's memory management get their turn in between.
+_STEP = 32 << 20
+
+
+class Collapser:
+    """Collapses ranges on a thread of its own, each one once; cancel() when the process's client closes."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self._queue: list[tuple[int, int]] = []
+        self._thread: threading.Thread | None = None
+        self._cancelled = False
+
+    def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Queue (address, bytes) ranges of this process's memory; returns at once.
+
+        A range that is freed meanwhile is refused by the kernel or is somebody else's memory by then, whose
+        contents stay as well.
+        """
+        with self._lock:
+            new = {r for r in ranges if r[1] >= HUGE} - self._seen
+            if not new or self._cancelled:
+                return
+            self._seen |= new
+            self._queue += sorted(new)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="etha-huge-pages", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        done = refused = 0
+        while True:
+            with self._lock:
+                if self._cancelled or not self._queue:
+                    self._thread = None
+                    break
+                address, nbytes = self._queue.pop(0)
+                step = min(nbytes, _STEP)
+                if nbytes - step >= HUGE:
+                    self._queue.insert(0, (address + step, nbytes - step))
+            if collapse(address, step):
+                done += step
+            else:
+                refused += step
+        log.debug("huge pages: %d bytes collapsed, %d refused", done, refused)
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until what was asked for is done."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def cancel(self) -> None:
+        """Stop after the step that runs; idempotent, does not wait."""
+        with self._lock:
+            self._cancelled = True
+            self._queue.clear()
