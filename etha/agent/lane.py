@@ -129,6 +129,11 @@ class Lane:
                 self._begin()
         return running
 
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs or waits."""
+        return not self._queue
+
     def _begin(self) -> None:
         """Wake threads for the first job; jobs that have nothing to do are over."""
         while self._queue and self._queue[0].over:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 
 from etha.agent.calls import Calls
+from etha.agent.chronicle import Chronicle
 from etha.agent.effects import CallKey, Fail, Member, OfferChanged, Settled, StartMove, StopMove, Tell
 from etha.agent.lane import Lane
 from etha.agent.live import Ask, Current, Live
@@ -33,12 +33,16 @@ from etha.transport.program import Program
 
 log = logging.getLogger(__name__)
 
+#: Bytes up to which a program is run on the loop itself, some ten microseconds.
+_SHORT = 64 << 10
+
 
 class Movers:
     """All transfers of this agent, on one lane."""
 
     def __init__(self, *, store: Store, calls: Calls, lane: Lane, spawn: Spawn) -> None:
-        self._store, self._calls, self._lane, self._spawn = store, calls, lane, spawn
+        self._calls, self._lane, self._spawn = calls, lane, spawn
+        self.chronicle = Chronicle(store, spawn)
         self.running = 0
         #: Set while no transfer moves on this agent.
         self.idle = asyncio.Event()
@@ -187,11 +191,27 @@ class Movers:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
         job = Execution(program, guards)
+        if program.work <= _SHORT and job.pieces <= 2 and self._lane.idle:
+            # The way to a lane thread and back takes longer than such a copy.
+            asyncio.get_running_loop().call_soon(self._here, live, current, job)
+            return
         current.running = self._lane.submit(
             job,
             on_progress=lambda done: self._progress(live, current, program, done),
             on_done=lambda error: self._done(live, current, error),
         )
+
+    def _here(self, live: Live, current: Current, job: Execution) -> None:
+        """Run a short program on the loop, in the place of one thread more than the lane has."""
+        error: BaseException | None = asyncio.CancelledError() if current.stopped else None
+        piece = 0
+        while error is None and piece < job.pieces:
+            try:
+                job.run(piece, self._lane.threads)
+            except Exception as raised:  # as from a lane: handed on, and told to the workers
+                error = raised
+            piece += 1
+        self._over(live, current, None if error is None else self._translate(live, error), touched=piece > 0)
 
     def _progress(self, live: Live, current: Current, program: Program, done: int) -> None:
         if live.current is not current or program.work == 0:
@@ -248,8 +268,7 @@ class Movers:
             live.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
-            self._store.note_batch(pair, live.name, fields)
-            self._spawn(self._record(pair, live.name, fields))
+            self.chronicle.tell(pair, live.name, fields)
 
     def _answer(self, live: Live, effect: Settled, seconds: float) -> None:
         program = live.programs[effect.source]
@@ -267,9 +286,3 @@ class Movers:
                 peak_staging=program.peak_staging(self._lane.threads),
             )
             self._calls.answer(key, moved)
-
-    async def _record(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
-        try:
-            await self._store.set_batch(pair, batch, fields)
-        except EthaError as error:
-            log.warning("batch %s of pair %s: Redis does not know its last transfer: %s", batch, pair, error)

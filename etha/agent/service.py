@@ -123,6 +123,7 @@ class Agent:
         for session in list(self.sessions.values()):
             self.gone(session.peer, "closed")
         try:
+            await self.movers.chronicle.write()
             await self.store.withdraw_agent(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
