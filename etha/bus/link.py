@@ -88,6 +88,7 @@ class AgentLink:
         on_push: Callable[[Any], None] | None = None,
         on_timeout: Callable[[], EthaError] | None = None,
         on_cancel: Callable[[Answer | None], None] | None = None,
+        patient: bool = False,
     ) -> Any:
         """The agent's answer to ``message``, or the error that it failed with.
 
@@ -95,13 +96,14 @@ class AgentLink:
         the deadline gets a Cancel, and ``on_timeout()`` is raised (default: AgentLostError, it hangs).
         When the awaiting task is cancelled, the agent gets a Cancel and up to a second to answer;
         ``on_cancel`` is told that answer, Reply or Failure, or None when none came, before
-        CancelledError goes on. AgentLostError as soon as the agent is lost.
+        CancelledError goes on; a second cancellation ends that wait, unless ``patient``. AgentLostError as
+        soon as the agent is lost.
         """
 
         def post(request: Request) -> None:
             self._channel.post(request)
 
-        return await self._call(message, timeout, post, on_push, on_timeout, on_cancel)
+        return await self._call(message, timeout, post, on_push, on_timeout, on_cancel, patient)
 
     async def send_descriptors(
         self,
@@ -162,6 +164,7 @@ class AgentLink:
         on_push: Callable[[Any], None] | None = None,
         on_timeout: Callable[[], EthaError] | None = None,
         on_cancel: Callable[[Answer | None], None] | None = None,
+        patient: bool = False,
     ) -> Any:
         self._check()
         endless = not timeout < _FOREVER
@@ -181,7 +184,7 @@ class AgentLink:
                 timer.cancel()
             try:
                 if posted:
-                    await self._confirm_cancel(call)
+                    await self._confirm_cancel(call, patient)
             finally:
                 if on_cancel is not None:
                     on_cancel(call.answer)
@@ -197,12 +200,23 @@ class AgentLink:
             return answer.message
         raise answer.error
 
-    async def _confirm_cancel(self, call: Call) -> None:
+    async def _confirm_cancel(self, call: Call, patient: bool) -> None:
         if call.answer is None:
             self._cancel(call)
-            timer = self._loop.call_later(GRACE, call.expire)
+            late: list[bool] = []
+
+            def give_up() -> None:
+                late.append(True)
+                call.expire()
+
+            timer = self._loop.call_later(GRACE, give_up)
             try:
-                await call.wait()
+                while call.answer is None and not late:
+                    try:
+                        await call.wait()
+                    except asyncio.CancelledError:
+                        if not patient:
+                            raise
             finally:
                 timer.cancel()
 

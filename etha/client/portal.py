@@ -40,6 +40,7 @@ class Portal:
         """
         running = _Running(work, self._loop)
         try:
+            running.start()
             running.ended.wait()
         except BaseException:
             running.cancel()
@@ -65,14 +66,22 @@ class _Running:
         self.ended = threading.Event()
         self._work, self._loop = work, loop
         self._task: asyncio.Task[Any] | None = None
-        loop.call_soon_threadsafe(self._start)
 
-    def _start(self) -> None:
-        self._task = self._loop.create_task(self._work)
-        self._task.add_done_callback(lambda _: self.ended.set())
+    def start(self) -> None:
+        self._loop.call_soon_threadsafe(self._begin)
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task is not None else None)
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self) -> None:
+        if self._task is None:
+            self._task = self._loop.create_task(self._work)
+            self._task.add_done_callback(lambda _: self.ended.set())
+
+    def _cancel(self) -> None:
+        self._begin()  # an interrupt may come before ``start`` has been heard
+        assert self._task is not None
+        self._task.cancel()
 
     def result(self) -> Any:
         assert self._task is not None

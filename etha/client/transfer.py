@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.client.batch import Registration, Stage
+from etha.client.deadline import Deadline
 from etha.client.results import TransferResult, Version
 from etha.errors import AgentLostError, ConfigError, TransferError, TransferTimeoutError
 
@@ -51,6 +52,7 @@ async def transfer(
     if not staged:
         return await _once(registration, verb, version, on_commit, timeout, progress)
     # A call that stages or applies has to finish before the next of this worker begins.
+    deadline = Deadline(timeout)
     try:
         async with asyncio.timeout(None if timeout == math.inf else timeout):
             await registration.turn.acquire()
@@ -59,7 +61,7 @@ async def transfer(
             f"batch {registration.batch!r}: an earlier transfer of this worker did not end in time", outcome="withdrawn"
         ) from None
     try:
-        return await _once(registration, verb, version, on_commit, timeout, progress)
+        return await _once(registration, verb, version, on_commit, deadline.left, progress)
     finally:
         registration.turn.release()
 
@@ -73,8 +75,8 @@ async def _once(
     progress: Callable[[int, int], None] | None,
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
-    if verb == "send":
-        await _copy(registration.source, registration.source.pull, registration.locals)
+    if verb == "send" and registration.source.serves:
+        await _to_its_end(_copy(registration.source, registration.source.pull, registration.locals))
     word = page.open()
     confirmed: list[Answer | None] = []
 
@@ -110,13 +112,18 @@ async def _once(
     )
     try:
         moved = await link.request(
-            message, timeout=timeout, on_push=pushed, on_timeout=late, on_cancel=confirmed.append
+            message,
+            timeout=timeout,
+            on_push=pushed,
+            on_timeout=late,
+            on_cancel=confirmed.append,
+            patient=True,  # until the agent has let go of the tensors
         )
     except asyncio.CancelledError:
         answer = confirmed[0] if confirmed else None
         if isinstance(answer, Reply):
             # COMMIT has won the race: the others hold the new version, so must this worker.
-            await _finish(registration, verb, answer.message, on_commit)
+            await _to_its_end(_apply(registration, verb, answer.message, on_commit))
         else:
             registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
             if answer is None and not page.revoke(word):
@@ -133,7 +140,7 @@ async def _once(
         page.revoke(word)
     assert isinstance(moved, Moved)
     tell(moved.nbytes, moved.nbytes)
-    await _finish(registration, verb, moved, on_commit)
+    await _to_its_end(_apply(registration, verb, moved, on_commit))
     return TransferResult(
         seq=moved.seq,
         version=moved.version,
@@ -145,19 +152,20 @@ async def _once(
     )
 
 
-async def _finish(
-    registration: Registration,
-    verb: Literal["send", "recv"],
-    moved: Moved,
-    on_commit: Callable[[], Awaitable[None] | None] | None,
-) -> None:
-    """After COMMIT: pause the user's engine, apply what was received, tell autograd. Not to be cut short."""
-    work = asyncio.ensure_future(_apply(registration, verb, moved, on_commit))
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await what must not be cut short: a cancellation goes on once it has ended."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if (failed := task.exception()) is not None:
+        log.error("failed after its call was cancelled", exc_info=failed)
+    raise cancelled
 
 
 async def _apply(
@@ -166,15 +174,17 @@ async def _apply(
     moved: Moved,
     on_commit: Callable[[], Awaitable[None] | None] | None,
 ) -> None:
+    """After COMMIT: pause the user's engine, apply what was received, tell autograd."""
     if verb == "recv":
-        if on_commit is not None:
-            waiting = on_commit()
-            if inspect.isawaitable(waiting):
+        try:
+            if on_commit is not None and inspect.isawaitable(waiting := on_commit()):
                 await waiting
-        stage: Stage = registration.shadows or registration.source
-        await _copy(stage, stage.push, registration.locals)
-        registration.received()
-        registration.torn = False
+        finally:  # all the others hold the new version, so must this worker
+            stage: Stage = registration.shadows or registration.source
+            await _copy(stage, stage.push, registration.locals)
+            registration.received()
+            registration.torn = False
+            registration.version = moved.version
     registration.version = moved.version
 
 
