@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a leaving agent gives to running transfers.
 DRAIN = 30.0
+_LEAVING = "this agent is leaving and takes no new work"
 
 
 class Agent:
@@ -171,10 +172,10 @@ class Agent:
 
     def received(self, peer: Peer, request: Request) -> None:
         """One message of a worker; every error becomes its answer."""
-        session = self.sessions[peer.key]
         try:
+            session = self._session(peer)
             if self._draining and not isinstance(request.message, GetStatus):
-                raise AgentUnavailableError("this agent is leaving and takes no new work")
+                raise AgentUnavailableError(_LEAVING)
             self._dispatch(session, request)
         except EthaError as error:
             self._refuse(peer, request, error)
@@ -188,7 +189,12 @@ class Agent:
 
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
         """A worker shows memory: a segment, or its revocation page."""
-        session = self.sessions[peer.key]
+        try:
+            session = self._session(peer)
+        except AgentUnavailableError:
+            for fd in fds:
+                os.close(fd)
+            raise
         match header, fds:
             case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
                 session.memory.attach(segment, fd, nbytes)
@@ -216,6 +222,12 @@ class Agent:
         session.memory.close()
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _session(self, peer: Peer) -> Session:
+        """A worker's session; AgentUnavailableError once ``drain`` has taken it out."""
+        if (session := self.sessions.get(peer.key)) is None:
+            raise AgentUnavailableError(_LEAVING)
+        return session
 
     def _dispatch(self, session: Session, request: Request) -> None:
         peer = session.peer

@@ -49,12 +49,13 @@ def dial(path: Path) -> socket.socket:
 
 
 def listens(path: Path) -> bool:
-    """True when an agent listens at ``path`` (``.../cpu.sock``)."""
+    """True when an agent listens at ``path`` (``.../cpu.sock``) and is not on its way out."""
     try:
-        dial(path).close()
+        with dial(path) as connection:
+            pid = Credentials.of_socket(connection).pid
     except AgentUnavailableError:
         return False
-    return True
+    return not (pid and is_exiting(pid))  # a killed process takes connections until its descriptors close
 
 
 class Channel:

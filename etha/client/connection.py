@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink
 from etha.bus.messages import Probe, Probed
 from etha.bus.process import start_time
+from etha.client.deadline import Deadline
 from etha.client.spawn import ensure_agent
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, ProtocolError
@@ -20,6 +23,9 @@ from etha.memory.handles import TensorHandle
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
 from etha.version import __version__
+
+#: Agents that may die or leave, one after the other, while a client connects.
+_ATTEMPTS = 3
 
 
 class Connection:
@@ -43,16 +49,11 @@ class Connection:
         timeout: float,
         on_push: Callable[[Any], None],
     ) -> Connection:
-        """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError."""
-        if agent is not None:
-            path = _path_of(agent)
-        elif autostart:
-            settings.ensure_runtime_dir()
-            path = await ensure_agent(
-                settings, device, redis_url=redis_url, namespace=settings.namespace, timeout=timeout
-            )
-        else:
-            path = settings.socket_path(device)
+        """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError.
+
+        An agent that dies or leaves while we come is followed by another one where that may be started.
+        """
+        deadline = Deadline(timeout)
         hello = Hello(
             version=__version__,
             namespace=settings.namespace,
@@ -61,20 +62,44 @@ class Connection:
             pid=os.getpid(),
             start=start_time(),
         )
-        try:
-            link = await AgentLink.connect(path, hello, timeout=timeout, on_push=on_push)
-        except AgentUnavailableError as error:
-            way = "check agent= and ETHA_AGENT" if agent is not None else "give autostart=True"
-            text = f"{error.message}; {way}, or start one by `etha agent --device {device}`"
-            raise AgentUnavailableError(text) from error
+        starts = agent is None and autostart
+        for _ in range(_ATTEMPTS if starts else 1):
+            if starts:
+                settings.ensure_runtime_dir()
+                path = await ensure_agent(
+                    settings, device, redis_url=redis_url, namespace=settings.namespace, timeout=deadline.left
+                )
+            else:
+                path = settings.socket_path(device) if agent is None else _path_of(agent)
+            try:
+                return await cls._meet(path, hello, deadline, on_push, patient=starts)
+            except (AgentUnavailableError, AgentLostError) as error:
+                failed = error
+                if deadline.left == 0:
+                    break
+        ways = [f"start one by `etha agent --device {device}`"]
+        if not starts:
+            ways.insert(0, "check agent= and ETHA_AGENT" if agent is not None else "give autostart=True")
+        raise AgentUnavailableError(f"{failed.message}; {', or '.join(ways)}") from failed
+
+    @classmethod
+    async def _meet(
+        cls, path: Path, hello: Hello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
+    ) -> Connection:
+        """One session; ``patient``: with an agent that is leaving, return only once it has left."""
+        link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
         page = RevocationPage()
         try:
             connection = cls(link, page)
-            await link.send_descriptors({"revocation": True}, [page.fd], timeout=timeout)
-            await connection._probe(timeout)
-        except BaseException:
-            link.abort()
-            page.close()
+            await link.send_descriptors({"revocation": True}, [page.fd], timeout=deadline.left)
+            await connection._probe(deadline.left)
+        except BaseException as error:
+            try:
+                if patient and isinstance(error, AgentUnavailableError):
+                    await asyncio.wait({link.lost}, timeout=None if deadline.left == math.inf else deadline.left)
+            finally:
+                link.abort()
+                page.close()
             raise
         return connection
 

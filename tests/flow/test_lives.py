@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import etha
+
 from .acts import die_half_way, init, is_old, lost, recv, register, register_large, send, transfer
 from .jobs import Job, tell, wait_gone
 from .puppets import Puppet, Stage, together
@@ -160,7 +162,19 @@ def test_the_agent_is_killed_during_rendezvous(job: Job) -> None:
 
 
 def connect(me: SimpleNamespace) -> None:
-    import etha
-
     me.client = etha.TensorBusClient(timeout=20)
     me.client.status()
+
+
+def test_a_client_that_comes_while_the_agent_leaves_is_served_by_another(job: Job) -> None:
+    """SIGTERM, and at once the next clients: they wait for the end of the old agent and start a new one."""
+    stage = Stage(job, "weights")
+    trainer, inference = stage.puppet("trainer", 0, 1), stage.puppet("inference", 0, 1)
+    trainer.do(connect)
+    agent = trainer.do(agent_pid)
+    os.kill(agent, signal.SIGTERM)
+    inference.begin(init)
+    wait_gone(agent)
+    trainer.begin(init)
+    assert inference.ends() == trainer.ends() == 1
+    assert trainer.do(agent_pid) == inference.do(agent_pid) != agent
