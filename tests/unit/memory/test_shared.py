@@ -16,6 +16,8 @@ from etha.client.tensors import empty, empty_like, share_module
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.memory.handles import describe
+from etha.memory.huge import Collapser
+from etha.memory.pages import collapse
 
 
 def descriptors() -> int:
@@ -132,3 +134,21 @@ def test_share_module_can_be_repeated_and_trained_on() -> None:
     place = module.weight.data_ptr()
     optimizer.step()
     assert module.weight.data_ptr() == place
+
+
+def test_huge_pages_change_nothing_but_the_pages() -> None:
+    tensors = [torch.arange(5 << 20, dtype=torch.int32), torch.arange(100, dtype=torch.int32)]
+    places = [t.data_ptr() for t in tensors]
+    collapser = Collapser()
+    collapser.ask((t.data_ptr(), t.nbytes) for t in tensors)
+    collapser.settle(timeout=30)
+    assert [t.data_ptr() for t in tensors] == places
+    assert all(torch.equal(t, torch.arange(len(t), dtype=torch.int32)) for t in tensors)
+    collapser.cancel()
+    collapser.ask([(places[0], 2 << 21)])
+    collapser.settle(timeout=30)
+
+
+def test_ranges_that_are_not_mapped_are_refused_quietly() -> None:
+    assert collapse(2 << 21, 2 << 21) is False
+    assert collapse(torch.empty(10).data_ptr(), 40) is False
