@@ -48,6 +48,7 @@ class AgentLink:
         self._owner = os.getpid()
         self._ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
+        self._settled: asyncio.Future[None] | None = None
         self._closing = False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
@@ -126,6 +127,17 @@ class AgentLink:
 
         await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
 
+    async def settle(self) -> None:
+        """Cancel whatever is pending, and wait up to a second until it has been answered."""
+        if os.getpid() != self._owner or self.lost.done() or not self._calls:
+            return
+        for call in self._calls.values():
+            self._cancel(call)
+        self._settled = self._loop.create_future()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await self._settled
+
     async def close(self) -> None:
         """Say goodbye, wait up to a second until the agent has heard, and end the session; idempotent."""
         if os.getpid() != self._owner or self.lost.done():
@@ -191,6 +203,8 @@ class AgentLink:
             raise
         finally:
             del self._calls[call.id]
+            if not self._calls and self._settled is not None and not self._settled.done():
+                self._settled.set_result(None)
             if timer is not None:
                 timer.cancel()
         if answer is None:

@@ -289,7 +289,7 @@ class AsyncTensorBusClient:
         return status.report
 
     async def close(self) -> None:
-        """Leave all pairs and batches and the agent; idempotent."""
+        """Leave all pairs and batches and the agent; what is under way is cancelled. Idempotent."""
         self._closed = True
         connection, self._connection = self._connection, None
         for registration in self._batches.values():
@@ -297,6 +297,8 @@ class AsyncTensorBusClient:
         for pair, _ in self._pairs.values():
             pair.lost.set("closed", "this client was closed")
         if connection is not None and os.getpid() == self._pid:
+            # Transfers that move end first: their memory is free when this returns.
+            await connection.link.settle()
             await connection.close()
 
     def handle_of(self, batch_id: str) -> BatchHandle:
