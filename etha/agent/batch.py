@@ -90,7 +90,9 @@ class Batch(Machine[Standing]):
     def enrolled(self, key: CallKey, member: Member) -> list[BatchEffect]:
         """A local rank's entry is in the roster."""
         if self.lost is not None:
-            return [Fail(call=key, error=self.lost)]
+            if not self.open:
+                self.move(Standing.CLOSED)
+            return [Fail(call=key, error=self.lost), Unenroll(member=member)]
         self.waiting[key] = member
         self.open.add(member)
         return self._answer_all() if self.state is Standing.REGISTERED else []
