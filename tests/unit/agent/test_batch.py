@@ -1,0 +1,248 @@
+"""One registration on one agent: everybody comes, plans are agreed on, everybody is told once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from etha.agent.batch import Batch, Declare, Evaluate, Stand, Standing, Unenroll
+from etha.agent.effects import Answer, Fail, Member
+from etha.agent.evaluate import Evaluation
+from etha.agent.machine import ImpossibleMove
+from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
+
+ONE = {"t": ("a", "a"), "i": ("a",)}
+TWO = {"t": ("a", "a"), "i": ("b",)}
+BAD = Violation(code="dtype", name="w", side="t", rank=None, text="no")
+
+
+def evaluation(refused: tuple[Violation, ...] = ()) -> Evaluation:
+    return Evaluation(
+        sides=("i", "t"),
+        plans={},
+        digests={"t": "1234"},
+        violations={"i": refused, "t": refused},
+        refused=refused,
+        atomic=False,
+        bucket_size=None,
+        seq=4,
+        tensors=1,
+        sizes={},
+    )
+
+
+class World:
+    """The machine of agent ``a``, a roster, and what callers were told."""
+
+    def __init__(self, agents: dict[str, tuple[str, ...]]) -> None:
+        self.agents = agents
+        self.everybody: list[Member] = [(s, r) for s, ranks in agents.items() for r in range(len(ranks))]
+        self.locals = [(s, r) for s, r in self.everybody if agents[s][r] == "a"]
+        self.batch = Batch("'b' of pair 'p'", me="a", agents=agents)
+        self.entries: dict[Member, str] = {}
+        self.verdicts: dict[str, str] = {}
+        self.complete = False
+        self.waiting: dict[tuple[str, int], Member] = {}
+        self.told: dict[tuple[str, int], Any] = {}
+        self.stood = 0
+        self.evaluating = False
+        self.calls = 0
+
+    def enter(self, member: Member) -> tuple[str, int]:
+        self.calls += 1
+        key = (f"{member[0]}{member[1]}", self.calls)
+        self.publish(member)
+        self.waiting[key] = member
+        self.perform(self.batch.enrolled(key, member))
+        return key
+
+    def publish(self, member: Member) -> None:
+        self.entries[member] = "{}"
+        self.complete = self.complete or len(self.entries) == len(self.everybody)
+
+    def look(self) -> None:
+        self.perform(self.batch.rostered(dict(self.entries), dict(self.verdicts)))
+
+    def plan(self, refused: bool = False) -> None:
+        self.evaluating = False
+        self.perform(self.batch.evaluated(evaluation((BAD,) if refused else ())))
+
+    def perform(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case Answer(call=key):
+                    assert self.waiting.pop(key), f"{key} answered twice"
+                    assert self.batch.state is Standing.REGISTERED
+                    self.told[key] = effect.message
+                case Fail(call=key, error=error):
+                    assert self.waiting.pop(key), f"{key} answered twice"
+                    self.told[key] = error
+                case Evaluate(entries=entries):
+                    assert set(entries) == set(self.everybody) and not self.evaluating
+                    self.evaluating = True
+                case Declare(digest=digest):
+                    self.verdicts["a"] = digest
+                case Stand():
+                    self.stood += 1
+                case Unenroll(member=member):
+                    if not self.complete:
+                        self.entries.pop(member, None)
+
+
+def test_everybody_comes_and_is_told() -> None:
+    world = World(ONE)
+    keys = [world.enter(member) for member in world.everybody]
+    world.look()
+    world.plan()
+    assert [world.told[key].seq for key in keys] == [4, 4, 4] and world.stood == 1
+
+
+def test_two_agents_compare_their_plans() -> None:
+    world = World(TWO)
+    keys = [world.enter(member) for member in world.locals]
+    world.publish(("i", 0))
+    world.look()
+    world.plan()
+    assert world.batch.state is Standing.AGREEING and set(world.waiting) == set(keys)
+    world.verdicts["b"] = evaluation().digest
+    world.look()
+    assert world.batch.state is Standing.REGISTERED and not world.waiting
+
+
+def test_plans_that_differ_are_refused_by_name() -> None:
+    world = World(TWO)
+    keys = [world.enter(member) for member in world.locals]
+    world.publish(("i", 0))
+    world.look()
+    world.plan()
+    world.verdicts["b"] = "other"
+    world.look()
+    error = world.told[keys[0]]
+    assert isinstance(error, RegistrationError) and [v.code for v in error.violations] == ["plan_mismatch"]
+    assert "agents a and b computed different plans; run the same version of Etha on all" in error.message
+    assert world.batch.state is Standing.CLOSED, "nobody here holds it"
+
+
+def test_a_refusal_reaches_everybody_with_all_reasons() -> None:
+    world = World(ONE)
+    keys = [world.enter(member) for member in world.everybody]
+    world.look()
+    world.plan(refused=True)
+    for key in keys:
+        assert isinstance(world.told[key], RegistrationError) and world.told[key].violations == (BAD,)
+        assert "batch 'b' of pair 'p' cannot be registered, 1 reasons" in world.told[key].message
+
+
+def test_a_deadline_lists_who_is_missing_but_never_oneself() -> None:
+    world = World(ONE)
+    key = world.enter(("t", 1))
+    world.perform(world.batch.expire(key, cancelled=False))  # before the roster was read
+    error = world.told[key]
+    assert isinstance(error, RendezvousTimeoutError) and error.missing == {"i": (0,), "t": (0,)}
+    assert error.message == (
+        "register_tensors of batch 'b' of pair 'p' by t rank 1 ended at its deadline; missing: i rank 0; t rank 0"
+    )
+    assert world.batch.state is Standing.CLOSED and not world.entries
+
+
+def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
+    world = World(ONE)
+    lost = PeerLostError("i rank 0 died", reason="died")
+    first = world.enter(("t", 0))
+    world.perform(world.batch.break_up(lost))
+    second = world.enter(("t", 1))
+    assert world.told == {first: lost, second: lost}
+    world.perform(world.batch.close(("t", 0)))
+    assert world.batch.state is Standing.CLOSED
+
+
+def test_an_impossible_move_tells_the_story() -> None:
+    world = World(ONE)
+    with pytest.raises(ImpossibleMove, match="batch 'b' of pair 'p': ENROLLING -> REGISTERED is impossible"):
+        world.batch.move(Standing.REGISTERED)
+
+
+class Walk(RuleBasedStateMachine):
+    """Any order of ranks, looks, plans, refusals, verdicts, deadlines, closes and losses."""
+
+    @initialize(agents=st.sampled_from([ONE, TWO]))
+    def begin(self, agents: dict[str, tuple[str, ...]]) -> None:
+        self.world = World(agents)
+
+    @precondition(lambda self: self.world.batch.state is not Standing.CLOSED)
+    @rule(data=st.data())
+    def enter(self, data: st.DataObject) -> None:
+        world = self.world
+        free = [m for m in world.everybody if m not in world.waiting.values() and m not in world.batch.open]
+        free = [m for m in free if not (world.complete and m in world.entries)]
+        if free:
+            member = data.draw(st.sampled_from(free))
+            world.enter(member) if member in world.locals else world.publish(member)
+
+    @rule()
+    def look(self) -> None:
+        self.world.look()
+
+    @precondition(lambda self: self.world.evaluating)
+    @rule(how=st.sampled_from(["plan", "plan", "refused", "failed"]))
+    def plan(self, how: str) -> None:
+        if how == "failed":
+            self.world.evaluating = False
+            self.world.perform(self.world.batch.failed(ProtocolError("Redis: odd")))
+        else:
+            self.world.plan(how == "refused")
+
+    @rule(same=st.booleans())
+    def verdict(self, same: bool) -> None:
+        if "i" in self.world.agents and self.world.agents["i"] == ("b",) and self.world.complete:
+            self.world.verdicts.setdefault("b", evaluation().digest if same else "other")
+
+    @precondition(lambda self: self.world.waiting)
+    @rule(data=st.data(), cancelled=st.booleans())
+    def expire(self, data: st.DataObject, cancelled: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.world.waiting)))
+        self.world.perform(self.world.batch.expire(key, cancelled=cancelled))
+
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        world = self.world
+        member = data.draw(st.sampled_from(world.locals))
+        for key in [key for key, who in world.waiting.items() if who == member]:
+            del world.waiting[key]  # its client is closed: nobody waits for an answer
+        world.perform(world.batch.close(member))
+
+    @rule()
+    def lose(self) -> None:
+        self.world.perform(self.world.batch.break_up(PeerLostError("gone", reason="died")))
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world, batch = self.world, self.world.batch
+        assert set(batch.waiting) == set(world.waiting)
+        assert set(batch.waiting.values()) <= batch.open
+        assert world.stood <= 1 and (batch.state is not Standing.REGISTERED or world.stood == 1)
+        if batch.state in (Standing.REGISTERED, Standing.REFUSED, Standing.LOST, Standing.CLOSED):
+            assert not batch.waiting, "somebody waits for what will not come"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for key in sorted(world.waiting):
+            if key in world.waiting:
+                world.perform(world.batch.expire(key, cancelled=False))
+        assert not world.waiting, "a caller without an exit"
+        for member in world.locals:
+            world.perform(world.batch.close(member))
+        assert not world.batch.open
+        assert world.batch.state is Standing.CLOSED or not world.calls
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

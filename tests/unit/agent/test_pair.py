@@ -1,0 +1,264 @@
+"""A pair as one agent sees it: let in, formed, lost, formed again; every caller is answered once."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from etha.agent.effects import Answer, Fail, Member
+from etha.agent.machine import ImpossibleMove
+from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, Standing
+from etha.errors import ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
+from etha.store.records import Member as Holder
+from etha.store.records import PairView, SideView
+
+WORLDS = {"t": 2, "i": 1}
+MEMBERS: list[Member] = [("t", 0), ("t", 1), ("i", 0)]
+
+
+class Redis:
+    """What the store would hold and answer: joins complete an epoch, a leave of a formed pair loses it."""
+
+    def __init__(self) -> None:
+        self.state, self.epoch, self.reason = "forming", 0, None
+        self.members: dict[Member, Holder] = {}
+
+    def join(self, asked: Asked) -> PairView:
+        known = self.members.get((asked.side, asked.rank))
+        if self.state == "formed" and known is not None and known.is_same(asked.holder):
+            return self.view()
+        if self.state == "formed":
+            self.state, self.reason = "lost", "relaunched"
+        self.members[asked.side, asked.rank] = replace(asked.holder, epoch=self.epoch + 1)
+        if all(m in self.members and self.members[m].epoch == self.epoch + 1 for m in MEMBERS):
+            self.state, self.epoch, self.reason = "formed", self.epoch + 1, None
+        return self.view()
+
+    def leave(self, leave: Leave) -> None:
+        known = self.members.get((leave.side, leave.rank))
+        if known is not None and known.is_same(leave.holder):
+            del self.members[leave.side, leave.rank]
+            if self.state == "formed":
+                self.state, self.reason = "lost", leave.reason
+
+    def view(self) -> PairView:
+        sides = {
+            side: SideView(
+                world_size=world if any(s == side for s, _ in self.members) else None,
+                members={r: h for (s, r), h in sorted(self.members.items()) if s == side},
+            )
+            for side, world in WORLDS.items()
+        }
+        return PairView(name="p", state=self.state, epoch=self.epoch, reason=self.reason, sides=sides)  # type: ignore[arg-type]
+
+
+class World:
+    """One agent, its store (asked in order, as the shell does) and its callers."""
+
+    def __init__(self) -> None:
+        self.pair, self.redis = Pair("p", "redis://here"), Redis()
+        self.todo: deque[Join | Leave] = deque()
+        self.pids = dict.fromkeys(MEMBERS, 1)
+        self.waiting: dict[tuple[str, int], Member] = {}
+        self.answers: dict[tuple[str, int], int] = {}
+        self.errors: dict[tuple[str, int], Any] = {}
+        self.calls = 0
+
+    def holder(self, member: Member) -> Holder:
+        return Holder(agent="a", host="h", pid=100 * (MEMBERS.index(member) + 1) + self.pids[member], start=1)
+
+    def ask(self, member: Member) -> tuple[str, int]:
+        self.calls += 1
+        key = (f"{member[0]}{member[1]}", self.calls)
+        self.waiting[key] = member
+        other = "i" if member[0] == "t" else "t"
+        world = WORLDS[member[0]]
+        asked = Asked(
+            key=key,
+            side=member[0],
+            rank=member[1],
+            remote=other,
+            world_size=world,
+            launch=None,
+            holder=self.holder(member),
+        )
+        self.perform(self.pair.ask(asked))
+        return key
+
+    def step(self, refuse: bool = False) -> None:
+        """The store takes the oldest thing that it was asked."""
+        match self.todo.popleft():
+            case Join(asked=asked) if refuse:
+                self.perform(self.pair.refused(asked.key, ConfigError("held")))
+            case Join(asked=asked):
+                view = self.redis.join(asked)
+                if asked.key not in self.waiting:  # as the shell does
+                    leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
+                    self.redis.leave(leave)
+                self.perform(self.pair.joined(asked.key, view))
+            case Leave() as leave:
+                self.redis.leave(leave)
+
+    def look(self) -> None:
+        self.perform(self.pair.viewed(self.redis.view()))
+
+    def drain(self) -> None:
+        while self.todo:
+            self.step()
+        self.look()
+
+    def perform(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case Join() | Leave():
+                    self.todo.append(effect)
+                case Answer(call=key, message=message):
+                    assert self.waiting.pop(key), f"{key} answered twice"
+                    assert message.epoch == self.pair.epoch and self.pair.state is Standing.FORMED
+                    self.answers[key] = message.epoch
+                case Fail(call=key, error=error):
+                    assert self.waiting.pop(key), f"{key} answered twice"
+                    self.errors[key] = error
+                case Formed(epoch=epoch):
+                    assert epoch == self.pair.epoch
+                case Broken(epoch=epoch, error=error):
+                    assert epoch == self.pair.epoch and "call init_pair and register_tensors again" in error.message
+
+
+def test_all_come_and_the_pair_forms() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    world.drain()
+    assert [world.answers[key] for key in keys] == [1, 1, 1]
+    assert world.pair.error(1) is None
+    again = world.ask(("t", 0))
+    world.drain()
+    assert world.answers[again] == 1, "a no-op at the current epoch"
+
+
+def test_a_deadline_says_who_is_missing_and_frees_the_rank() -> None:
+    world = World()
+    key = world.ask(("t", 1))
+    world.drain()
+    world.perform(world.pair.expire(key, cancelled=False))
+    error = world.errors[key]
+    assert isinstance(error, RendezvousTimeoutError) and error.missing == {"t": (0,), "i": (0,)}
+    assert error.message == "init_pair of 'p' by t rank 1 ended at its deadline; missing: t rank 0; everybody of i"
+    world.drain()
+    assert ("t", 1) not in world.redis.members
+
+
+def test_a_deadline_before_redis_answered_is_redis_fault() -> None:
+    world = World()
+    key = world.ask(("t", 1))
+    world.perform(world.pair.expire(key, cancelled=False))
+    assert isinstance(world.errors[key], RedisUnavailableError)
+    assert "before Redis at redis://here had answered" in world.errors[key].message
+
+
+def test_a_death_breaks_the_epoch_before_redis_says_so() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    world.perform(world.pair.depart("t", 1, world.holder(("t", 1)), "died"))
+    lost = world.pair.error(1)
+    assert isinstance(lost, PeerLostError) and lost.reason == "died" and lost.outcome == "withdrawn"
+    assert "t rank 1 died (pid 201 on h)" in lost.message and "epoch 1" in lost.message
+    world.drain()
+    world.pids["t", 1] += 1
+    keys = [world.ask(member) for member in MEMBERS]
+    world.drain()
+    assert {world.answers[key] for key in keys} == {2}
+    assert "this batch belongs to epoch 1" in world.pair.error(1).message  # type: ignore[union-attr]
+
+
+def test_who_is_evicted_hears_it() -> None:
+    world = World()
+    key = world.ask(("t", 0))
+    world.drain()
+    del world.redis.members["t", 0]
+    world.look()
+    assert isinstance(world.errors[key], PeerLostError) and world.errors[key].reason == "relaunched"
+    assert "t rank 0 was evicted by a newer launch of its side" in world.errors[key].message
+
+
+def test_an_older_view_is_ignored() -> None:
+    world = World()
+    old = world.redis.view()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    assert world.pair.viewed(old) == [] and world.pair.state is Standing.FORMED
+
+
+def test_an_impossible_move_tells_the_story() -> None:
+    with pytest.raises(ImpossibleMove, match="pair p: FORMING -> LOST is impossible; so far: FORMING"):
+        Pair("p").move(Standing.LOST)
+
+
+class Walk(RuleBasedStateMachine):
+    """Any order of callers, deaths, deadlines, refusals, and answers and views of the store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @rule(member=st.sampled_from(MEMBERS))
+    def ask(self, member: Member) -> None:
+        self.world.ask(member)
+
+    @precondition(lambda self: self.world.todo)
+    @rule(refuse=st.integers(0, 5))
+    def store(self, refuse: int) -> None:
+        self.world.step(refuse == 0)
+
+    @rule()
+    def look(self) -> None:
+        self.world.look()
+
+    @precondition(lambda self: self.world.waiting)
+    @rule(data=st.data(), cancelled=st.booleans())
+    def expire(self, data: st.DataObject, cancelled: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.world.waiting)))
+        self.world.perform(self.world.pair.expire(key, cancelled=cancelled))
+
+    @rule(member=st.sampled_from(MEMBERS), died=st.booleans())
+    def depart(self, member: Member, died: bool) -> None:
+        world = self.world
+        for key in [key for key, who in world.waiting.items() if who == member]:
+            del world.waiting[key]  # its worker is gone: nobody waits for an answer
+        world.perform(world.pair.depart(*member, world.holder(member), "died" if died else "closed"))
+        world.pids[member] += died
+
+    @invariant()
+    def consistent(self) -> None:
+        pair = self.world.pair
+        assert set(pair.waiting) == set(self.world.waiting)
+        assert pair._inside <= set(pair.waiting)
+        assert pair.epoch <= self.world.redis.epoch
+        assert (pair.error(pair.epoch) is None) == (pair.state is Standing.FORMED)
+        if pair.state is Standing.LOST:
+            assert pair.lost is not None
+
+    def teardown(self) -> None:
+        world = self.world
+        world.drain()
+        for key in sorted(world.waiting):
+            if key in world.waiting:
+                world.perform(world.pair.expire(key, cancelled=False))
+        assert not world.waiting, "a caller without an exit"
+        world.drain()
+        keys = [world.ask(member) for member in MEMBERS]
+        world.drain()
+        assert {world.answers.get(key) for key in keys} == {world.pair.epoch}, "the pair does not form any more"
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
