@@ -1,0 +1,168 @@
+"""A complete roster becomes the plans of both directions, or every reason why not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from etha.agent.evaluate import Evaluation, Where, describe_side, evaluate
+from etha.agent.roster import Described, Manifest, Record
+from etha.bus.messages import Refusal
+from etha.plan import Layout
+
+SHARDED, WHOLE = Layout((2,), [Shard(0)]), Layout((2,), [Replicate()])
+
+
+def tensor(
+    layout: Layout = WHOLE,
+    shape: tuple[int, ...] | None = (4,),
+    local: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+    pair: str = "p",
+) -> Described:
+    return Described(pair=pair, dtype=dtype, layout=layout, shape=shape, local=local)
+
+
+class Roster:
+    """Sides ``t`` and ``i`` of two ranks each; ``rank`` adds what one of them registered."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[str, int], Record] = {}
+        self.manifests: dict[str, Manifest] = {}
+
+    def rank(self, side: str, rank: int, refusals: tuple[Refusal, ...] = (), given: Any = None, **tensors: Any) -> None:
+        options = {"form": "map", "direction": None, "bucket_size": None, "atomic": False, "seq": 0, **(given or {})}
+        digest = f"{side}{rank}"
+        self.manifests[digest] = Manifest(tensors=tensors, refusals=refusals)
+        self.records[side, rank] = Record(manifest=digest, pairs=("p",), **options)
+
+    def sides(self, trainer: Any, inference: Any, **given: Any) -> Roster:
+        for rank in (0, 1):
+            self.rank("t", rank, given=given.get("t"), **trainer)
+            self.rank("i", rank, given=given.get("i"), **inference)
+        return self
+
+    def evaluate(self) -> Evaluation:
+        where = Where(agents={"t": ["a", "a"], "i": ["a", "a"]}, hosts={"t": ["h", "h"], "i": ["h", "h"]})
+        return evaluate(self.records, self.manifests, where)
+
+
+def codes(violations: Any) -> set[tuple[str, str, str, int | None]]:
+    return {(v.code, v.name, v.side, v.rank) for v in violations}
+
+
+def test_both_directions_are_planned() -> None:
+    found = Roster().sides({"w": tensor(SHARDED)}, {"w": tensor()}).evaluate()
+    assert set(found.plans) == {"t", "i"} and not found.refused
+    assert found.nbytes("t") == 2 * 16 and found.nbytes("i") == 16
+    assert found.tensors == 1 and found.digest.count(":") == 2
+
+
+def test_every_agent_finds_the_same_whatever_the_order() -> None:
+    roster = Roster().sides({f"w{i}": tensor(SHARDED) for i in range(5)}, {f"w{i}": tensor() for i in range(5)})
+    first = roster.evaluate()
+    for seed in range(5):
+        dice = random.Random(seed)
+        shuffled = Roster()
+        shuffled.records = dict(dice.sample(sorted(roster.records.items()), len(roster.records)))
+        shuffled.manifests = {
+            key: Manifest(tensors=dict(dice.sample(sorted(m.tensors.items()), len(m.tensors))), refusals=())
+            for key, m in roster.manifests.items()
+        }
+        assert shuffled.evaluate().digest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("t", "i", "refused"),
+    [
+        (None, None, False),
+        ("send", "recv", False),
+        ("recv", None, True),
+        (None, "send", True),
+        ("both", None, True),
+        (None, "both", True),
+    ],
+)
+def test_only_a_direction_that_somebody_asked_for_is_proven(t: str | None, i: str | None, refused: bool) -> None:
+    partial = Layout((2,), [Partial()])
+    roster = Roster().sides({"w": tensor(partial)}, {"w": tensor()}, t={"direction": t}, i={"direction": i})
+    found = roster.evaluate()
+    assert "t" in found.plans and "i" not in found.plans
+    assert codes(found.violations["i"]) == {("target_partial", "w", "t", None)}
+    assert bool(found.refused) == refused
+
+
+def test_nobody_asked_and_neither_works() -> None:
+    found = Roster().sides({"w": tensor()}, {"v": tensor()}).evaluate()
+    assert codes(found.refused) == {
+        ("unknown_name", "w", "t", None),
+        ("missing_name", "v", "t", None),
+        ("unknown_name", "v", "i", None),
+        ("missing_name", "w", "i", None),
+    }
+
+
+def test_options_of_some_ranks_count_for_all() -> None:
+    roster = Roster().sides({"w": tensor()}, {"w": tensor()})
+    roster.rank("t", 1, given={"bucket_size": 1 << 20, "seq": 7}, w=tensor())
+    roster.rank("i", 0, given={"bucket_size": 1 << 16, "atomic": True, "direction": "recv"}, w=tensor())
+    found = roster.evaluate()
+    assert (found.bucket_size, found.atomic, found.seq) == (1 << 16, True, 7)
+    roster.rank("i", 0, w=tensor())
+    roster.rank("t", 0, given={"atomic": True, "direction": "send"}, w=tensor())
+    assert not roster.evaluate().atomic, "who only sends has nothing to keep whole"
+
+
+def test_a_refused_tensor_is_not_also_unknown_or_uncovered() -> None:
+    meta = Refusal(code="unsupported", name="w", text="a meta tensor", target_only=False)
+    roster = Roster().sides({"w": tensor(SHARDED)}, {"w": tensor()})
+    roster.rank("t", 1, refusals=(meta,))
+    found = roster.evaluate()
+    assert codes(found.violations["t"]) == {("unsupported", "w", "t", 1)}
+    roster.rank("t", 0, refusals=(meta,))
+    assert codes(roster.evaluate().violations["t"]) == {("unsupported", "w", "t", 0), ("unsupported", "w", "t", 1)}
+
+
+def test_what_only_a_target_may_not_be_is_told_with_the_rest() -> None:
+    alias = Refusal(code="alias", name="w", text="it overlaps", target_only=True)
+    roster = Roster().sides({"w": tensor()}, {"w": tensor(shape=(5,))})
+    roster.rank("i", 1, refusals=(alias,), w=tensor(shape=(5,)))
+    found = roster.evaluate()
+    assert codes(found.violations["t"]) == {("alias", "w", "i", 1), ("shape_mismatch", "w", "i", None)}
+    assert codes(found.violations["i"]) == {("shape_mismatch", "w", "t", None)}
+
+
+def test_a_name_belongs_to_one_pair_and_a_list_meets_lists() -> None:
+    roster = Roster().sides({"w": tensor()}, {"w": tensor(pair="q")}, t={"form": "list"})
+    found = codes(roster.evaluate().refused)
+    assert {("pair", "w", "t", 0), ("form", "", "t", 0), ("form", "", "t", 1)} <= found
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "text"),
+    [
+        (tensor(dtype="float32"), tensor(dtype="float64"), "dtype", "float32 and float64"),
+        (tensor(shape=(4,)), tensor(shape=(5,)), "shape_mismatch", r"[(4,), (5,)]"),
+        (tensor(SHARDED), tensor(WHOLE), "layout", "must be equal or over disjoint ranks"),
+        (tensor(shape=None, local=(2,)), tensor(shape=None, local=(3,)), "shape_mismatch", "cannot be told"),
+        (tensor(SHARDED, (4,)), tensor(SHARDED, (4,), local=(3,)), "shape_mismatch", "local shape is (3,)"),
+    ],
+)
+def test_ranks_of_one_side_that_disagree(first: Described, second: Described, code: str, text: str) -> None:
+    manifests = {0: Manifest(tensors={"w": first}, refusals=()), 1: Manifest(tensors={"w": second}, refusals=())}
+    _, [violation] = describe_side("t", manifests)
+    assert (violation.code, violation.name, violation.side) == (code, "w", "t") and text in violation.text
+
+
+def test_replicas_over_disjoint_ranks_are_one_tensor() -> None:
+    manifests = {
+        rank: Manifest(tensors={"w": tensor(Layout([rank], [Replicate()]), None, (4,))}, refusals=()) for rank in (0, 1)
+    }
+    specs, wrong = describe_side("t", manifests)
+    assert not wrong and specs["w"].shape == (4,) and len(specs["w"].layouts) == 2
+    other = {**manifests, 1: Manifest(tensors={"w": tensor(Layout([1], [Replicate()]), None, (5,))}, refusals=())}
+    _, [violation] = describe_side("t", other)
+    assert "its replicas have the different shapes [(4,), (5,)]" in violation.text

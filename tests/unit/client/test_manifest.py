@@ -1,0 +1,80 @@
+"""Both forms of a registration become one list of named entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from etha.client.manifest import Manifest, PairDefaults, build_manifest
+from etha.client.place import Place
+from etha.errors import ConfigError, LayoutError
+from etha.plan import Layout
+
+CPU = torch.device("cpu")
+
+
+SHARDED = (Shard(0),)
+
+
+def pair(name: str = "p", mesh: Any = (2,), placements: Any = SHARDED, ranks: Any = None) -> PairDefaults:
+    place = Place(rank=0, world_size=2, launch=None, ranks=ranks)
+    return PairDefaults(name=name, place=place, mesh=mesh, placements=placements)
+
+
+def build(tensors: Any, *, pairs: Any = None, pair_name: str | None = None, **options: Any) -> Manifest:
+    pairs = {p.name: p for p in pairs or [pair()]}
+    options = {"placements": None, "shapes": None, **options}
+    return build_manifest(tensors, pair_name=pair_name, pairs=pairs, device=CPU, **options)
+
+
+def test_a_list_is_matched_by_position_within_each_pair() -> None:
+    one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    found = build([(one, "p"), (two, "q"), (three, "p")], pairs=[pair("p"), pair("q")])
+    assert found.form == "list" and found.pairs == ("p", "q")
+    assert [(item.name, item.pair) for item in found.items] == [("p[0]", 0), ("q[0]", 1), ("p[1]", 0)]
+
+
+def test_a_mapping_takes_own_placements_before_the_defaults() -> None:
+    found = build(
+        {"w": torch.zeros(2), "v": torch.zeros(2)}, pair_name="p", placements={"v": [Replicate()]}, shapes={"w": (4,)}
+    )
+    w, v = found.items
+    assert w.layout == Layout((2,), [Shard(0)]) and w.shape == (4,)
+    assert v.layout == Layout((2,), [Replicate()]) and v.shape is None
+
+
+def test_placements_and_shapes_may_name_tensors_of_other_ranks() -> None:
+    assert build({}, pair_name="p", placements={"w": [Shard(0)]}, shapes={"w": (4,)}).items == ()
+
+
+def test_meshes_are_in_ranks_of_the_torch_world() -> None:
+    shifted = pair(mesh=torch.tensor([4, 5]), ranks={4: 0, 5: 1})
+    assert build({"w": torch.zeros(2)}, pairs=[shifted], pair_name="p").items[0].layout == Layout((2,), [Shard(0)])
+    with pytest.raises(LayoutError, match=r"tensor 'w': the mesh names ranks \[4, 5\] outside the side's 2"):
+        build({"w": torch.zeros(2)}, pairs=[pair(mesh=torch.tensor([4, 5]))], pair_name="p")
+
+
+def test_what_is_no_form_at_all() -> None:
+    for tensors, options, text in (
+        ({"w": torch.zeros(1)}, {}, "needs pair_name="),
+        ([torch.zeros(1)], {}, r"tensors\[0\] is not a \(tensor, pair_name\) tuple"),
+        ([(torch.zeros(1), "q")], {}, r"pairs \['q'\] are not formed in this client"),
+        ([(torch.zeros(1), "p")], {"pair_name": "q"}, "pair_name='q' but the list names the pairs"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            build(tensors, **options)
+    with pytest.raises(LayoutError, match="tensor 'w' is a plain tensor and has no layout"):
+        build({"w": torch.zeros(1)}, pairs=[pair(placements=None)], pair_name="p")
+
+
+def test_the_same_tensors_again() -> None:
+    w = torch.nn.Parameter(torch.zeros(4))
+    first = build({"w": w}, pair_name="p")
+    assert first.same_tensors(build({"w": w}, pair_name="p"))
+    for other in ({"v": w}, {"w": torch.zeros(4)}, {"w": w[:2]}, {}):
+        assert not first.same_tensors(build(other, pair_name="p"))
+    assert not first.same_tensors(build({"w": w}, pair_name="p", placements={"w": [Replicate()]}))
+    assert not first.items[0].local.requires_grad and first.items[0].local.data_ptr() == w.data_ptr()
