@@ -281,8 +281,8 @@ class Batches:
         )
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest, "transport": "local"}
-        for pair in live.pairs:
-            self._spawn(self._quietly(self._store.set_batch(pair, live.name, fields)))
+        for pair, written in live.records(fields).items():
+            self._spawn(self._quietly(self._store.set_batch(pair, live.name, written)))
 
     async def _quietly(self, work: Any) -> None:
         """Redis for people to read: its outage is not the batch's."""

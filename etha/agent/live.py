@@ -31,6 +31,10 @@ class Tensors:
     shadows: Mapping[str, TensorHandle] | None = None
 
 
+#: A value as ``Store.set_batch`` takes it.
+Field = int | float | str | None
+
+
 @dataclass(slots=True)
 class Ask:
     """A local rank's waiting transfer call: what the machines need not know."""
@@ -88,3 +92,11 @@ class Live:
     def other(self, side: str) -> str:
         """The side opposite ``side``."""
         return next(name for name in self.view.sides if name != side)
+
+    def records(self, fields: Mapping[str, Field]) -> dict[str, dict[str, Field]]:
+        """What Redis is told of this batch under each of its pairs.
+
+        The generation, which the primary pair alone counts, keeps what is written late from changing a
+        registration that has begun since.
+        """
+        return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}

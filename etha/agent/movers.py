@@ -259,7 +259,7 @@ class Movers:
         current, live.current = live.current, None
         assert current is not None and live.evaluation is not None
         seconds = time.monotonic() - current.started
-        fields: dict[str, int | float | str | None] = {"seq": effect.seq, "state": "registered"}
+        fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             live.version, live.last_seconds, live.last_error = effect.version, seconds, None
             self._answer(live, effect, seconds)

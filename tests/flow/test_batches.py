@@ -151,10 +151,14 @@ def test_the_same_tensors_under_an_open_id_change_nothing_and_others_are_refused
     team.run(registered_again)
 
 
+#: Enough that what is said late of one life would meet the next.
+LIVES = 20
+
+
 def closed_and_free(me: Seat) -> list[int]:
     """The id is taken again by other tensors of other names, shapes and layouts; seq goes on."""
     seqs = []
-    for life in range(3):
+    for life in range(LIVES):
         truth = mine(me, life, (5 + life, 4))
         tensor = truth.clone() if me.sends else stale(truth)
         with me.client.register_tensors(
@@ -167,7 +171,7 @@ def closed_and_free(me: Seat) -> list[int]:
 
 def test_a_closed_id_is_free_again_and_its_sequence_goes_on(team: Team) -> None:
     returned = team.run(closed_and_free)
-    assert returned["trainer"] == returned["inference"] == [[1, 2, 3]] * 2
+    assert returned["trainer"] == returned["inference"] == [list(range(1, LIVES + 1))] * 2
 
 
 def moved_away(me: Seat) -> str:
