@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import etha
-from etha.errors import EthaError
+from etha.errors import EthaError, PeerLostError
 
 from .jobs import Job, Worker, WorkerFailed, tell, wait_for
 
@@ -73,20 +73,22 @@ class Team:
         return [worker for workers in self.workers.values() for worker in workers]
 
     def run(self, function: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
-        """``function(seat, *args)`` in every worker; what they returned, or the first error of any."""
+        """``function(seat, *args)`` in every worker; what they returned, or an error, rather a cause than an effect."""
         for worker in self._all():
             worker.go("work", (function, args))
-        first: BaseException | None = None
+        errors: list[BaseException] = []
         returned: dict[str, list[Any]] = {}
         for side, workers in self.workers.items():
             returned[side] = []
             for rank, worker in enumerate(workers):
                 how, value, text = worker.told("worked")
-                if how == "raised" and first is None:
-                    first = value if isinstance(value, EthaError) else WorkerFailed(f"{side} rank {rank}: {text}")
+                if how == "raised":
+                    errors.append(
+                        value if isinstance(value, EthaError) else WorkerFailed(f"{side} rank {rank}: {text}")
+                    )
                 returned[side].append(value)
-        if first is not None:
-            raise first
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, EthaError) + isinstance(error, PeerLostError))
         return returned
 
     def end(self) -> None:
