@@ -20,6 +20,7 @@ from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, ProtocolError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle
+from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
 from etha.version import __version__
@@ -35,6 +36,8 @@ class Connection:
         self.link, self.page = link, page
         self.reaches = False
         self.why_not = ""
+        #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.
+        self.collapser = Collapser()
         self._shown: set[str] = set()
 
     @classmethod
@@ -122,6 +125,7 @@ class Connection:
 
     async def close(self) -> None:
         """Say goodbye and take the memory back."""
+        self.collapser.cancel()
         try:
             with contextlib.suppress(AgentLostError):
                 await self.link.close()
@@ -130,6 +134,7 @@ class Connection:
 
     def abort(self) -> None:
         """Let go without a word."""
+        self.collapser.cancel()
         self.link.abort()
         self.page.close()
 

@@ -17,7 +17,7 @@ from etha.client.connection import Connection
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
 from etha.errors import EthaError
-from etha.memory.handles import describe
+from etha.memory.handles import describe, span_nbytes
 from etha.plan import Layout
 
 
@@ -82,6 +82,8 @@ async def register(
         atomic=registered.atomic,
         plan=registered.summary,
     )
+    private = [t for t, handle in zip(locals_, handles, strict=True) if handle.segment is None]
+    connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
     if registered.shadows:
         try:
             shadows = await _stage(locals_, [tensor.numel() > 0 for tensor in locals_])
