@@ -63,6 +63,9 @@ class Movers:
             )
         if message.version is not None and message.verb == "recv":
             raise TransferError("version= is a label that the sender sets; recv learns it", outcome="withdrawn")
+        if session.revocation is not None and not session.revocation.lends(message.slot):
+            # This agent was frozen: the worker waits no more, and nobody is to be bound to its call.
+            raise TransferError(f"batch {live.name!r}: the call had ended before it was heard", outcome="withdrawn")
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
         live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
         call = Call(key=key, member=member, verb=message.verb, version=message.version)

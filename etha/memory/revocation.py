@@ -133,6 +133,10 @@ class LentPage:
         if _membarrier(_REGISTER_GLOBAL_EXPEDITED):
             self._words[0] = _REGISTERED
 
+    def lends(self, word: int) -> bool:
+        """Whether the call of ``word`` still stands; RegistrationError for a word that no page can hold."""
+        return self.guard(word).lends
+
     def guard(self, word: int) -> Guard:
         """The guard of one call; RegistrationError for a word that no page can hold."""
         ticket, slot = divmod(word, SLOTS)
@@ -150,6 +154,11 @@ class Guard:
         self._words = words
         self._base = base
         self._ticket = ticket
+
+    @property
+    def lends(self) -> bool:
+        """Whether the call has not returned yet, at this moment."""
+        return bool(self._words[self._base] == self._ticket)
 
     def enter(self, thread: int) -> bool:
         """True: the memory is lent, and the worker sees that ``thread`` is inside until ``leave``."""
