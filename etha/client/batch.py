@@ -85,6 +85,11 @@ class Registration:
         self.fingerprints = tuple(fingerprint(tensor) for tensor in self.locals)
 
     @property
+    def stage(self) -> Stage:
+        """Where a transfer that receives leaves what is still to be put in place."""
+        return self.shadows or self.source
+
+    @property
     def locals(self) -> list[torch.Tensor]:
         """The plain local tensors, in order."""
         return [item.local for item in self.manifest.items]

@@ -140,7 +140,10 @@ async def _once(
         page.revoke(word)
     assert isinstance(moved, Moved)
     tell(moved.nbytes, moved.nbytes)
-    await _to_its_end(_apply(registration, verb, moved, on_commit))
+    if on_commit is None and registration.stage.nbytes < _SMALL:
+        _take_over(registration, verb, moved)
+    else:
+        await _to_its_end(_apply(registration, verb, moved, on_commit))
     return TransferResult(
         seq=moved.seq,
         version=moved.version,
@@ -180,11 +183,20 @@ async def _apply(
             if on_commit is not None and inspect.isawaitable(waiting := on_commit()):
                 await waiting
         finally:  # all the others hold the new version, so must this worker
-            stage: Stage = registration.shadows or registration.source
-            await _copy(stage, stage.push, registration.locals)
-            registration.received()
-            registration.torn = False
-            registration.version = moved.version
+            if registration.stage.nbytes >= _SMALL:
+                await asyncio.to_thread(_take_over, registration, verb, moved)
+            else:
+                _take_over(registration, verb, moved)
+    else:
+        _take_over(registration, verb, moved)
+
+
+def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved) -> None:
+    """Put what was received in its place, tell autograd, and say what the tensors hold now."""
+    if verb == "recv":
+        registration.stage.push(registration.locals)
+        registration.received()
+        registration.torn = False
     registration.version = moved.version
 
 
