@@ -257,11 +257,11 @@ def blocking(pair: str, interrupts: int) -> list[Any]:
         client.init_pair(pair, "inference", "trainer", device_mesh=(1,), placements=[Replicate()])
         handle = client.register_tensors("b", {"w": target}, pair_name=pair)
         handle.transfer("recv")
-        for _ in range(interrupts):
+        for turn in range(interrupts):
             try:
-                tell("waiting")
-                handle.transfer("recv")
-                seen.append("result")
+                tell(f"waiting {turn}")
+                while True:  # a transfer may be over before the interrupt comes: then it meets the next call
+                    handle.transfer("recv")
             except KeyboardInterrupt:
                 target.fill_(POISON)
                 tell("interrupted")
@@ -292,7 +292,7 @@ async def test_ctrl_c_in_the_blocking_client_cancels_there_too(served: Path) -> 
             took = (await handle.transfer("send")).seconds
             seq = 1
             for turn in range(4):
-                await asyncio.to_thread(worker.told, "waiting")
+                await asyncio.to_thread(worker.told, f"waiting {turn}")
                 sending = None
                 if turn >= 2:  # while bytes move, or just after
                     sending = asyncio.create_task(handle.transfer("send", version=turn))
