@@ -43,13 +43,13 @@ def register(me: SimpleNamespace) -> None:
 
 
 def register_large(me: SimpleNamespace, options: dict[str, Any]) -> None:
-    """Batch "b" as 128 MB that cannot move fast: turned, and cast on the way."""
-    me.dim, me.shape = (0, (4096, 8192)) if me.side == "trainer" else (1, (4096, 8192))
+    """Batch "b" as 256 MB that cannot move fast: turned, and cast on the way."""
+    me.dim, me.shape = (0, (4096, 16384)) if me.side == "trainer" else (1, (4096, 16384))
     share = me.shape[me.dim] // me.world
     if me.side == "trainer":
-        me.tensor = torch.ones(share, 8192)
+        me.tensor = torch.ones(16384, share).T
     else:
-        me.tensor = torch.full((share, 4096), 77, dtype=torch.bfloat16).T
+        me.tensor = torch.full((4096, share), 77, dtype=torch.bfloat16)
     me.handle = me.client.register_tensors(
         "b", {"w": me.tensor}, pair_name=me.pair, placements={"w": [Shard(me.dim)]}, **options
     )

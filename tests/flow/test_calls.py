@@ -305,7 +305,8 @@ async def awaiting(me: Seat) -> Any:
         pair = await client.init_pair("mixed", me.side, me.remote, me.world, (2,), [Shard(1)], rank=me.rank)
         assert (pair.local_world_size, pair.remote_world_size, pair.lost.is_set()) == (2, 2, False)
         async with await client.register_tensors("mixed", {"w": tensor}, pair_name="mixed") as handle:
-            offer, result = await asyncio.gather(handle.wait_offer(), handle.transfer("recv"))
+            offer = await handle.wait_offer()
+            result = await handle.transfer("recv")
             assert offer.version == result.version == 1 and torch.equal(tensor, truth)
             return (await handle.transfer("send", version="back")).version
 
