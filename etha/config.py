@@ -41,7 +41,7 @@ def check_name(kind: str, name: str) -> str:
 
 def _host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.stat("/proc/self/ns/pid").st_ino
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}-{namespace}"
 
 
