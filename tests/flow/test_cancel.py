@@ -305,6 +305,8 @@ async def test_ctrl_c_in_the_blocking_client_cancels_there_too(served: Path) -> 
                 worker.kill(signal.SIGINT)
                 await asyncio.to_thread(worker.told, "interrupted")
                 if sending is not None:
+                    await asyncio.wait({sending}, timeout=0.5)
+                    sending.cancel()  # interrupted before GO, the sender would wait on
                     sent = await ended(sending)
                     if isinstance(sent, TransferError):
                         assert isinstance(sent, TransferAbortedError) and "it was cancelled" in sent.message
