@@ -1,0 +1,151 @@
+"""The data port: connections that show a token first. Until it is found right, nothing else is read.
+
+    opener    token (fixed size), opening (8 bytes), purpose ...        <- one byte: come in
+    here      admit(token) -> the agent that it was given to, or None: closed, one log line
+
+Tokens are given over the authenticated link and judged, in constant time, by whoever gave them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from etha.errors import EthaError, PeerLostError, ProtocolError
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a connection has to show its token, and an opener to be let in.
+PATIENCE = 3.0
+#: Connections that may be without a token at once; more are closed.
+MAX_WAITING = 256
+OPENING_BYTES = 8
+_WELCOME = b"\x01"
+
+#: Which agent a token was given to; None for a token that is wrong, used or too old.
+Admit = Callable[[bytes], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataAddress:
+    """How the data port of a peer is reached. ``tokens(n)`` asks it, over the link, for n fresh tokens."""
+
+    host: str
+    port: int
+    tokens: Callable[[int], Awaitable[Sequence[bytes]]]
+
+
+class Door:
+    """Lets connections in at a listening, non-blocking socket, which it closes in the end."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token_bytes: int,
+        admit: Admit,
+        entered: Callable[[socket.socket, str, bytes], None],
+        patience: float = PATIENCE,
+    ) -> None:
+        self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
+        self._patience = patience
+        self._waiting = 0
+
+    async def run(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as knocks:
+                while True:
+                    try:
+                        conn, address = await loop.sock_accept(self._listener)
+                    except OSError as error:
+                        log.error("the data port cannot accept: %s", error)
+                        await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps who knocks
+                        continue
+                    if self._waiting >= MAX_WAITING:
+                        log.warning("closed a data connection from %s: %d others show no token", address, self._waiting)
+                        conn.close()
+                        continue
+                    self._waiting += 1
+                    knocks.create_task(self._knock(conn, str(address)))
+        finally:
+            self._listener.close()
+
+    async def _knock(self, conn: socket.socket, address: str) -> None:
+        conn.setblocking(False)
+        let_in = False
+        try:
+            async with asyncio.timeout(self._patience):
+                token = await read_exactly(conn, self._token_bytes)
+                agent = self._admit(token)
+                if agent is None:
+                    log.warning("closed a data connection from %s: its token is not good", address)
+                    return
+                opening = await read_exactly(conn, OPENING_BYTES)
+                await asyncio.get_running_loop().sock_sendall(conn, _WELCOME)
+            self._entered(conn, agent, opening)
+            let_in = True
+        except TimeoutError:
+            log.warning("closed a data connection from %s: no token in %.1f s", address, self._patience)
+        except (OSError, EOFError) as error:
+            log.warning("closed a data connection from %s: %s", address, error or "it ended before its token")
+        finally:
+            self._waiting -= 1
+            if not let_in:
+                conn.close()
+
+
+async def read_exactly(conn: socket.socket, nbytes: int) -> bytes:
+    """``nbytes`` of a non-blocking socket; EOFError when it ends before."""
+    data = b""
+    while len(data) < nbytes:
+        more = await asyncio.get_running_loop().sock_recv(conn, nbytes - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+async def knock(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
+    """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
+    tokens = await address.tokens(count)
+    if len(tokens) != count:
+        raise ProtocolError(f"agent {agent} gave {len(tokens)} tokens, {count} were asked for")
+    opened: list[socket.socket] = []
+    try:
+        for token in tokens:
+            opened.append(await _enter(address, token + opening))
+    except (OSError, EOFError, TimeoutError) as error:
+        for conn in opened:
+            conn.close()
+        where = f"{address.host}:{address.port}"
+        why = {EOFError: "it closed the connection", TimeoutError: "it does not answer"}.get(type(error), str(error))
+        raise PeerLostError(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
+    except BaseException:
+        for conn in opened:
+            conn.close()
+        raise
+    return opened
+
+
+async def _enter(address: DataAddress, words: bytes) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    conn = socket.socket(family, socket.SOCK_STREAM)
+    conn.setblocking(False)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await loop.sock_connect(conn, (address.host, address.port))
+            await loop.sock_sendall(conn, words)
+            await read_exactly(conn, len(_WELCOME))
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+__all__ = ["Admit", "DataAddress", "Door", "EthaError", "knock", "read_exactly"]

@@ -1,0 +1,101 @@
+"""Outlets: streams to another agent.   job -> header, then span by span: straight from memory | pack, send"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from queue import SimpleQueue
+
+from etha.transport.exchange import Exchange
+from etha.transport.flows import CHUNK, Flow, Piece, Span
+from etha.transport.header import Header
+from etha.transport.segments import Op
+from etha.transport.staging import dense_view
+from etha.transport.streams import CALL, Hall, Stream
+
+
+class Outlet(Stream):
+    """Sends the lanes that it is given, one after the other."""
+
+    def __init__(self, conn: socket.socket, peer: str, hall: Hall) -> None:
+        super().__init__(conn, peer, hall, "send")
+        self._jobs: SimpleQueue[tuple[Exchange, Flow, int] | None] = SimpleQueue()
+
+    def send(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+        """Queue a lane of a run."""
+        self._jobs.put((exchange, flow, lane))
+
+    def shut(self) -> None:
+        """As of any stream; also ends the wait for jobs."""
+        super().shut()
+        self._jobs.put(None)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the other end still listens, as far as the kernel knows."""
+        if self.closed:
+            return False
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def work(self) -> None:
+        """Job after job until the stream is shut."""
+        while (job := self._jobs.get()) is not None:
+            exchange, flow, lane = job
+            if exchange.begin(self):
+                with self.part(exchange):
+                    self._run(exchange, flow, lane)
+            if self.closed:
+                return
+            del job, exchange, flow
+
+    def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+        spans = flow.lanes[lane]
+        # Held back for the first bytes, unless these have to wait for a reduction.
+        more = 0 if spans[0].parts else socket.MSG_MORE
+        self.sock.sendall(Header.of(flow, lane, exchange.label).pack(), more)
+        for span in spans:
+            if span.memory is not None:
+                self._straight(exchange, span, span.memory)
+            else:
+                self._packed(exchange, span)
+            exchange.moved(span.nbytes)
+            self.hall.count(self.peer, span.nbytes, 0)
+            for part in span.parts:
+                exchange.sent(part)
+
+    def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
+        at = 0
+        while at < len(memory):
+            n = 0
+            with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+                with contextlib.suppress(BlockingIOError):
+                    n = self.sock.send(memory[at : at + CALL], socket.MSG_DONTWAIT)
+            at += n
+            if at < len(memory):
+                self.wait(select.POLLOUT)
+        if span.wire > span.nbytes:
+            self.sock.sendall(bytes(span.wire - span.nbytes))
+
+    def _packed(self, exchange: Exchange, span: Span) -> None:
+        values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
+        memory = self.chunk.reserve(max(span.wire, min(CHUNK, exchange.program.chunk)))[: span.wire]
+        ops = []
+        for place, piece in span.pieces:
+            end = piece.ends[0]
+            source = end.view if end.view is not None else values[_part_of(piece)]
+            dense, base = self.chunk.view(piece.dtype), place // piece.dtype.itemsize
+            ops += [Op(tile, source, dense, offset, base + at) for tile, offset, at in end.steps]
+        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+            desk.run(ops)
+        self.sock.sendall(memory)
+
+
+def _part_of(piece: Piece) -> int:
+    assert piece.part is not None, "a piece without a source"
+    return piece.part.number

@@ -1,0 +1,171 @@
+"""Staging: the memory of an agent's streams besides the workers' own, within a budget and measured.
+
+A desk is what a thread needs to touch workers' memory: a number by which revocation pages tell threads
+apart, and scratch memory. There are few, so that few threads copy at once; nobody waits for the network
+while at a desk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from etha.errors import ConfigError
+from etha.memory.reach import ReachError, RevokedError
+from etha.memory.revocation import THREADS, Guard
+from etha.memory.views import CARRIERS, View
+from etha.transport import kernels
+from etha.transport.kernels import Buffer, Workspace
+from etha.transport.program import Member
+from etha.transport.segments import Op
+from etha.transport.tiles import BOUNCE_BYTES
+
+#: Numbers below are the lane's threads'.
+FIRST_NUMBER = 8
+
+
+class Budget:
+    """Bytes in use, at most ``limit``, and their peak; any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = self.peak = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes`` more (or less, if negative); ConfigError instead of going over the limit."""
+        with self._lock:
+            if nbytes > 0 and self.used + nbytes > self.limit:
+                raise ConfigError(
+                    f"{nbytes} bytes of staging more than the {self.used} in use would exceed the {self.limit} of this "
+                    f"agent: give it more staging memory, or fewer streams per peer"
+                )
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+
+    def restart(self) -> None:
+        """Measure the peak from now on."""
+        with self._lock:
+            self.peak = self.used
+
+
+class Chunk:
+    """The buffer of one stream: what it packs into before it sends, or receives before it unpacks."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._buffer = Buffer(0)
+        self._views: dict[torch.dtype, View] = {}
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """The first ``nbytes``, allocated when more were never asked for."""
+        if nbytes > self._buffer.nbytes:
+            self.release()
+            rounded = -(-nbytes // 4096) * 4096
+            self._budget.take(rounded)
+            self._buffer = Buffer(rounded)
+        return memoryview(self._buffer.typed(torch.uint8).numpy())[:nbytes]  # type: ignore[arg-type, unused-ignore]
+
+    def view(self, dtype: torch.dtype) -> View:
+        """The whole buffer as a flat tensor of ``dtype``."""
+        found = self._views.get(dtype)
+        if found is None:
+            found = self._views[dtype] = dense_view(self._buffer.typed(dtype))
+        return found
+
+    def release(self) -> None:
+        """Give the memory back; idempotent."""
+        self._budget.take(-self._buffer.nbytes)
+        self._buffer = Buffer(0)
+        self._views.clear()
+
+
+class Desk:
+    """See the module's head."""
+
+    def __init__(self, number: int, budget: Budget) -> None:
+        self.number = number
+        self.work = Workspace()
+        self._budget = budget
+        self._counted = 0
+
+    @contextmanager
+    def inside(self, guards: Mapping[Member, Guard], owners: Sequence[Member]) -> Iterator[None]:
+        """Touch the memory of ``owners`` within; RevokedError when one of their calls has returned."""
+        entered: list[Guard] = []
+        try:
+            for member in owners:
+                guard = guards.get(member)
+                if guard is not None:
+                    if not guard.enter(self.number):
+                        raise RevokedError(f"{member[0]} rank {member[1]} took its memory back", owner=member)
+                    entered.append(guard)
+            yield
+        except ReachError as error:
+            if error.owner is None and len(owners) == 1:
+                error.owner = owners[0]
+            raise
+        finally:
+            for guard in entered:
+                guard.leave(self.number)
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Copy any mix of paths and processes, each kind in one go."""
+        kinds: dict[tuple[int, int, int], list[Op]] = {}
+        for op in ops:
+            kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
+        try:
+            for group in kinds.values():
+                kernels.run(group, self.work)
+        finally:
+            self.account()
+
+    def account(self) -> None:
+        """Count what the scratch memory has grown to."""
+        grown, self._counted = self.work.nbytes - self._counted, self.work.nbytes
+        if grown:
+            self._budget.take(grown)
+
+
+class Desks:
+    """All desks of an agent's streams."""
+
+    def __init__(self, budget: Budget, count: int | None = None) -> None:
+        most = THREADS - FIRST_NUMBER
+        self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
+        self._free: SimpleQueue[Desk] = SimpleQueue()
+        for i in range(self.count):
+            self._free.put(Desk(FIRST_NUMBER + i, budget))
+
+    @contextmanager
+    def one(self) -> Iterator[Desk]:
+        """A desk; waits for those at work, who never wait for the network."""
+        desk = self._free.get()
+        try:
+            yield desk
+        finally:
+            self._free.put(desk)
+
+    def scratch(self, reduction: int) -> int:
+        """Most bytes that all desks use at once, reductions of ``reduction`` bytes included."""
+        return self.count * (2 * (BOUNCE_BYTES + 4096) + reduction)
+
+
+def dense_view(flat: torch.Tensor) -> View:
+    """A flat tensor of this agent's own memory as a view."""
+    return View(
+        shape=(flat.numel(),),
+        strides=(1,),
+        dtype=flat.dtype,
+        address=flat.data_ptr(),
+        space="scratch",
+        place=0,
+        nbytes=flat.numel() * flat.itemsize,
+        flat=flat,
+        raw=flat.view(CARRIERS[flat.itemsize]),
+    )

@@ -1,0 +1,91 @@
+"""tcp: bytes between agents on different hosts, over several streams per pair of agents and direction.
+
+One batch's use of its agent's data plane:  open(peers) -> run(WireRun) ... -> close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from etha.errors import PeerLostError, ProtocolError
+from etha.transport.base import Peer, Progress
+from etha.transport.door import DataAddress
+from etha.transport.exchange import Exchange
+from etha.transport.plane import DataPlane, WireRun
+
+
+class TcpTransport:
+    """One batch's exchange with its peers over a data plane: a ``Transport[WireRun]``."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._addresses: dict[str, DataAddress] = {}
+        self._running: set[Exchange] = set()
+        self._cause: BaseException | None = None
+
+    async def open(self, peers: Sequence[Peer]) -> None:
+        """Open streams to these peers, whose ``address`` is a DataAddress: those that the program sends to.
+
+        Who only sends to this agent need not be among them. PeerLostError when one does not let us in.
+        """
+        for peer in peers:
+            if not isinstance(peer.address, DataAddress):
+                raise ProtocolError(f"agent {peer.agent} has no data address but {peer.address!r}")
+            self._addresses[peer.agent] = peer.address
+            await self._plane.connect(peer.agent, peer.address)
+
+    async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
+        """Exchange everything of one transfer; its payload in bytes, sent and received.
+
+        The other ends may be ahead or behind. Cancelling it aborts it and waits until no thread touches
+        memory. PeerLostError, ProtocolError (both ends have different plans), ReachErrors with ``owner``.
+        """
+        program = bucket.program
+        for peer in program.sends:
+            if peer not in self._addresses:
+                raise ProtocolError(f"streams to agent {peer} were not opened, only to {sorted(self._addresses)}")
+            await self._plane.connect(peer, self._addresses[peer])
+        await self._plane.prepare(bucket)
+        if self._cause is not None:
+            raise self._cause
+        if program.empty:
+            return 0
+        exchange = self._plane.begin(bucket, on_progress)
+        self._running.add(exchange)
+        try:
+            await self._over(exchange)
+        finally:
+            self._running.discard(exchange)
+            self._plane.finish(exchange)
+        if exchange.error is not None:
+            raise exchange.error
+        return exchange.done
+
+    async def _over(self, exchange: Exchange) -> None:
+        try:
+            await asyncio.shield(exchange.over)
+        except asyncio.CancelledError as cancelled:
+            exchange.fail(cancelled)
+            while not exchange.over.done():
+                try:
+                    await asyncio.shield(exchange.over)
+                except asyncio.CancelledError:
+                    continue  # cancelled again: the memory is still in use
+            raise
+
+    def stop(self, cause: BaseException) -> None:
+        """End what runs now with ``cause``, returns at once; later runs open streams anew. Idempotent."""
+        for exchange in list(self._running):
+            exchange.fail(cause)
+
+    def abort(self, cause: BaseException) -> None:
+        """As ``stop``, and refuse more."""
+        self._cause = self._cause or cause
+        self.stop(cause)
+
+    async def close(self) -> None:
+        """End what runs and refuse more; the streams stay, others may use them."""
+        self.abort(PeerLostError("this transport is closed", reason="closed"))
+        for exchange in list(self._running):
+            await asyncio.shield(exchange.over)

@@ -1,0 +1,222 @@
+"""compile_wire: what crosses, laid over the memory of this agent's ranks, as flows of pieces.
+
+A sender's piece is read where it lies if it is one segment there, a receiver's is received where it shall
+lie if it has one target and is one segment there; everything else is packed and unpacked, and cast on the way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from etha.errors import ConfigError
+from etha.plan import Plan
+from etha.plan.program import Region
+from etha.transport.alias import packed
+from etha.transport.blocks import blocks
+from etha.transport.boxes import Ints
+from etha.transport.crossings import Crossings, Move, Part
+from etha.transport.flows import BUCKET, CHUNK, STREAMS, End, Flow, PartWork, Piece, WireProgram, make_flow
+from etha.transport.geometry import scratch
+from etha.transport.laying import Laid, Laying, Views
+from etha.transport.program import Member
+from etha.transport.reduce import clip
+from etha.transport.ways import Ways
+
+#: Staging memory of an agent, in bytes.
+STAGING = 256 << 20
+
+
+def compile_wire(
+    plan: Plan,
+    ways: Ways,
+    sources: Views,
+    targets: Views,
+    *,
+    staging: int = STAGING,
+    bucket_size: int = BUCKET,
+    streams: int = STREAMS,
+) -> WireProgram:
+    """What this agent sends and receives over tcp, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
+
+    Both hold this agent's ranks, ``sources`` also those whose memory it reads on its host; tensors are
+    numbers in ``plan.names``. ``staging`` (the least of all agents of the batch), ``bucket_size`` and
+    ``streams`` must be the same on all of them: they decide the cuts. ValueError for a view that is
+    missing or smaller than planned, ConfigError where staging is too small.
+    """
+    if bucket_size <= 0 or streams <= 0:
+        raise ConfigError(f"bucket size {bucket_size} and {streams} streams: both must be positive")
+    return _Compiler(plan, ways, sources, targets, staging).program(bucket_size, streams)
+
+
+class _Compiler(Laying):
+    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int) -> None:
+        super().__init__(plan, ways, sources, targets)
+        self._staging = staging
+        self._crossings = Crossings(plan, ways, staging // 8)
+
+    def program(self, bucket: int, streams: int) -> WireProgram:
+        """All of it."""
+        me, crossings = self.ways.me, self._crossings
+        sends = self._flows(True, crossings.sent, bucket, streams)
+        receives = self._flows(False, crossings.received, bucket, streams)
+        mine = tuple(crossings.parts(me)) if me in crossings.owners else ()
+        sent: dict[int, int] = defaultdict(int)
+        for flow in sends.values():
+            for lane in flow.lanes:
+                for part in (part for span in lane for part in span.parts):
+                    sent[part.number] += 1
+        values = {part.number: replace(self._work(part), sends=sent[part.number]) for part in mine}
+        if self.staged > self._staging // 4:
+            raise ConfigError(
+                f"source and target share memory: {self.staged} bytes must be staged before the first is written, "
+                f"a quarter of {self._staging} bytes of staging may be: give the agents more staging memory"
+            )
+        widths = [(p.numel, values[p.number], p.slot.accumulate.itemsize) for p in mine]
+        even, odd = (max((p.end for p in mine if p.wave % 2 == i), default=0) for i in (0, 1))
+        return WireProgram(
+            sends=sends,
+            receives=receives,
+            parts=mine,
+            values=values,
+            early=tuple(self.early),
+            aliased=self.shares,
+            staged=self.staged,
+            scratch=max((n * (w.source.itemsize + 3 * a + w.wire.itemsize) for n, w, a in widths), default=0),
+            slabs=(even, odd),
+            chunk=max(
+                (s.wire for f in (*sends.values(), *receives.values()) for n in f.lanes for s in n if s.pieces),
+                default=0,
+            ),
+        )
+
+    def _flows(self, sending: bool, moves: Mapping[str, Sequence[Move]], bucket: int, streams: int) -> dict[str, Flow]:
+        me = self.ways.me
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for peer, some in moves.items():
+            for move in some:
+                pieces[peer] += self._move(move, sending)
+        for agent in self._crossings.owners:
+            for part in self._crossings.parts(agent):
+                # Contributions go to the owner's agent, results come from it.
+                crossing = self._contributions(part) if sending == (agent != me) else self._results(part, sending)
+                for peer, piece in crossing:
+                    pieces[peer].append(piece)
+        flows = {}
+        for peer in sorted(peer for peer, found in pieces.items() if found):
+            pieces[peer].sort(key=lambda p: p.stage)
+            names = (me, peer) if sending else (peer, me)
+            mark = self.plan.digest()
+            flows[peer] = make_flow(
+                peer=peer, names=names, mark=mark, pieces=pieces[peer], streams=streams, bucket=bucket
+            )
+        return flows
+
+    # ---- tensor to tensor ---------------------------------------------------------------------
+
+    def _move(self, move: Move, sending: bool) -> Iterator[Piece]:
+        wire = self.plan.wire_dtype(move.tensor)
+        owners: tuple[Member, ...] = (("source", move.source),)
+        if not sending:
+            owners = tuple(sorted(("target", rank) for rank, _ in move.sinks))
+        for bounds in blocks(move.region.shape, CHUNK // wire.itemsize):
+            if sending:
+                ends = [self.end("source", move.source, move.tensor, move.region, bounds, wire, dense=True)]
+            else:
+                ends = [self.end("target", rank, move.tensor, r, bounds, wire, dense=True) for rank, r in move.sinks]
+            yield self.piece(1, move.tensor, wire, bounds, owners, ends)
+
+    # ---- reductions ---------------------------------------------------------------------------
+
+    def _contributions(self, part: Part) -> Iterator[tuple[str, Piece]]:
+        """Of a part that another agent reduces: what is sent; of an own one: what is received."""
+        me, tensor = self.ways.me, part.slot.tensor
+        dtype = self.plan.source[self.plan.names[tensor]].dtype
+        nbytes = part.numel * dtype.itemsize
+        for index, source, region in part.given:
+            agent = self.ways.source[source]
+            if index not in part.far or me not in (agent, part.at):
+                continue
+            if agent == me:
+                end = self.end("source", source, tensor, region, part.bounds, dtype, dense=False)
+                yield part.at, self.piece(3 * part.wave, tensor, dtype, part.bounds, (("source", source),), [end])
+            else:
+                yield (
+                    agent,
+                    Piece(
+                        stage=3 * part.wave,
+                        tensor=tensor,
+                        nbytes=nbytes,
+                        dtype=dtype,
+                        owners=(),
+                        part=part,
+                        index=index,
+                    ),
+                )
+
+    def _results(self, part: Part, sending: bool) -> Iterator[tuple[str, Piece]]:
+        """Of an own part: what is sent; of another agent's: what is received. Equal results cross once."""
+        me, tensor = self.ways.me, part.slot.tensor
+        wire = self.plan.wire_dtype(tensor)
+        found: dict[tuple[str, tuple[bytes, ...]], tuple[tuple[Ints, ...], list[tuple[int, Region]]]] = {}
+        for target, region in part.wanted:
+            agent = self.ways.target[target]
+            if agent == part.at or me not in (agent, part.at):
+                continue
+            dims = clip(region.dims, part.bounds, 0)
+            if dims is not None and all(runs[:, 2].any() for runs in dims):
+                key = (agent, tuple(np.ascontiguousarray(runs[:, (0, 2)]).tobytes() for runs in dims))
+                found.setdefault(key, (dims, []))[1].append((target, region))
+        for (agent, _), (dims, sinks) in found.items():
+            shape = tuple(int(runs[:, 2].sum()) for runs in dims)
+            whole = tuple((0, n) for n in shape)
+            into, _ = packed(Region(dims=dims))
+            if sending:
+                steps = self.taken(into, scratch(part.shape, wire), scratch(shape, wire), 1)
+                piece = self.piece(3 * part.wave + 2, tensor, wire, whole, (), [(None, steps, None)], part)
+                yield agent, piece
+                continue
+            owners = tuple(sorted({("target", rank) for rank, _ in sinks}))
+            ends = [self._sink(rank, tensor, region, part, wire) for rank, region in sinks]
+            yield part.at, self.piece(3 * part.wave + 2, tensor, wire, whole, owners, ends)
+
+    def _sink(self, rank: int, tensor: int, region: Region, part: Part, wire: torch.dtype) -> Laid:
+        """From the dense bytes of a result's piece to a target."""
+        view = self.view("target", rank, tensor)
+        self.check(region, view, 1)
+        dims = clip(region.dims, part.bounds, 0)
+        assert dims is not None
+        _, out = packed(Region(dims=dims))
+        shape = tuple(int(runs[:, 2].sum()) for runs in dims)
+        dense = scratch(shape, wire)
+        place = self.segment(out, dense, view, 1)
+        return view, self.taken(out, dense, view, 0), place
+
+    def _work(self, part: Part) -> PartWork:
+        """How an own part is reduced: near contributions, and the targets of this agent."""
+        me, tensor = self.ways.me, part.slot.tensor
+        dtype, wire = self.plan.source[self.plan.names[tensor]].dtype, self.plan.wire_dtype(tensor)
+        near: dict[int, End] = {}
+        owners: set[Member] = set()
+        for index, source, region in part.given:
+            if index not in part.far:
+                laid = self.end("source", source, tensor, region, part.bounds, dtype, dense=False)
+                owner: Member = ("source", source)
+                if self.aliased(laid[0]):
+                    laid = self.stage(laid, part.numel, dtype, (owner,))
+                else:
+                    owners.add(owner)
+                near[index] = End(laid[0], laid[1])
+        results = []
+        for target, region in part.wanted:
+            dims = clip(region.dims, part.bounds, 0)
+            if self.ways.target[target] == me and dims is not None:
+                view = self.view("target", target, tensor)
+                self.check(region, view, 1)
+                results.append(End(view, self.taken(dims, scratch(part.shape, wire), view, 0)))
+                owners.add(("target", target))
+        return PartWork(near=near, results=tuple(results), owners=tuple(sorted(owners)), source=dtype, wire=wire)
