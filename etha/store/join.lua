@@ -106,7 +106,9 @@ elseif not current then
 elseif mine and not same then
   if not dead(mine) then return held_by_other() end
   if over() or not string.match(current, '^auto%-%d+$') then opens = next_auto() end
-elseif not mine and over() then
+elseif not mine and over() and (state ~= 'formed' or #living(own_key) == 0) then
+  -- In a formed pair every rank is held: whoever comes for another one has another world size, and is
+  -- refused below as long as anybody of this launch lives.
   opens = next_auto()
 end
 

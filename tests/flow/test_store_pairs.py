@@ -94,6 +94,17 @@ async def test_other_side_names_are_free_again_when_all_holders_are_dead(store: 
     assert sorted(view.sides) == ["actor", "judge"]
 
 
+async def test_a_stranger_with_another_world_size_does_not_break_a_formed_pair(
+    store: Store, others: list[Member]
+) -> None:
+    await trainer(store, here(), rank=0, size=1)
+    assert (await inference(store, here(), rank=0, size=1)).state == "formed"
+    with pytest.raises(ConfigError, match="rank 2 says 3, launch auto-1 began with 1"):
+        await trainer(store, others[0], rank=2, size=3)
+    view = await store.pair("w")
+    assert view is not None and (view.state, view.epoch) == ("formed", 1)
+
+
 async def test_world_sizes_inside_a_launch_must_agree(store: Store, others: list[Member]) -> None:
     await trainer(store, here(), rank=0, size=2)
     with pytest.raises(ConfigError, match="rank 1 says 3, launch auto-1 began with 2"):
