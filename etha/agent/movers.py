@@ -111,12 +111,16 @@ class Movers:
             text = f"wait_offer on batch {live.name!r} {how}: {side} is not waiting to send"
             self._calls.fail(key, TransferTimeoutError(text, outcome="withdrawn"))
 
-    def _tell_offers(self, live: Live) -> None:
+    def _tell_offers(self, live: Live, going: str | None = None) -> None:
+        """Answer who waits for an offer that stands, or for one that GO has just taken up (from ``going``)."""
         assert live.transfers is not None and live.evaluation is not None
+        standing = dict(live.transfers.offers)
+        if going is not None and live.transfers.current is not None:
+            standing[going] = live.transfers.current.version
         for key, side in list(live.offers.items()):
-            if side in live.transfers.offers:
+            if side in standing:
                 del live.offers[key]
-                offered = Offered(version=live.transfers.offers[side], nbytes=live.evaluation.nbytes(side))
+                offered = Offered(version=standing[side], nbytes=live.evaluation.nbytes(side))
                 self._calls.answer(key, offered)
 
     def _perform(self, live: Live, effects: list[TransferEffect]) -> None:
@@ -126,6 +130,7 @@ class Movers:
                     self.running += 1
                     self.idle.clear()
                     live.current = Current(seq=seq, source=source, calls=calls, started=time.monotonic())
+                    self._tell_offers(live, going=source)
                     self._start(live, live.current)
                 case StopMove():
                     assert live.current is not None
