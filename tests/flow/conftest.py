@@ -36,7 +36,7 @@ def started_in(directory: str) -> dict[int, str]:
 
 def stop_all(directory: str) -> None:
     """Agents first (they drain), then the supervisors of embedded servers, which end their servers."""
-    for kind in ("etha.agent", "supervisor"):
+    for kind in ("etha.agent", "etha_agent", "supervisor"):
         for pid, command in started_in(directory).items():
             if kind in command:
                 try:
