@@ -6,12 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from etha.agent.batch import Batch, BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.agent.calls import Calls
 from etha.agent.effects import Answer, CallKey, Fail, Member
-from etha.agent.evaluate import Where, evaluate
+from etha.agent.evaluate import Where, evaluate, several_agents
 from etha.agent.footing import footing, lost_since
 from etha.agent.library import Library
 from etha.agent.live import Live, Tensors
@@ -256,6 +257,8 @@ class Batches:
                 hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
             )
             evaluation = await asyncio.to_thread(evaluate, records, manifests, where)
+            if apart := several_agents(where):
+                evaluation = replace(evaluation, refused=(*evaluation.refused, apart))
             for pair in live.pairs:
                 view = await self._store.batch(pair, live.name)
                 live.seq = max(live.seq, view.seq if view is not None else 0)
