@@ -225,8 +225,8 @@ async def test_a_session_that_never_attaches_is_ended(
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that everybody may enter, as nobody's agent should have."""
-    directory = Path(tempfile.mkdtemp(prefix="etha-t-"))
+    """A directory that everybody may enter, as nobody's agent should have; TMPDIR itself may be closed to others."""
+    directory = Path(tempfile.mkdtemp(prefix="etha-t-", dir="/var/tmp"))
     directory.chmod(0o755)
     yield directory
     shutil.rmtree(directory)
