@@ -20,10 +20,9 @@ _STEP = 32 << 20
 
 
 class Collapser:
-    """Collapses ranges on a thread of its own, each one once; cancel() when the process's client closes."""
+    """Collapses ranges on a thread of its own; cancel() when the process's client closes."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._queue: list[tuple[int, int]] = []
         self._thread: threading.Thread | None = None
@@ -36,10 +35,11 @@ class Collapser:
         contents stay as well.
         """
         with self._lock:
-            new = {r for r in ranges if r[1] >= HUGE} - self._seen
+            # Asked again for the same addresses: they may be new memory, and where they are not, the kernel
+            # finds huge pages already and returns at once.
+            new = {r for r in ranges if r[1] >= HUGE} - set(self._queue)
             if not new or self._cancelled:
                 return
-            self._seen |= new
             self._queue += sorted(new)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="etha-huge-pages", daemon=True)
