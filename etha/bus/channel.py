@@ -88,7 +88,7 @@ class Channel:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
-            (zmq.RECONNECT_IVL, -1),  # another agent on the same path knows nothing of this session
+            (zmq.RECONNECT_IVL, -1),  # another agent on the same path does not know us
             (zmq.SNDHWM, HIGH_WATER),
             (zmq.RCVHWM, HIGH_WATER),
             (zmq.MAXMSGSIZE, MAX_MESSAGE),
