@@ -205,7 +205,11 @@ class DataPlane:
             self._running.pop(exchange.label, None)
 
     def _failed(self, exchange: Exchange) -> None:
-        self._shut(list(exchange.program.sends), list(exchange.program.receives))
+        self.discard(exchange.program)
+
+    def discard(self, program: WireProgram) -> None:
+        """Close the streams of a transfer that was aborted: what lies in them must not meet the next one."""
+        self._shut(list(program.sends), list(program.receives))
 
     def _provide(self, program: WireProgram) -> None:
         """The memory of a run, all that it may come to being within the budget."""

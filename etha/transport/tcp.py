@@ -12,6 +12,7 @@ from etha.errors import PeerLostError, ProtocolError
 from etha.transport.base import Peer, Progress
 from etha.transport.door import DataAddress
 from etha.transport.exchange import Exchange
+from etha.transport.flows import WireProgram
 from etha.transport.plane import DataPlane, WireRun
 
 
@@ -22,7 +23,11 @@ class TcpTransport:
         self._plane = plane
         self._addresses: dict[str, DataAddress] = {}
         self._running: set[Exchange] = set()
+        self._opening: set[asyncio.Timeout] = set()
         self._cause: BaseException | None = None
+        self._stops = 0
+        self._last: WireProgram | None = None
+        self._closed = False
 
     async def open(self, peers: Sequence[Peer]) -> None:
         """Open streams to these peers, whose ``address`` is a DataAddress: those that the program sends to.
@@ -42,15 +47,16 @@ class TcpTransport:
         memory. PeerLostError, ProtocolError (both ends have different plans), ReachErrors with ``owner``.
         """
         program = bucket.program
-        for peer in program.sends:
-            if peer not in self._addresses:
-                raise ProtocolError(f"streams to agent {peer} were not opened, only to {sorted(self._addresses)}")
-            await self._plane.connect(peer, self._addresses[peer])
+        if missing := program.sends.keys() - self._addresses.keys():
+            raise ProtocolError(f"streams to {sorted(missing)} were not opened, only to {sorted(self._addresses)}")
+        stops = self._stops
+        await self._connect(program)
         await self._plane.prepare(bucket)
-        if self._cause is not None:
+        if self._cause is not None and (self._closed or self._stops != stops):
             raise self._cause
         if program.empty:
             return 0
+        self._last = None
         exchange = self._plane.begin(bucket, on_progress)
         self._running.add(exchange)
         try:
@@ -60,7 +66,19 @@ class TcpTransport:
             self._plane.finish(exchange)
         if exchange.error is not None:
             raise exchange.error
+        self._last = program
         return exchange.done
+
+    async def _connect(self, program: WireProgram) -> None:
+        try:
+            async with asyncio.timeout(None) as scope:  # stop() brings its end forward
+                self._opening.add(scope)
+                for peer in program.sends:
+                    await self._plane.connect(peer, self._addresses[peer])
+        except TimeoutError:
+            return  # run() tells the cause
+        finally:
+            self._opening.discard(scope)
 
     async def _over(self, exchange: Exchange) -> None:
         try:
@@ -75,14 +93,26 @@ class TcpTransport:
             raise
 
     def stop(self, cause: BaseException) -> None:
-        """End what runs now with ``cause``, returns at once; later runs open streams anew. Idempotent."""
+        """The transfer is aborted: end what runs with ``cause``; returns at once, idempotent.
+
+        Also to be called where the own part is done already: its streams may hold what nobody will take.
+        Later runs open streams anew.
+        """
+        if not self._closed:
+            self._cause = cause
+        self._stops += 1
+        for scope in self._opening:
+            scope.reschedule(asyncio.get_running_loop().time())
         for exchange in list(self._running):
             exchange.fail(cause)
+        if self._last is not None:
+            self._plane.discard(self._last)
+            self._last = None
 
     def abort(self, cause: BaseException) -> None:
         """As ``stop``, and refuse more."""
-        self._cause = self._cause or cause
         self.stop(cause)
+        self._closed = True
 
     async def close(self) -> None:
         """End what runs and refuse more; the streams stay, others may use them."""

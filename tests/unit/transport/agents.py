@@ -25,8 +25,9 @@ from etha.transport.door import DataAddress
 from etha.transport.flows import BUCKET, STREAMS, WireProgram
 from etha.transport.host import compile_host
 from etha.transport.kernels import Workspace
+from etha.transport.plane import DataPlane, WireRun
 from etha.transport.program import Member, Program
-from etha.transport.tcp import DataPlane, TcpTransport, WireRun
+from etha.transport.tcp import TcpTransport
 from etha.transport.ways import Ways
 from etha.transport.wire import STAGING, compile_wire
 

@@ -1,0 +1,309 @@
+"""What goes wrong between agents: strangers, silence, different plans, aborts, lost peers, calls that have returned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from etha.errors import PeerLostError, ProtocolError
+from etha.memory.reach import RevokedError, WorkerGoneError
+from etha.memory.revocation import LentPage, RevocationPage
+from etha.transport.base import Peer, Transport
+from etha.transport.door import Door
+from etha.transport.plane import WireRun
+from tests.unit.transport.agents import TOKEN, Agent, Job, agents, same, transfer
+from tests.unit.transport.test_tcp import partial, rows
+
+
+async def opened(at: dict[str, Agent], job: Job, seq: int = 1) -> dict[str, WireRun]:
+    """Streams are open on both sides; the runs of all agents, not begun."""
+    runs = {}
+    for name in job.agents:
+        runs[name] = WireRun(program=job.wire(name), seq=seq)
+        transport: Transport[WireRun] = at[name].transport  # the Protocol, as mypy sees it
+        peers = runs[name].program.sends
+        await transport.open([Peer(agent=peer, address=at[peer].address_for(name)) for peer in peers])
+    return runs
+
+
+async def fails(run: Awaitable[int]) -> BaseException:
+    """The error of a run that must not hang."""
+    try:
+        async with asyncio.timeout(5):
+            await run
+    except BaseException as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def big(**options: object) -> Job:
+    return rows(1, 1, (4096, 1024), Shard(0), "a", "b", **options)
+
+
+# ---- the door ---------------------------------------------------------------------------------
+
+
+async def read_all(port: int, words: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(words)
+    try:
+        async with asyncio.timeout(5):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""  # closed with our words unread
+    finally:
+        writer.close()
+
+
+async def test_a_wrong_token_is_closed_with_one_line_and_nothing_is_parsed(caplog: pytest.LogCaptureFixture) -> None:
+    async with agents("ab") as at:
+        entered: list[object] = []
+        at["a"].plane._entered = lambda *args: entered.append(args)  # type: ignore[method-assign]
+        assert await read_all(at["a"].port, b"x" * TOKEN + b"garbage" * 1000) == b""
+        assert not entered
+    assert [r.levelname for r in caplog.records if "token" in r.message] == ["WARNING"]
+
+
+async def test_a_token_opens_one_connection() -> None:
+    async with agents("ab") as at:
+        (token,) = await at["a"].address_for("b").tokens(1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", at["a"].port)
+        writer.write(token + bytes(8))
+        assert await reader.readexactly(1) == b"\x01"
+        assert await read_all(at["a"].port, token + bytes(8)) == b""
+        writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    port = listener.getsockname()[1]
+    door = Door(listener, token_bytes=TOKEN, admit=lambda token: None, entered=lambda *_: None, patience=0.05)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(door.run())
+        assert await read_all(port, b"") == b""
+        assert await read_all(port, b"half a token") == b""
+        running.cancel()
+    assert len([r for r in caplog.records if "no token in" in r.message]) == 2
+
+
+async def test_an_opener_that_is_not_let_in_hears_of_it() -> None:
+    async with agents("ab") as at:
+        address = at["b"].address_for("a")
+
+        async def wrong(n: int) -> list[bytes]:
+            return [b"y" * TOKEN] * n
+
+        object.__setattr__(address, "tokens", wrong)
+        with pytest.raises(PeerLostError, match="agent b"):
+            await at["a"].transport.open([Peer(agent="b", address=address)])
+
+
+async def test_garbage_after_a_good_token_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    job = rows(2, 2, (64, 64), Shard(1), "ab", "ab")
+    async with agents("ab") as at:
+        (token,) = await at["a"].address_for("b").tokens(1)
+        assert (await read_all(at["a"].port, token + bytes(8) + b"z" * 4096)) in (b"", b"\x01")
+        await transfer(job, at)
+    same(job.target, job.expected())
+    assert len([r for r in caplog.records if "data stream from agent b was closed" in r.message]) == 1
+
+
+# ---- both ends must agree ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["bucket_size", "streams", "shape"])
+async def test_ends_that_differ_notice_before_anything_is_written(change: str) -> None:
+    job = big()
+    other = rows(1, 1, (4096, 1026), Shard(0), "a", "b") if change == "shape" else big()
+    if change != "shape":
+        setattr(other, change, 1 << 20 if change == "bucket_size" else 2)
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        runs["b"] = WireRun(program=other.wire("b"), seq=1)
+        errors = await asyncio.gather(*(fails(at[n].transport.run(runs[n])) for n in "ab"))
+    assert isinstance(errors[1], ProtocolError) and "same plan" in str(errors[1])
+    assert isinstance(errors[0], PeerLostError)
+    assert bool((other.target[0]["t"] == 0).all())
+
+
+# ---- ends before the end ----------------------------------------------------------------------
+
+
+async def test_abort_ends_both_with_their_cause_and_streams_are_opened_anew() -> None:
+    job = big()
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        a = asyncio.ensure_future(fails(at["a"].transport.run(runs["a"])))  # b never runs: a fills the sockets
+        await asyncio.sleep(0.05)
+        assert not a.done()
+        began = time.monotonic()
+        at["a"].transport.stop(ValueError("enough"))
+        assert time.monotonic() - began < 0.05
+        error = await a
+        assert isinstance(error, ValueError) and time.monotonic() - began < 0.5
+        for seq in (2, 3):
+            await transfer(job, at, seq)
+            same(job.target, job.expected())
+
+
+class Gate:
+    """In place of a call's guard: who is about to touch its memory waits until the loop has done something."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._loop, self._act, self._done = asyncio.get_running_loop(), act, threading.Event()
+
+    def enter(self, thread: int) -> bool:
+        self._loop.call_soon_threadsafe(self._run)
+        return self._done.wait(5)
+
+    def _run(self) -> None:
+        if not self._done.is_set():
+            self._act()
+            self._done.set()
+
+    def leave(self, thread: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("to", [0, 1], ids=["straight", "packed"])
+async def test_an_abort_in_the_middle_ends_both_ends_at_once(to: int) -> None:
+    job = rows(2, 2, (4096, 1024), Shard(to), "aa", "bb")
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        gate = Gate(lambda: at["b"].transport.stop(ValueError("enough")))
+        runs["b"].guards = {("target", r): gate for r in range(2)}  # type: ignore[assignment, misc]
+        began = time.monotonic()
+        errors = await asyncio.gather(*(fails(at[n].transport.run(runs[n])) for n in "ab"))
+        assert time.monotonic() - began < 1
+        assert isinstance(errors[0], PeerLostError) and isinstance(errors[1], ValueError)
+        await transfer(job, at, 2)
+    same(job.target, job.expected())
+
+
+async def test_cancelling_waits_until_no_thread_touches_memory() -> None:
+    job = big()
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        task = asyncio.ensure_future(at["b"].transport.run(runs["b"]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        at["a"].transport.stop(ValueError("told by the link"))
+        await transfer(job, at, 2)
+    same(job.target, job.expected())
+
+
+async def test_abort_of_the_transport_refuses_more() -> None:
+    job = big()
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        at["b"].transport.abort(ValueError("over"))
+        assert isinstance(await fails(at["b"].transport.run(runs["b"])), ValueError)
+
+
+async def test_a_peer_that_is_dropped_ends_the_run() -> None:
+    job = partial(4, (128, 128), "ab", "ab")
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        a = asyncio.ensure_future(fails(at["a"].transport.run(runs["a"])))
+        await asyncio.sleep(0.02)
+        at["a"].plane.drop("b")
+        error = await a
+    assert isinstance(error, PeerLostError) and error.reason == "died"
+
+
+async def test_close_ends_what_runs_and_every_thread() -> None:
+    job = big()
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        a = asyncio.ensure_future(fails(at["a"].transport.run(runs["a"])))
+        await asyncio.sleep(0.02)
+        await at["a"].plane.close()
+        assert isinstance(await a, PeerLostError)
+        assert isinstance(await fails(at["a"].transport.run(runs["a"])), PeerLostError)
+
+
+async def test_a_late_abort_makes_the_next_run_open_streams_anew() -> None:
+    """a has sent all and is done when the transfer is aborted: what lies in the sockets must not meet the next."""
+    job = rows(1, 1, (64, 64), Shard(0), "a", "b")
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        await at["a"].transport.run(runs["a"])
+        at["a"].transport.stop(ValueError("aborted"))
+        await transfer(job, at, 2)
+    same(job.target, job.expected())
+
+
+# ---- memory that is taken back ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", [("source", 0), ("target", 0)])
+@pytest.mark.parametrize("to", [0, 1], ids=["straight", "packed"])
+async def test_a_call_that_has_returned_is_not_touched(member: tuple[str, int], to: int) -> None:
+    job = rows(2, 2, (512, 512), Shard(to), "aa", "bb")
+    page = RevocationPage()
+    lent = LentPage(os.dup(page.fd))
+    word = page.open()
+    guards = {"a" if member[0] == "source" else "b": {member: lent.guard(word)}}
+    async with agents("ab") as at:
+        await transfer(job, at, 1, guards)
+        same(job.target, job.expected())
+        for held in job.target.values():
+            held["t"].zero_()
+        assert page.revoke(word)
+        runs = await opened(at, job, 2)
+        for name, given in guards.items():
+            runs[name].guards = given
+        async with asyncio.timeout(5):
+            found = await asyncio.gather(*(at[n].transport.run(runs[n]) for n in "ab"), return_exceptions=True)
+        mine, others = found if member[0] == "source" else reversed(found)
+        assert isinstance(mine, RevokedError) and mine.owner == member
+        assert isinstance(others, PeerLostError) or member[0] == "target"  # who sends may be done before
+        if member[0] == "target":
+            assert bool((job.target[0]["t"] == 0).all())
+        assert not page.busy(word)
+    page.close()
+
+
+async def test_a_worker_that_died_is_named() -> None:
+    job = big(private=(True, False))
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        job.memory.close()  # as if its process had gone
+        errors = await asyncio.gather(*(fails(at[n].transport.run(runs[n])) for n in "ab"))
+    assert isinstance(errors[0], WorkerGoneError) and errors[0].owner == ("source", 0)
+    assert isinstance(errors[1], PeerLostError)
+
+
+async def test_many_aborted_and_repeated_transfers_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Stops at any moment, from either end; whatever comes next is whole."""
+    caplog.set_level(logging.ERROR)
+    job = partial(6, (96, 96), "aab", "ab", streams=2)
+    expected = job.expected()
+    async with agents("ab", streams=2) as at:
+        for seq in range(1, 25):
+            name = "ab"[seq % 2]
+            asyncio.get_running_loop().call_later(
+                0.0005 * seq,
+                lambda name=name: at[name].transport.stop(ValueError("stop")),  # type: ignore[misc]
+            )
+            try:
+                async with asyncio.timeout(5):
+                    await transfer(job, at, seq)
+            except* (ValueError, PeerLostError):
+                for agent in at.values():
+                    agent.transport.stop(ValueError("aborted"))
+        await transfer(job, at, 99)
+    same(job.target, expected)
+    assert isinstance(job.target[0]["t00"], torch.Tensor)
