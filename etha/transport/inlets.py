@@ -27,6 +27,10 @@ class Lobby(Hall, Protocol):
         """The run that a header belongs to, waited for; None when the inlet is shut first."""
         ...
 
+    def left(self, inlet: Inlet, error: Exception) -> None:
+        """The other end has closed the inlet between two runs."""
+        ...
+
     def forget(self, inlet: Inlet) -> None:
         """The inlet's thread ends."""
         ...
@@ -47,11 +51,9 @@ class Inlet(Stream):
             try:
                 self._fill(data)
                 header = Header.unpack(bytes(data))
-            except PeerLostError:
-                return
-            except (OSError, ProtocolError) as error:
+            except (OSError, PeerLostError, ProtocolError) as error:
                 if not self.closed:
-                    log.warning("a data stream from agent %s was closed: %s", self.peer, error)
+                    self._left(error)
                 return
             exchange = self._lobby.match(self, header)
             if exchange is None or not exchange.begin(self):
@@ -61,6 +63,12 @@ class Inlet(Stream):
             if self.closed:
                 return
             del exchange
+
+    def _left(self, error: Exception) -> None:
+        """The other end has closed an idle stream, or talks nonsense: runs that it has yet to begin never will."""
+        if isinstance(error, ProtocolError):
+            log.warning("a data stream from agent %s was closed: %s", self.peer, error)
+        self._lobby.left(self, self.lost(error) if isinstance(error, OSError) else error)
 
     def _agree(self, exchange: Exchange, header: Header) -> Flow:
         """The flow that a header announces; ProtocolError before anything is written where it differs."""

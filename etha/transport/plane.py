@@ -81,6 +81,8 @@ class DataPlane:
         self._outlets: dict[str, list[Outlet]] = defaultdict(list)
         self._inlets: dict[str, set[Inlet]] = defaultdict(set)
         self._running: dict[tuple[bytes, int], Exchange] = {}
+        #: How many streams of a peer have begun with a run.
+        self._begun: dict[tuple[tuple[bytes, int], str], int] = defaultdict(int)
         self._slabs = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
         self._opening: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._closed = False
@@ -160,7 +162,20 @@ class DataPlane:
                 if inlet.closed or self._closed:
                     return None
                 self._changed.wait()
+            self._begun[label, inlet.peer] += 1
             return self._running[label]
+
+    def left(self, inlet: Inlet, error: Exception) -> None:
+        """The other end has closed a stream between two runs: those that still wait for its header fail."""
+        with self._changed:
+            waiting = [
+                exchange
+                for label, exchange in self._running.items()
+                if (flow := exchange.program.receives.get(inlet.peer)) is not None
+                and self._begun[label, inlet.peer] < len(flow.lanes)
+            ]
+        for exchange in waiting:
+            exchange.fail(error)
 
     def forget(self, inlet: Inlet) -> None:
         """The thread of a stream has ended."""
@@ -203,6 +218,8 @@ class DataPlane:
         """The run is over: what comes late finds nothing."""
         with self._changed:
             self._running.pop(exchange.label, None)
+            for peer in exchange.program.receives:
+                self._begun.pop((exchange.label, peer), None)
 
     def _failed(self, exchange: Exchange) -> None:
         self.discard(exchange.program)
