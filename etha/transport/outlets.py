@@ -14,6 +14,9 @@ from etha.transport.segments import Op
 from etha.transport.staging import dense_view
 from etha.transport.streams import CALL, Hall, Stream
 
+#: So little is sent at once by who asks for it: one socket buffer takes it, and two threads need not meet.
+LITTLE = 8 << 10
+
 
 class Outlet(Stream):
     """Sends the lanes that it is given, one after the other."""
@@ -21,10 +24,49 @@ class Outlet(Stream):
     def __init__(self, conn: socket.socket, peer: str, hall: Hall) -> None:
         super().__init__(conn, peer, hall, "send")
         self._jobs: SimpleQueue[tuple[Exchange, Flow, int] | None] = SimpleQueue()
+        self._queued = 0
 
     def send(self, exchange: Exchange, flow: Flow, lane: int) -> None:
-        """Queue a lane of a run."""
-        self._jobs.put((exchange, flow, lane))
+        """Queue a lane of a run; from one thread only. What is little and can go at once has gone."""
+        with self._lock:
+            idle = self._queued == 0
+            self._queued += 1
+        if not (idle and self._at_once(exchange, flow, lane)):
+            self._jobs.put((exchange, flow, lane))
+
+    def _at_once(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+        """Send without waiting for anything; False where that cannot be."""
+        with self.using:
+            return not self.closed and self._try(exchange, flow, lane)
+
+    def _try(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+        span = flow.lanes[lane][0]
+        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or not self._writable():
+            return False
+        desk = self.hall.desks.free()
+        if desk is None:
+            return False
+        try:
+            if exchange.begin(self):
+                with self.part(exchange):
+                    memory, ops = self._pack(exchange, span)
+                    with desk.inside(exchange.guards, span.owners):
+                        desk.run(ops)
+                    self.sock.sendall(Header.of(flow, lane, exchange.label).pack() + memory)
+                    self._sent(exchange, span)
+        finally:
+            self.hall.desks.leave(desk)
+            self._done()
+        return True
+
+    def _writable(self) -> bool:
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return [event for _, event in poll.poll(0)] == [select.POLLOUT]
+
+    def _done(self) -> None:
+        with self._lock:
+            self._queued -= 1
 
     def shut(self) -> None:
         """As of any stream; also ends the wait for jobs."""
@@ -50,6 +92,7 @@ class Outlet(Stream):
             if exchange.begin(self):
                 with self.part(exchange):
                     self._run(exchange, flow, lane)
+            self._done()
             if self.closed:
                 return
             del job, exchange, flow
@@ -64,10 +107,13 @@ class Outlet(Stream):
                 self._straight(exchange, span, span.memory)
             else:
                 self._packed(exchange, span)
-            exchange.moved(span.nbytes)
-            self.hall.count(self.peer, span.nbytes, 0)
-            for part in span.parts:
-                exchange.sent(part)
+            self._sent(exchange, span)
+
+    def _sent(self, exchange: Exchange, span: Span) -> None:
+        exchange.moved(span.nbytes)
+        self.hall.count(self.peer, span.nbytes, 0)
+        for part in span.parts:
+            exchange.sent(part)
 
     def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
         at = 0
@@ -83,6 +129,13 @@ class Outlet(Stream):
             self.sock.sendall(bytes(span.wire - span.nbytes))
 
     def _packed(self, exchange: Exchange, span: Span) -> None:
+        memory, ops = self._pack(exchange, span)
+        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+            desk.run(ops)
+        self.sock.sendall(memory)
+
+    def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
+        """Where the span's bytes go, and the copies that fill them; waits for the parts whose values it sends."""
         values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
         memory = self.chunk.reserve(max(span.wire, min(CHUNK, exchange.program.chunk)))[: span.wire]
         ops = []
@@ -91,9 +144,7 @@ class Outlet(Stream):
             source = end.view if end.view is not None else values[_part_of(piece)]
             dense, base = self.chunk.view(piece.dtype), place // piece.dtype.itemsize
             ops += [Op(tile, source, dense, offset, base + at) for tile, offset, at in end.steps]
-        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
-            desk.run(ops)
-        self.sock.sendall(memory)
+        return memory, ops
 
 
 def _part_of(piece: Piece) -> int:

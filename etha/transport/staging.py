@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -150,6 +150,17 @@ class Desks:
             yield desk
         finally:
             self._free.put(desk)
+
+    def free(self) -> Desk | None:
+        """A desk if there is one at once; to be given back with ``leave``."""
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            return None
+
+    def leave(self, desk: Desk) -> None:
+        """Give back what ``free`` gave."""
+        self._free.put(desk)
 
     def scratch(self, reduction: int) -> int:
         """Most bytes that all desks use at once, reductions of ``reduction`` bytes included."""

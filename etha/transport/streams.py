@@ -40,6 +40,8 @@ class Stream:
         self.sock, self.hall = conn, hall
         self.chunk = Chunk(hall.budget)
         self._lock = threading.Lock()
+        #: Held by who uses the socket from another thread than the stream's own.
+        self.using = threading.Lock()
         conn.setblocking(True)
         conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread = threading.Thread(target=self._live, name=f"etha-{name}-{peer[:8]}", daemon=True)
@@ -66,8 +68,9 @@ class Stream:
             self.work()
         finally:
             self.shut()
-            self.sock.close()
-            self.chunk.release()
+            with self.using:
+                self.sock.close()
+                self.chunk.release()
             self.gone()
 
     def work(self) -> None:

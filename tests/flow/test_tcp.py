@@ -29,6 +29,7 @@ from etha.transport.plane import DataPlane, WireRun
 from etha.transport.tcp import TcpTransport
 from etha.transport.ways import Ways
 from etha.transport.wire import compile_wire
+from tests.unit.transport.agents import Gate
 
 from .test_memory import Child
 
@@ -221,9 +222,9 @@ async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other() -> None
         other.tell("move", 1)
         await asyncio.sleep(0.1)  # it has filled the sockets and waits for us
         began = time.monotonic()
-        moving = asyncio.ensure_future(near.move(1))
-        await asyncio.sleep(0)
-        near.transport.stop(ValueError("no"))
+        gate = Gate(lambda: near.transport.stop(ValueError("no")))  # nothing has been sent to it before
+        guards: Any = {("source", 0): gate, ("target", 1): gate}
+        moving = near.transport.run(WireRun(program=near.program, seq=1, guards=guards))
         with pytest.raises(ValueError, match="no"):
             await moving
         error = await other.hear()

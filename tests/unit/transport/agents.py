@@ -8,7 +8,8 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -81,6 +82,25 @@ async def agents(
                 await agent.plane.close()
             for door in doors:
                 door.cancel()
+
+
+class Gate:
+    """In place of a call's guard: who is about to touch its memory waits until the loop has done something."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._loop, self._act, self._done = asyncio.get_running_loop(), act, threading.Event()
+
+    def enter(self, thread: int) -> bool:
+        self._loop.call_soon_threadsafe(self._run)
+        return self._done.wait(5)
+
+    def _run(self) -> None:
+        if not self._done.is_set():
+            self._act()
+            self._done.set()
+
+    def leave(self, thread: int) -> None:
+        pass
 
 
 def views(local: Local, names: Sequence[str], me: WorkerMemory | None) -> dict[int, dict[int, View]]:

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.base import Peer, Transport
 from etha.transport.door import Door
 from etha.transport.plane import WireRun
-from tests.unit.transport.agents import TOKEN, Agent, Job, agents, same, transfer
+from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.test_tcp import partial, rows
 
 
@@ -154,25 +153,6 @@ async def test_abort_ends_both_with_their_cause_and_streams_are_opened_anew() ->
         for seq in (2, 3):
             await transfer(job, at, seq)
             same(job.target, job.expected())
-
-
-class Gate:
-    """In place of a call's guard: who is about to touch its memory waits until the loop has done something."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._loop, self._act, self._done = asyncio.get_running_loop(), act, threading.Event()
-
-    def enter(self, thread: int) -> bool:
-        self._loop.call_soon_threadsafe(self._run)
-        return self._done.wait(5)
-
-    def _run(self) -> None:
-        if not self._done.is_set():
-            self._act()
-            self._done.set()
-
-    def leave(self, thread: int) -> None:
-        pass
 
 
 @pytest.mark.parametrize("to", [0, 1], ids=["straight", "packed"])
