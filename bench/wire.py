@@ -53,7 +53,7 @@ class Case:
     name: str
     shape: tuple[int, ...]
     placement: Placement
-    mapped: bool = True
+    mapped: tuple[bool, bool] = (True, True)
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     ranks: int = 2
 
@@ -82,7 +82,19 @@ def cases(mib: int) -> list[Case]:
     bf16 = torch.bfloat16
     return [
         Case(name="S0->S0, whole segments, etha.empty", shape=(n // 8192, 8192), placement=Shard(0)),
-        Case(name="S0->S0, whole segments, plain tensors", shape=(n // 8192, 8192), placement=Shard(0), mapped=False),
+        Case(
+            name="S0->S0, whole segments, plain tensors",
+            shape=(n // 8192, 8192),
+            placement=Shard(0),
+            mapped=(False, False),
+        ),
+        Case(name="S0->S0, plain -> etha.empty", shape=(n // 8192, 8192), placement=Shard(0), mapped=(False, True)),
+        Case(
+            name="S0->S1, plain -> etha.empty, 16 KiB",
+            shape=(n // 8192, 8192),
+            placement=Shard(1),
+            mapped=(False, True),
+        ),
         Case(name="S0->S1, runs of 16 KiB, etha.empty", shape=(n // 8192, 8192), placement=Shard(1)),
         Case(name="S0->S1, runs of 2 KiB, etha.empty", shape=(n // 1024, 1024), placement=Shard(1)),
         Case(name="S0->R, 2 replicas, etha.empty", shape=(n // 8192, 8192), placement=Replicate()),
@@ -100,7 +112,7 @@ class Worker:
 
     def __init__(self, case: Case, side: str) -> None:
         spec = (case.plan.source if side == "a" else case.plan.target)["t"]
-        make: Callable[..., torch.Tensor] = tensors.empty if case.mapped else torch.empty
+        make: Callable[..., torch.Tensor] = tensors.empty if case.mapped[side == "b"] else torch.empty
         self.tensors = [make(spec.local_shape(r) or (), dtype=spec.dtype) for r in range(case.ranks)]
         for i, t in enumerate(self.tensors):
             t.fill_(i + 1 if side == "a" else 0)

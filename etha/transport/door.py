@@ -91,7 +91,7 @@ class Door:
             let_in = True
         except TimeoutError:
             log.warning("closed a data connection from %s: no token in %.1f s", address, self._patience)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, EthaError) as error:
             log.warning("closed a data connection from %s: %s", address, error or "it ended before its token")
         finally:
             self._waiting -= 1
@@ -146,6 +146,3 @@ async def _enter(address: DataAddress, words: bytes) -> socket.socket:
         conn.close()
         raise
     return conn
-
-
-__all__ = ["Admit", "DataAddress", "Door", "EthaError", "knock", "read_exactly"]
