@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import threading
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from etha.errors import PeerLostError
@@ -31,7 +32,7 @@ class Hall(Protocol):
         ...
 
 
-class Stream:
+class Stream(ABC):
     """What both directions share: a socket, its thread, a chunk."""
 
     def __init__(self, conn: socket.socket, peer: str, hall: Hall, name: str) -> None:
@@ -73,11 +74,11 @@ class Stream:
                 self.chunk.release()
             self.gone()
 
+    @abstractmethod
     def work(self) -> None:
         """All that the thread does."""
-        raise NotImplementedError
 
-    def gone(self) -> None:
+    def gone(self) -> None:  # noqa: B027 - not every direction has something to do at its end
         """The thread ends."""
 
     def lost(self, error: OSError | None = None) -> PeerLostError:
