@@ -40,7 +40,7 @@ proof: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof -m proof $(PYTEST)
 
 bench: install
-	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop; do \
+	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes; do \
 		echo "== bench/$$name.py" && $(BIN)/python bench/$$name.py || exit 1; \
 	done
 

@@ -5,6 +5,7 @@ Every process is forked from the one that has torch loaded; agents and servers t
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import multiprocessing
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 
 import etha
+from etha.config import Settings
 from etha.demo.launch import stop
 from etha.demo.process import adopting, die_with_parent
+from etha.store.embedded import ensure_embedded
 
 MIB = 1 << 20
 #: Seconds that any one benchmark process may be silent.
@@ -65,6 +68,36 @@ def private_host() -> Iterator[Path]:
             yield Path(directory)
         finally:
             stop(before)
+
+
+#: How two sides can lie: on one agent, on two agents of one host, on two hosts.
+WAYS = ("local", "host", "tcp")
+
+
+def shared_redis() -> str:
+    """The URL of a Redis that agents with other runtime directories may use, too; ends with the private host."""
+    return asyncio.run(ensure_embedded(Settings.from_env(), timeout=30.0, grace=SILENCE))
+
+
+def place(directory: Path, redis: str, way: str, name: str) -> dict[str, str]:
+    """Etha's variables for the workers of the side at ``name``, as ``way`` says; for ``settle``."""
+    agent = "one" if way == "local" else name
+    return {
+        "ETHA_REDIS_URL": redis,
+        "ETHA_RUNTIME_DIR": str(directory / f"{way}-{agent}"),
+        "ETHA_HOST_ID": f"bench-host-{name}" if way == "tcp" else "bench-host",
+    }
+
+
+def settle(environment: dict[str, str]) -> None:
+    """Be a worker at that place; before its first client."""
+    os.environ.update(environment)
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent over its loopback so far, headers included."""
+    line = next(line for line in _lines("/proc/net/dev") if line.strip().startswith("lo:"))
+    return int(line.partition(":")[2].split()[8])
 
 
 Role = Callable[..., Any]

@@ -1,9 +1,11 @@
-"""Throughput of transfers through one agent, beside the machine's one-copy limit and gloo, all in one run.
+"""Throughput and latency of transfers in all three ways, beside the machine's limits and gloo, all in one run.
 
-    python bench/transfer.py [--sizes 256 1024] [--runs 7]
+    python bench/transfer.py [--sizes 256 1024] [--runs 7] [--ways local,host,tcp]
 
-GB/s is payload (the whole tensor once) over wall time from the first rank's call to the last rank's return, the
-median of several runs after one that warms up. "of limit" is the ratio to memmove with two threads.
+The sides are on one agent (local), on two agents of one host (host), or on two "hosts", two agents with a host id each
+(tcp over this machine's loopback). GB/s is payload (the whole tensor once) over wall time from the first rank's call to
+the last rank's return, the median of several runs after one that warms up. "of limit" is the ratio to memmove with two
+threads, for tcp to a copy over as many plain sockets as a pair of agents has.
 """
 
 from __future__ import annotations
@@ -14,21 +16,27 @@ import multiprocessing
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import harness
+import latency
 import torch
 import torch.distributed as dist
+from sockets import loopback_limit
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import Placement, Shard
 
 import etha
 from etha import TensorBusClient
 from etha.plan import Layout
+from etha.transport.flows import STREAMS
 
 TIMEOUT = 60.0
+SIDES = ("source", "target")
+#: way -> side -> environment of its workers.
+Places = dict[str, dict[str, dict[str, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +66,18 @@ class Case:
 Times = list[tuple[float, float]]
 
 
-def etha_rank(side: str, rank: int, cases: list[Case], runs: int, barriers: dict[int, Barrier]) -> list[Times]:
+def etha_rank(
+    environment: dict[str, str], side: str, rank: int, cases: list[Case], runs: int, barriers: dict[int, Barrier]
+) -> list[Times]:
     """One worker of a side through all cases; (start, end) of each call."""
+    harness.settle(environment)
     other = {"source": "target", "target": "source"}[side]
     found: list[Times] = []
     with TensorBusClient(device="cpu", timeout=TIMEOUT) as client:
         for number, case in enumerate(cases):
             barriers[2].wait(harness.SILENCE)
             if (side, rank) == ("source", 0):
-                print(f"... {case.label} to {case.memory}", file=sys.stderr)
+                print(f"... {environment['ETHA_NAMESPACE']}: {case.label} to {case.memory}", file=sys.stderr)
             if rank >= case.ranks:
                 found.append([])
                 continue
@@ -143,23 +154,76 @@ def gb_per_s(nbytes: int, ranks: list[Times]) -> tuple[float, float]:
     return nbytes / statistics.median(walls) / 1e9, nbytes / min(walls) / 1e9
 
 
+def small_rank(environment: dict[str, str], side: str, runs: int, barrier: Barrier) -> dict[str, list[float]]:
+    """One of two workers that exchange 4 KiB (bench/latency.py)."""
+    harness.settle(environment)
+    return latency.worker(side, runs, barrier)
+
+
+@dataclass(slots=True)
+class Limits:
+    """GB/s of the machine by (what, MiB): the best of several measurements, before and after the transfers."""
+
+    runs: int
+    sizes: list[int]
+    streams: list[int]
+    best: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        """Once more."""
+        for mib in self.sizes:
+            for threads in (1, 2):
+                what = f"memmove, {threads} thread{'s' if threads > 1 else ''}"
+                self._take(what, mib, harness.copy_limit(mib * harness.MIB, threads, self.runs))
+            for count in self.streams:
+                self._take(f"loopback, {count} sockets", mib, loopback_limit(mib * harness.MIB, count, self.runs))
+
+    def _take(self, what: str, mib: int, rate: float) -> None:
+        self.best[what, mib] = max(rate, self.best.get((what, mib), 0.0))
+
+    def of(self, way: str, mib: int) -> float:
+        """What a way of transfers is compared with."""
+        return self.best[f"loopback, {STREAMS} sockets" if way == "tcp" else "memmove, 2 threads", mib]
+
+
+def small_transfers(directory: Path, places: Places, runs: int) -> None:
+    """The table of 4 KiB transfers, in bare bus round trips."""
+    before = latency.round_trips(directory / "1", runs)
+    told = {}
+    for way, at in places.items():
+        barrier = multiprocessing.get_context("fork").Barrier(2)
+        told[way] = harness.run_ranks([(small_rank, (at[side], side, runs, barrier)) for side in at])[1]
+    after = latency.round_trips(directory / "2", runs)
+    # What stands beside the transfers is the faster of the runs before and after them.
+    unit = min(harness.quantile(found[latency.BUS], 0.5) for found in (before, after))
+    print(f"\n{'4 KiB, microseconds':44} {'p50':>8} {'p99':>8} {'p50 in bus round trips':>23}")
+    print(f"{latency.BUS:44} {unit * 1e6:8.0f}")
+    for way, found in told.items():
+        for name, seconds in found.items():
+            p50, p99 = harness.quantile(seconds, 0.5), harness.quantile(seconds, 0.99)
+            print(f"{way:6} {name:37} {p50 * 1e6:8.0f} {p99 * 1e6:8.0f} {p50 / unit:23.1f}")
+
+
+def ways(text: str) -> list[str]:
+    """Of ``--ways``."""
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(harness.WAYS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is none of {', '.join(harness.WAYS)}")
+    return chosen
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], metavar="MIB")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--small", type=int, default=1000, help="4 KiB transfers of each kind; 0: none")
+    parser.add_argument("--ways", type=ways, default=list(harness.WAYS), help="some of local,host,tcp")
     args = parser.parse_args()
     print(harness.machine())
 
-    limits: dict[tuple[int, int], float] = {}
-
-    def measure_limits() -> None:
-        for mib in args.sizes:
-            for threads in (1, 2):
-                rate = harness.copy_limit(mib * harness.MIB, threads, args.runs)
-                limits[mib, threads] = max(rate, limits.get((mib, threads), 0.0))
-
-    measure_limits()
+    limits = Limits(args.runs, args.sizes, [1, STREAMS] if "tcp" in args.ways else [])
+    limits.measure()
     cases = [
         Case(ranks=ranks, target=target, mib=mib, memory=memory)
         for mib in args.sizes
@@ -169,27 +233,42 @@ def main() -> None:
     ]
     barriers = {ranks: multiprocessing.get_context("fork").Barrier(2 * ranks) for ranks in (1, 2)}
     with harness.private_host() as directory:
-        roles = [(side, rank) for side in ("source", "target") for rank in (0, 1)]
-        told = harness.run_ranks([(etha_rank, (side, rank, cases, args.runs, barriers)) for side, rank in roles])
+        redis = harness.shared_redis()
+        places: Places = {
+            way: {side: harness.place(directory, redis, way, side) | {"ETHA_NAMESPACE": way} for side in SIDES}
+            for way in args.ways
+        }
+        told = {
+            way: harness.run_ranks(
+                [(etha_rank, (at[side], side, rank, cases, args.runs, barriers)) for side in SIDES for rank in (0, 1)]
+            )
+            for way, at in places.items()
+        }
         gloo = {ranks: gloo_world(directory, ranks, args.sizes, args.runs) for ranks in (1, 2)}
-    measure_limits()
+        limits.measure()
 
-    print(f"\n{'one copy, memmove':44} {'GB/s':>7}")
-    for (mib, threads), rate in limits.items():
-        print(f"{threads} thread{'s' if threads > 1 else ' '}  {mib:5} MiB".ljust(44), f"{rate:7.2f}")
-    print(f"\n{'transfer, plain source':44} {'target':12} {'GB/s':>7} {'best':>7} {'of limit':>9} {'of send/recv':>13}")
-    for number, case in enumerate(cases):
-        nbytes = case.mib * harness.MIB
-        rate, best = gb_per_s(nbytes, [rank[number] for rank in told if rank[number]])
-        peer, _ = gloo[case.ranks]["send/recv"][args.sizes.index(case.mib)]
-        ratios = f"{rate / limits[case.mib, 2]:9.2f} {rate / peer:13.1f}"
-        print(f"{case.label:44} {case.memory:12} {rate:7.2f} {best:7.2f} {ratios}")
-    print(f"\n{'gloo, plain tensors':44} {'':12} {'GB/s':>7} {'best':>7} {'of limit':>9}")
-    for ranks, found in gloo.items():
-        for name, rates in found.items():
-            for mib, (rate, best) in zip(args.sizes, rates, strict=True):
-                label = f"{ranks} -> {ranks}  {name:20}  {mib:5} MiB"
-                print(f"{label:44} {'plain':12} {rate:7.2f} {best:7.2f} {rate / limits[mib, 2]:9.2f}")
+        print(f"\n{'limits, best':44} {'GB/s':>7}")
+        for (what, mib), rate in limits.best.items():
+            print(f"{what:30} {mib:5} MiB".ljust(44), f"{rate:7.2f}")
+        print(
+            f"\n{'transfer, plain source':44} {'target':12} {'way':6}"
+            f"{'GB/s':>7} {'best':>7} {'of limit':>9} {'of send/recv':>13}"
+        )
+        for number, case in enumerate(cases):
+            nbytes = case.mib * harness.MIB
+            peer, _ = gloo[case.ranks]["send/recv"][args.sizes.index(case.mib)]
+            for way, ranks in told.items():
+                rate, best = gb_per_s(nbytes, [rank[number] for rank in ranks if rank[number]])
+                ratios = f"{rate / limits.of(way, case.mib):9.2f} {rate / peer:13.1f}"
+                print(f"{case.label:44} {case.memory:12} {way:6}{rate:7.2f} {best:7.2f} {ratios}")
+        print(f"\n{'gloo, plain tensors':44} {'':19}{'GB/s':>7} {'best':>7} {'of limit':>9}")
+        for ranks, found in gloo.items():
+            for name, rates in found.items():
+                for mib, (rate, best) in zip(args.sizes, rates, strict=True):
+                    label = f"{ranks} -> {ranks}  {name:20}  {mib:5} MiB"
+                    print(f"{label:44} {'plain':19}{rate:7.2f} {best:7.2f} {rate / limits.of('local', mib):9.2f}")
+        if args.small:
+            small_transfers(directory, places, args.small)
 
 
 def gloo_world(directory: Path, ranks: int, mibs: list[int], runs: int) -> dict[str, list[tuple[float, float]]]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from etha.config import ENVIRONMENT, Settings
+from etha.config import ENVIRONMENT, Settings, check_name
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
 from etha.status import status_tables, whole
 
@@ -76,14 +77,23 @@ def agent(
     device: Annotated[str, typer.Option(help="cpu, cuda:N, or all")] = "cpu",
     redis: Annotated[str | None, typer.Option(help="URL of Redis; default: $ETHA_REDIS_URL, else embedded")] = None,
     namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT for links, data on PORT+1")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT for links, data on PORT+1; default: $ETHA_LISTEN, else loopback")
+    ] = None,
+    staging: Annotated[
+        str | None, typer.Option(help="most memory besides the workers' own; default: $ETHA_STAGING, else 256MiB")
+    ] = None,
 ) -> None:
     """Run an agent in the foreground; SIGTERM lets running transfers finish and leaves cleanly."""
     from etha.agent import __main__ as daemon
 
-    if listen is not None:
-        raise ConfigError(f"--listen {listen}: this version links no agents to each other yet; leave it out")
-    given = {"--device": device, "--redis": redis, "--namespace": namespace}
+    given = {
+        "--device": device,
+        "--redis": redis,
+        "--namespace": namespace,
+        "--listen": listen,
+        "--staging": staging,
+    }
     raise typer.Exit(daemon.main([word for option, value in given.items() if value for word in (option, value)]))
 
 
@@ -169,6 +179,13 @@ def demo(
     synthetic: Annotated[
         float | None, typer.Option(metavar="GIB", help="move this much random data in Llama-3 8B's proportions instead")
     ] = None,
+    redis: Annotated[str | None, typer.Option(help="URL of a Redis that both jobs reach; default: embedded")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(metavar="NETNS,ADDRESS", help="run the trainer in this network namespace, as a host")
+    ] = None,
+    inference: Annotated[
+        str | None, typer.Option(metavar="NETNS,ADDRESS", help="and the inference job in this one")
+    ] = None,
 ) -> None:
     """Run the main job here: a trainer and an inference job, launched independently, compared element by element.
 
@@ -178,14 +195,20 @@ def demo(
     """
     from etha.demo import launch
     from etha.demo.options import Options
+    from etha.demo.place import Place, Places
     from etha.demo.report import Ledger, table
 
     options = Options(steps=steps, every=every, synthetic=synthetic)
+    given = {"trainer": trainer, "inference": inference}
+    try:
+        places = Places(places={job: Place.parse(text) for job, text in given.items() if text}, redis=redis)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     ledger = Ledger(options)
     started = time.monotonic()
     with demo_progress(ledger) as tell:
         try:
-            asyncio.run(launch.run_until_signal(options, tell))
+            asyncio.run(launch.run_until_signal(options, tell, places))
         except launch.DemoError as error:
             err.print(Text(f"the demo failed: {error}", "red"))
             raise typer.Exit(1) from None
@@ -234,11 +257,25 @@ def stopped_by_ctrl_c() -> Iterator[None]:
 
 
 @app.command(epilog=EPILOG)
-def doctor() -> None:
-    """Try what this machine must be able to do, and say how to mend what fails; exit status 1 if anything does."""
+def doctor(
+    redis: Annotated[
+        str | None, typer.Option(help="URL of Redis: also try whether its agents can be reached from this host")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
+) -> None:
+    """Try what this machine must be able to do, and say how to mend what fails; exit status 1 if anything does.
+
+    With --redis: would another host and this one reach each other? It connects to every live agent of the namespace
+    and says which address of this host an agent could listen on. Run it on both hosts.
+    """
     from etha.doctor import examine
 
-    findings = examine(Settings.from_env())
+    settings = Settings.from_env()
+    if redis is not None:
+        settings = replace(settings, redis_url=redis)
+    if namespace is not None:
+        settings = replace(settings, namespace=check_name("namespace", namespace))
+    findings = examine(settings, between_hosts=redis is not None)
     table = Table()
     for heading in ("check", "", "found"):
         table.add_column(heading, overflow="fold")

@@ -16,6 +16,8 @@ from etha.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 MAX_TENSOR_NAME = 500
+#: Staging memory of an agent, in bytes.
+STAGING = 256 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
 MAX_SOCKET_PATH = 107
 
@@ -28,6 +30,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
+    "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
 }
 
@@ -37,6 +40,14 @@ def check_name(kind: str, name: str) -> str:
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ConfigError(f"{kind} name {name!r} is not allowed: use 1 to 100 of A-Z a-z 0-9 . _ -")
     return name
+
+
+def parse_bytes(what: str, text: str) -> int:
+    """A positive number of bytes, "268435456" or "256MiB" (KiB, MiB, GiB); ConfigError names ``what``."""
+    found = re.fullmatch(r"([0-9]{1,15})\s*(|KiB|MiB|GiB)", text.strip())
+    if found is None or not int(found[1]):
+        raise ConfigError(f"{what}={text!r} is not a number of bytes: write 268435456 or 256MiB")
+    return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
 
 
 def _host_id() -> str:
@@ -57,6 +68,7 @@ class Settings:
     listen: str | None
     launch_id: str | None
     idle: float
+    staging: int = STAGING
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -82,6 +94,7 @@ class Settings:
             listen=env.get("ETHA_LISTEN") or None,
             launch_id=env.get("ETHA_LAUNCH_ID") or None,
             idle=seconds,
+            staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
         )
 
     def ensure_runtime_dir(self) -> Path:

@@ -22,7 +22,7 @@ EDGES: dict[str, set[str]] = {
     "bus": {"errors", "config", "memory.handles"},
     "store": {"errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
-    "peer": {"errors", "config", "version", "bus.codec", "bus.schema", "bus.socket"},
+    "peer": {"errors", "config", "version", "bus.codec", "bus.schema", "bus.socket", "memory.handles"},
     "memory": {"errors", "config"},
     "transport": {"errors", "config", "memory", "plan"},
     "agent": {"errors", "config", "version", "plan", "bus", "store", "peer", "memory", "transport"},

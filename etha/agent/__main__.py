@@ -19,7 +19,7 @@ import uvloop
 from etha.agent.lane import Lane
 from etha.agent.service import Agent
 from etha.bus.server import BusServer
-from etha.config import Settings, check_name
+from etha.config import Settings, check_name, parse_bytes
 from etha.errors import ConfigError, EthaError
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
@@ -62,7 +62,7 @@ async def serve(
     async with store:
         lane = Lane()
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle)
-        async with BusServer(path, agent):
+        async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
                 stopping = group.create_task(stop.wait())
@@ -90,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--namespace")
     parser.add_argument("--redis")
+    parser.add_argument("--listen", help="HOST:PORT")
+    parser.add_argument("--staging", help="bytes, or with a suffix KiB, MiB, GiB")
     parser.add_argument("--autostarted", action="store_true")
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
@@ -99,6 +101,10 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.from_env()
         if args.namespace:
             settings = replace(settings, namespace=check_name("namespace", args.namespace))
+        if args.listen:
+            settings = replace(settings, listen=args.listen)
+        if args.staging:
+            settings = replace(settings, staging=parse_bytes("--staging", args.staging))
         uvloop.run(
             serve(
                 settings,

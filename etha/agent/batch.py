@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 from etha.agent.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.evaluate import Evaluation
 from etha.agent.machine import Machine
+from etha.agent.verdict import Terms, Verdict
 from etha.bus.messages import Registered
-from etha.errors import EthaError, PeerLostError, RegistrationError, RendezvousTimeoutError, Violation
+from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 
 
 class Standing(Enum):
@@ -42,16 +43,17 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declare:
-    """Publish this agent's digest, so that the agents see that they hold the same plans."""
+    """Publish this agent's verdict (text), so that the agents see that they hold the same plans."""
 
-    digest: str
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
-    """The batch is registered: its transfers can begin."""
+    """The batch is registered: its transfers can begin, on these terms."""
 
     evaluation: Evaluation
+    terms: Terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,11 @@ class Batch(Machine[Standing]):
         self.lost: PeerLostError | None = None
         self._verdicts: Mapping[str, str] = {}
 
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks of both sides are this agent's."""
+        return {agent for ranks in self.agents.values() for agent in ranks} == {self.me}
+
     def enrolled(self, key: CallKey, member: Member) -> list[BatchEffect]:
         """A local rank's entry is in the roster."""
         if self.lost is not None:
@@ -106,18 +113,18 @@ class Batch(Machine[Standing]):
             return [Evaluate(entries=entries)]
         return self._agree()
 
-    def evaluated(self, evaluation: Evaluation) -> list[BatchEffect]:
-        """The plans of both directions, or why there are none."""
+    def evaluated(self, evaluation: Evaluation, verdict: Verdict | None = None) -> list[BatchEffect]:
+        """The plans of both directions, or why there are none; ``verdict`` where several agents have to agree."""
         if self.state is not Standing.EVALUATING:
             return []
         self.evaluation = evaluation
         if evaluation.refused:
             return self._refuse(evaluation.refused)
         self.move(Standing.AGREEING)
-        if {agent for ranks in self.agents.values() for agent in ranks} == {self.me}:
-            self._verdicts = {self.me: evaluation.digest}
-            return self._agree()
-        return [Declare(digest=evaluation.digest), *self._agree()]
+        if self.alone:
+            return self._stand(Terms())
+        assert verdict is not None
+        return [Declare(verdict=verdict.to_text()), *self._agree()]
 
     def failed(self, error: EthaError) -> list[BatchEffect]:
         """The shell could not read the roster or plan: everybody waiting here is told."""
@@ -172,14 +179,22 @@ class Batch(Machine[Standing]):
         wanted = {agent for ranks in self.agents.values() for agent in ranks}
         if not wanted <= self._verdicts.keys():
             return []
-        differ = sorted(agent for agent in wanted if self._verdicts[agent] != self.evaluation.digest)
+        try:
+            verdicts = {agent: Verdict.from_text(agent, self._verdicts[agent]) for agent in wanted}
+        except ProtocolError as error:
+            return self.failed(error)
+        differ = sorted(agent for agent in wanted if verdicts[agent].digest != self.evaluation.digest)
         if differ:
             who = ", ".join(differ)
             text = f"agents {self.me} and {who} computed different plans; run the same version of Etha on all"
             side = self.evaluation.sides[0]
             return self._refuse((Violation(code="plan_mismatch", name="", side=side, rank=None, text=text),))
+        return self._stand(Terms.of(verdicts))
+
+    def _stand(self, terms: Terms) -> list[BatchEffect]:
+        assert self.evaluation is not None
         self.move(Standing.REGISTERED)
-        return [Stand(evaluation=self.evaluation), *self._answer_all()]
+        return [Stand(evaluation=self.evaluation, terms=terms), *self._answer_all()]
 
     def _refuse(self, violations: tuple[Violation, ...]) -> list[BatchEffect]:
         self.move(Standing.REFUSED)

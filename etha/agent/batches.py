@@ -6,25 +6,30 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
-from etha.agent.batch import Batch, BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
+from etha.agent.batch import BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.agent.calls import Calls
+from etha.agent.chronicle import quietly
 from etha.agent.effects import Answer, CallKey, Fail, Member
-from etha.agent.evaluate import Where, evaluate, several_agents
+from etha.agent.evaluate import Evaluation
 from etha.agent.footing import footing, lost_since
+from etha.agent.inquiries import Inquiries
 from etha.agent.library import Library
-from etha.agent.live import Live, Tensors
+from etha.agent.links import Links
+from etha.agent.live import Field, Key, Live, Tensors
+from etha.agent.mailbox import Mailbox
 from etha.agent.movers import Movers
 from etha.agent.pairs import Pairs, Spawn
+from etha.agent.planning import plan
 from etha.agent.roster import Manifest, Record
 from etha.agent.session import Session
-from etha.agent.transfer import Transfers
+from etha.agent.verdict import Terms
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, CloseBatch, Ok, Register
 from etha.config import check_name
 from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.peer.introductions import AskMissing, Exhibits, TellMissing
+from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
@@ -33,11 +38,15 @@ log = logging.getLogger(__name__)
 class Batches:
     """All registrations of this agent."""
 
-    def __init__(self, *, me: str, store: Store, calls: Calls, pairs: Pairs, movers: Movers, spawn: Spawn) -> None:
-        self._me, self._store, self._calls, self._pairs = me, store, calls, pairs
+    def __init__(
+        self, *, me: str, store: Store, links: Links, calls: Calls, pairs: Pairs, movers: Movers, spawn: Spawn
+    ) -> None:
+        self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
         self._movers, self._spawn = movers, spawn
         self._library = Library(store)
-        self.live: dict[tuple[str, str, int], Live] = {}
+        self.live: dict[Key, Live] = {}
+        self._mailbox = Mailbox()
+        self.inquiries = Inquiries(links)
 
     # ---- what workers ask ---------------------------------------------------------------------
 
@@ -83,12 +92,7 @@ class Batches:
                 raise error
         if live.machine.lost is not None:
             raise live.machine.lost
-        if live.epoch != epoch:
-            raise PeerLostError(
-                f"batch {batch!r} was registered at epoch {epoch}, the pair is at {live.epoch}; register it again",
-                reason="relaunched",
-                outcome="withdrawn",
-            )
+        live.check_epoch(epoch)
         return live
 
     # ---- what happens to workers and pairs ----------------------------------------------------
@@ -119,6 +123,32 @@ class Batches:
         for live in list(self.live.values()):
             if live.epochs.get(pair) == epoch:
                 self._break(live, error)
+
+    # ---- what other agents say ----------------------------------------------------------------
+
+    def hear(self, agent: str, scope: Scope, message: Said) -> None:
+        """A message about a registration, from one of the agents of its pair."""
+        key = (scope.pair, scope.batch, scope.generation)
+        live = self.live.get(key) or self._mailbox.ended(key)
+        if live is None:  # it has heard of everybody's entry before us
+            self._mailbox.hold(key, agent, message)
+        elif live.epoch != scope.epoch or agent not in live.agents:
+            log.warning("agent %s is no part of %s, its %s is ignored", agent, scope, type(message).__name__)
+        elif isinstance(message, Exhibits):
+            live.exhibition.take(agent, message)
+        elif isinstance(message, AskMissing | TellMissing):
+            self.inquiries.hear(agent, live, message)
+        elif live.transfers is None:
+            live.early.append((agent, message))  # type: ignore[arg-type]
+        else:
+            self._movers.hear(live, agent, message)  # type: ignore[arg-type]
+
+    def lose(self, agent: str) -> None:
+        """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
+        for live in [live for live in self.live.values() if agent in live.agents]:
+            self._movers.lose_agent(live, agent)
+        for live in self._mailbox.ended_with(agent):
+            self._movers.lose_agent(live, agent)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -185,17 +215,10 @@ class Batches:
             return
         live = self.live.get((primary, message.batch, generation))
         if live is None:
-            agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
-            name = f"{message.batch!r} of pair {primary!r}"
-            live = Live(
-                name=message.batch,
-                pairs=message.pairs,
-                epochs=epochs,
-                generation=generation,
-                view=view,
-                machine=Batch(name, me=self._me, agents=agents),
-            )
+            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view)
             self.live[live.key] = live
+            for agent, said in self._mailbox.held(live.key):
+                self.hear(agent, live.scope, said)
             self._spawn(self._follow(live))
         box.append(live)
         live.tensors[member] = Tensors(
@@ -227,41 +250,34 @@ class Batches:
                 case Answer(call=key, message=message):
                     self._calls.answer(key, message)
                 case Fail(call=key, error=error):
-                    self._forget(live, key)
+                    live.drop(key)
                     self._calls.fail(key, error)
                 case Evaluate(entries=entries):
                     self._spawn(self._evaluate(live, dict(entries)))
-                case Declare(digest=digest):
-                    self._spawn(self._quietly(self._store.verdict(primary, batch, generation, self._me, digest)))
+                case Declare(verdict=verdict):
+                    self._spawn(quietly(self._store.verdict(primary, batch, generation, self._me, verdict)))
                 case Unenroll(member=(side, rank)):
-                    self._spawn(self._quietly(self._store.unenroll(primary, batch, generation, side, rank)))
-                case Stand(evaluation=evaluation):
-                    self._stand(live, evaluation)
+                    self._spawn(quietly(self._store.unenroll(primary, batch, generation, side, rank)))
+                case Stand(evaluation=evaluation, terms=terms):
+                    self._stand(live, evaluation, terms)
+        if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
+            live.exhibition.close()
         if live.machine.state is Standing.CLOSED and self.live.get(live.key) is live:
             del self.live[live.key]
+            self._spawn(self._release(live))
 
-    def _forget(self, live: Live, key: CallKey) -> None:
-        """A registration failed for one worker: its tensors are no part of this agent's any more."""
-        for member in [m for m, t in live.tensors.items() if t.session.key == key[0]]:
-            session = live.tensors.pop(member).session
-            if session.batches.get(live.name) == (live.pairs[0], live.generation):
-                del session.batches[live.name]
+    async def _release(self, live: Live) -> None:
+        """Let go of the memory of other agents' workers once no lane can be inside it."""
+        if live.machine.alone:
+            return
+        self._mailbox.keep(live)
+        await self._movers.idle.wait()
+        live.exhibition.release()
+        live.parts.clear()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
         try:
-            key = self._store.keys.batch(live.pairs[0], live.name)
-            records = {member: Record.from_json(key, text) for member, text in entries.items()}
-            manifests = await self._library.fetch({record.manifest for record in records.values()})
-            where = Where(
-                agents=live.machine.agents,
-                hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
-            )
-            evaluation = await asyncio.to_thread(evaluate, records, manifests, where)
-            if apart := several_agents(where):
-                evaluation = replace(evaluation, refused=(*evaluation.refused, apart))
-            for pair in live.pairs:
-                view = await self._store.batch(pair, live.name)
-                live.seq = max(live.seq, view.seq if view is not None else 0)
+            evaluation, verdict = await plan(live, entries, self._store, self._library, self._links)
         except EthaError as error:
             self._perform(live, live.machine.failed(error))
             return
@@ -270,26 +286,15 @@ class Batches:
             text = f"batch {live.name!r}: planning failed in the agent, a bug of Etha: {type(error).__name__}: {error}"
             self._perform(live, live.machine.failed(RegistrationError(text)))
             return
-        self._perform(live, live.machine.evaluated(evaluation))
+        self._perform(live, live.machine.evaluated(evaluation, verdict))
 
-    def _stand(self, live: Live, evaluation: Any) -> None:
-        live.evaluation = evaluation
-        live.transfers = Transfers(
-            f"{live.name!r} of pair {live.pairs[0]!r}",
-            me=self._me,
-            agents=live.machine.agents,
-            digests=evaluation.digests,
-            seq=max(live.seq, evaluation.seq),
-            atomic=evaluation.atomic,
-        )
+    def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
+        live.stand(evaluation, terms, None if live.machine.alone else self._movers.parts.transport())
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
-        fields = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest, "transport": "local"}
+        fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
+        fields["transport"] = live.transports
         for pair, written in live.records(fields).items():
-            self._spawn(self._quietly(self._store.set_batch(pair, live.name, written)))
-
-    async def _quietly(self, work: Any) -> None:
-        """Redis for people to read: its outage is not the batch's."""
-        try:
-            await work
-        except EthaError as error:
-            log.warning("Redis: %s", error)
+            self._spawn(quietly(self._store.set_batch(pair, live.name, written)))
+        early, live.early = live.early, []
+        for agent, message in early:
+            self._movers.hear(live, agent, message)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from etha.agent.pairs import Spawn
 from etha.errors import EthaError
@@ -51,3 +51,11 @@ class Chronicle:
                 await self._store.set_batch(pair, batch, fields)
             except EthaError as error:
                 log.warning("batch %s of pair %s: Redis does not know its last transfer: %s", batch, pair, error)
+
+
+async def quietly(work: Awaitable[object]) -> None:
+    """Write what Redis holds for people and for later: its outage is logged, and not the batch's."""
+    try:
+        await work
+    except EthaError as error:
+        log.warning("Redis: %s", error)

@@ -1,31 +1,37 @@
-"""The coordinator of one direction of one batch: collects READY, says GO, collects votes, decides.
+"""The coordinator of one direction of one batch: collects READY, books lanes, says GO, collects votes, decides.
 
 Pure. It lives in the agent of source rank 0 and speaks only ``peer.messages``; the agent itself is
-one of its participants and is told by the same messages.
+one of its participants and is told by the same messages. A batch on one agent books nothing.
 
-    COLLECTING --all ready--> MOVING --all done--> COMMITTING --all acknowledged--> COLLECTING
-                                 \\--failed, agent gone--> COLLECTING (Abort said)
+    COLLECTING --all ready--> BOOKING --all booked--> MOVING --all done--> COMMITTING --settled--> COLLECTING
+         ^--READY taken back, agent gone--/               \\--failed, agent gone--> COLLECTING (Abort said)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from etha.agent.doubt import Outcome
+from etha.agent.effects import name_agents
 from etha.agent.machine import Machine
+from etha.agent.reservation import Reservation
 from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
 from etha.peer.messages import (
     Abort,
+    Booked,
     Commit,
     Committed,
+    Declined,
     Done,
     Failed,
     Go,
     Message,
     Offer,
     Ready,
+    Recall,
     Refused,
     Stood,
     Unready,
@@ -37,45 +43,71 @@ class Phase(Enum):
     """Where the coordinator stands."""
 
     COLLECTING = 1
-    MOVING = 2
-    COMMITTING = 3
+    BOOKING = 2
+    MOVING = 3
+    COMMITTING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """To the coordinator's own agent only: every living peer knows the commit, answer your workers."""
+    """To the coordinator's own agent only: answer your workers, for every peer has acknowledged, declined or gone.
+
+    ``cause`` is None exactly when ``outcome`` is "committed".
+    """
 
     seq: int
+    outcome: Outcome
+    cause: EthaError | None
+
+
+Letters = list[tuple[str, Message | Settle]]
 
 
 class Coordinator(Machine[Phase]):
     """``agents`` maps each side to the agent of each of its ranks, by rank; ``source`` is the sender."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        Phase.COLLECTING: frozenset({Phase.MOVING}),
+        Phase.COLLECTING: frozenset({Phase.BOOKING, Phase.MOVING}),
+        Phase.BOOKING: frozenset({Phase.MOVING, Phase.COLLECTING}),
         Phase.MOVING: frozenset({Phase.COMMITTING, Phase.COLLECTING}),
         Phase.COMMITTING: frozenset({Phase.COLLECTING}),
     }
 
-    def __init__(self, name: str, *, source: str, target: str, agents: Mapping[str, tuple[str, ...]], seq: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        source: str,
+        target: str,
+        agents: Mapping[str, tuple[str, ...]],
+        seq: int,
+        now: Callable[[], int],
+    ) -> None:
         super().__init__(f"coordinator {name} from {source}", Phase.COLLECTING)
-        self.source, self.target, self.agents = source, target, agents
-        self.seq = seq
+        self.batch, self.source, self.target, self.agents = name, source, target, agents
+        self.seq, self.now = seq, now
         self.me = agents[source][0]
         self.wanted = {(agent, side) for side in (source, target) for agent in agents[side]}
         self.peers = tuple(sorted({agent for agent, _ in self.wanted}))
         self.ready: dict[tuple[str, str], Ready] = {}
+        self.reservation = Reservation(source)
         self.votes: set[str] = set()
+        self.declined: dict[str, EthaError] = {}
         self.gone: set[str] = set()
         self.offered = False
 
-    def hear(self, agent: str, message: Message) -> list[tuple[str, Message | Settle]]:
+    def hear(self, agent: str, message: Message) -> Letters:
         """Take one participant's message; returns (agent, message) to send, in order."""
         match message:
             case Ready():
                 return self._ready(agent, message)
             case Unready():
                 return self._unready(agent, message)
+            case Booked(side=self.source) if self.state is Phase.BOOKING:
+                self.reservation.booked(agent, message)
+                return self._go() if self.reservation.complete else []
+            case Recall(side=self.source) if self.state is Phase.BOOKING:
+                return [*self.reservation.recall(agent, message)]
             case Done(seq=seq) if self._current(seq, Phase.MOVING):
                 self.votes.add(agent)
                 return self._decide()
@@ -84,18 +116,21 @@ class Coordinator(Machine[Phase]):
             case Committed(seq=seq) if self._current(seq, Phase.COMMITTING):
                 self.votes.add(agent)
                 return self._settle()
+            case Declined(seq=seq, cause=cause) if self._current(seq, Phase.COMMITTING):
+                self.declined.setdefault(agent, cause)
+                return self._settle()
         return []  # of a transfer that is over: the sender has been told its end already
 
-    def lose(self, agent: str) -> list[tuple[str, Message | Settle]]:
-        """An agent's link closed: a transfer in motion ends, a decided one goes on without it."""
+    def lose(self, agent: str) -> Letters:
+        """An agent's link closed: a transfer in motion ends, a decided one goes on without it, none begins."""
         self.gone.add(agent)
         self.ready = {key: value for key, value in self.ready.items() if key[0] != agent}
-        if self.state is Phase.MOVING:
-            ranks = ", ".join(f"{s} rank {r}" for s, a in self.agents.items() for r, x in enumerate(a) if x == agent)
-            return self._abort(PeerLostError(f"the agent of {ranks} is gone", reason="died"))
-        if self.state is Phase.COMMITTING:
-            return self._settle()
-        return self._offer()
+        match self.state:
+            case Phase.MOVING:
+                return self._abort(self._lost({agent}))
+            case Phase.COMMITTING:
+                return self._settle()
+        return [*self._collect(), *self._offer()]
 
     def missing(self) -> tuple[tuple[str, int], ...]:
         """Ranks whose agent has not said READY with the verb that this direction needs."""
@@ -107,35 +142,47 @@ class Coordinator(Machine[Phase]):
             if (found := self.ready.get((agent, side))) is None or found.verb != verb[side]
         )
 
-    def observe(self, go: Go) -> None:
+    def observe(self, go: Go) -> Letters:
         """A transfer began, in either direction: its number is taken, its READYs are used up."""
-        self.seq = max(self.seq, go.seq)
+        self.skip(go.seq)
         for agent, side, attempt in go.attempts:
             found = self.ready.get((agent, side))
             if found is not None and found.attempt <= attempt:
                 del self.ready[agent, side]
+        return self._collect() if self.missing() else []
+
+    def skip(self, seq: int) -> None:
+        """``seq`` has been given to a transfer."""
+        self.seq = max(self.seq, seq)
 
     def _current(self, seq: int, phase: Phase) -> bool:
         return self.state is phase and seq == self.seq
 
-    def _ready(self, agent: str, message: Ready) -> list[tuple[str, Message | Settle]]:
+    def _ready(self, agent: str, message: Ready) -> Letters:
         if (agent, message.side) not in self.wanted:
             return []
         self.ready[agent, message.side] = message
         if error := self._conflict():
             refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready.items()]
             self.ready.clear()
-            return [*refused, *self._offer()]
-        return self._go() or self._offer()
+            return [*self._collect(), *refused, *self._offer()]
+        return self._next()
 
-    def _unready(self, agent: str, message: Unready) -> list[tuple[str, Message | Settle]]:
+    def _unready(self, agent: str, message: Unready) -> Letters:
         found = self.ready.get((agent, message.side))
         if found is None or found.attempt != message.attempt:
             return []  # GO or a refusal has overtaken it
         missing = self.missing()
         del self.ready[agent, message.side]
         stood = Stood(side=message.side, attempt=message.attempt, missing=missing)
-        return [(agent, stood), *self._offer()]
+        return [*self._collect(), (agent, stood), *self._offer()]
+
+    def _collect(self) -> Letters:
+        """Back from BOOKING: no lane is held for calls that may not come again."""
+        if self.state is not Phase.BOOKING:
+            return []
+        self.move(Phase.COLLECTING)
+        return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.gone]
 
     def _conflict(self) -> EthaError | None:
         if self.wanted <= self.ready.keys() and all(m.verb == "send" for m in self.ready.values()):
@@ -160,18 +207,27 @@ class Coordinator(Machine[Phase]):
         found = [m.version for _, m in sorted(self.ready.items()) if m.verb == "send" and m.version is not None]
         return found[0] if found else None
 
-    def _go(self) -> list[tuple[str, Message | Settle]]:
+    def _next(self) -> Letters:
+        """Begin if all are ready: by booking their lanes, or at once where there is one agent only."""
         if self.state is not Phase.COLLECTING or self.gone or self.missing():
-            return []
+            return self._offer()
+        if len(self.peers) == 1:
+            return self._go()
+        self.move(Phase.BOOKING)
+        return [*self._offer(), *self.reservation.ask(self.peers, (self.now(), self.me, self.batch))]
+
+    def _go(self) -> Letters:
         self.seq += 1
         attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready.items()))
         go = Go(seq=self.seq, side=self.source, version=self._label(), attempts=attempts)
         self.ready.clear()
         self.votes.clear()
+        self.declined.clear()
+        self.reservation.close()
         self.move(Phase.MOVING)
         return [*self._offer(), *((peer, go) for peer in self.peers)]
 
-    def _offer(self) -> list[tuple[str, Message | Settle]]:
+    def _offer(self) -> Letters:
         """Tell the receivers' agents when the whole source side began or ceased to wait."""
         keys = {(agent, self.source) for agent in self.agents[self.source]}
         standing = all((found := self.ready.get(key)) is not None and found.verb == "send" for key in keys)
@@ -181,21 +237,39 @@ class Coordinator(Machine[Phase]):
         offer = Offer(side=self.source, standing=standing, version=self._label() if standing else None)
         return [(agent, offer) for agent in sorted(set(self.agents[self.target]) - self.gone)]
 
-    def _decide(self) -> list[tuple[str, Message | Settle]]:
-        if self.votes < set(self.peers):
+    def _decide(self) -> Letters:
+        if not self.votes >= set(self.peers):
             return []
         self.votes.clear()
         self.move(Phase.COMMITTING)
         return [(peer, Commit(seq=self.seq)) for peer in self.peers]
 
-    def _settle(self) -> list[tuple[str, Message | Settle]]:
-        if self.votes < set(self.peers) - self.gone:
+    def _settle(self) -> Letters:
+        """Every peer has acknowledged, declined or gone: one acknowledgement makes the commit stand.
+
+        Survivors that lost this coordinator have aborted if none of them knew the commit. So without one
+        acknowledgement a result may never be given; and only when all declined is it sure that none was.
+        """
+        others = {peer for peer in self.peers if peer != self.me}
+        known = self.votes | self.declined.keys()
+        if not known | self.gone >= set(self.peers):
             return []
         self.move(Phase.COLLECTING)
-        return [(self.me, Settle(seq=self.seq)), *(self._go() or self._offer())]
+        if not others or self.votes & others:
+            return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
+        if silent := others - known:
+            settle = Settle(seq=self.seq, outcome="unknown", cause=self._lost(silent))
+            return [(self.me, settle), *self._next()]
+        cause = self.declined[min(self.declined)]
+        abort = Abort(seq=self.seq, cause=cause)
+        letters: Letters = [(peer, abort) for peer in sorted(others - self.gone)]
+        return [*letters, (self.me, Settle(seq=self.seq, outcome="aborted", cause=cause)), *self._next()]
 
-    def _abort(self, cause: EthaError) -> list[tuple[str, Message | Settle]]:
+    def _abort(self, cause: EthaError) -> Letters:
         self.move(Phase.COLLECTING)
         abort = Abort(seq=self.seq, cause=cause)
-        out: list[tuple[str, Message | Settle]] = [(peer, abort) for peer in self.peers if peer not in self.gone]
-        return [*out, *(self._go() or self._offer())]
+        letters: Letters = [(peer, abort) for peer in self.peers if peer not in self.gone]
+        return [*letters, *self._next()]
+
+    def _lost(self, agents: set[str]) -> PeerLostError:
+        return PeerLostError(f"{name_agents(self.agents, agents)} gone", reason="died")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etha.errors import EthaError
-from etha.peer.messages import Message, Version
+from etha.peer.messages import Message, Ticket, Version
 
 CallKey = tuple[str, int]
 Member = tuple[str, int]  # (side, rank)
@@ -37,6 +37,13 @@ def name_members(members: Iterable[Member]) -> str:
     for side, rank in members:
         ranks.setdefault(side, set()).add(rank)
     return name_ranks(ranks)
+
+
+def name_agents(agents: Mapping[str, tuple[str, ...]], which: Collection[str]) -> str:
+    """ "the agent of trainer ranks 0-1 is", "the agents of ... are"; ``agents``: side -> agent of each rank."""
+    ranks = {side: [rank for rank, agent in enumerate(members) if agent in which] for side, members in agents.items()}
+    named = name_ranks({side: members for side, members in ranks.items() if members})
+    return f"the agents of {named} are" if len(which) > 1 else f"the agent of {named} is"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,7 @@ class StopMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """Transfer ``seq`` is over for this agent: committed (``error`` None) or aborted."""
+    """Transfer ``seq``, that a StartMove began, is over here: committed (``error`` None), aborted or unknown."""
 
     seq: int
     source: str
@@ -97,3 +104,27 @@ class OfferChanged:
     source: str
     standing: bool
     version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """Survivors of ``seq``'s coordinator are asked: feed back ``undecided(seq)`` after a second."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantLane:
+    """Ask this agent's ``Bookings`` for the lane; ``granted()`` and ``recalled()`` are fed back."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLane:
+    """GO was said: the lane is not to be recalled from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeLane:
+    """The lane is held or wanted no longer."""

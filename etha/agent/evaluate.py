@@ -119,20 +119,6 @@ def _follows(found: Violation, told: Sequence[Violation], specs: Mapping[str, Sp
     return (found.code == "uncovered" and bool(about)) or any(v.name not in specs[v.side] for v in about)
 
 
-def several_agents(where: Where) -> Violation | None:
-    """Why a batch over several agents cannot be moved yet: agents do not open links in this version."""
-    first, *others = sorted({agent for agents in where.agents.values() for agent in agents})
-    if not others:
-        return None
-    side = next(side for side, agents in sorted(where.agents.items()) if set(agents) != {first})
-    hosts = sorted({host for hosts in where.hosts.values() for host in hosts})
-    text = (
-        f"the ranks are served by {len(others) + 1} agents on {len(hosts)} hosts; this version moves tensors between "
-        f"workers of one agent: run both sides on one host with one ETHA_RUNTIME_DIR and ETHA_HOST_ID"
-    )
-    return Violation(code="unsupported", name="", side=side, rank=None, text=text)
-
-
 def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, list[Violation]]:
     """One TensorSpec a name from what each rank of a side says of it, and where they disagree."""
     named: dict[str, dict[int, Described]] = {}

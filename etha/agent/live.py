@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from etha.agent.batch import Batch
 from etha.agent.effects import CallKey, Member
 from etha.agent.evaluate import Evaluation
-from etha.agent.lane import Running
+from etha.agent.exhibition import Exhibition
+from etha.agent.move import Move, Part
 from etha.agent.session import Session
 from etha.agent.transfer import Transfers
-from etha.errors import EthaError
+from etha.agent.verdict import Terms
+from etha.errors import EthaError, PeerLostError
 from etha.memory.handles import TensorHandle
-from etha.peer.messages import Version
+from etha.peer.messages import Message, Version
+from etha.peer.wire import Scope
 from etha.store.records import PairView
-from etha.transport.program import Program
+from etha.transport.tcp import TcpTransport
+from etha.transport.ways import Ways
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class Tensors:
     shadows: Mapping[str, TensorHandle] | None = None
 
 
+#: (primary pair, batch, generation)
+Key = tuple[str, str, int]
 #: A value as ``Store.set_batch`` takes it.
 Field = int | float | str | None
 
@@ -46,13 +52,13 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Current:
-    """The program of the transfer that moves now; ``running`` is None until it is compiled."""
+    """The program of the transfer that moves now; ``move`` is None until it is compiled."""
 
     seq: int
     source: str
     calls: Mapping[Member, CallKey]
     started: float
-    running: Running | None = None
+    move: Move | None = None
     stopped: bool = False
 
 
@@ -69,9 +75,16 @@ class Live:
     tensors: dict[Member, Tensors] = field(default_factory=dict)
     transfers: Transfers | None = None
     evaluation: Evaluation | None = None
-    programs: dict[str, Program] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
+    transport: TcpTransport | None = None
+    exhibition: Exhibition = field(default_factory=Exhibition)
+    #: What other agents said before this one knew that the batch stands.
+    early: list[tuple[str, Message]] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
     current: Current | None = None
+    #: Ranks that the oldest waiting call waits for, as a status report last heard.
+    missing: tuple[Member, ...] = ()
     offers: dict[CallKey, str] = field(default_factory=dict)
     version: Version = None
     #: Highest number given before this registration, as Redis knows.
@@ -79,15 +92,80 @@ class Live:
     last_seconds: float | None = None
     last_error: EthaError | None = None
 
+    @classmethod
+    def begin(
+        cls, me: str, name: str, pairs: tuple[str, ...], epochs: Mapping[str, int], generation: int, view: PairView
+    ) -> Live:
+        """A registration whose first local rank is in the roster; ``view`` is the primary pair's."""
+        agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
+        machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents)
+        return cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
+
     @property
     def epoch(self) -> int:
         """The primary pair's, which messages carry."""
         return self.epochs[self.pairs[0]]
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """(primary pair, batch, generation)."""
+    def key(self) -> Key:
+        """What the registration is called on this agent."""
         return (self.pairs[0], self.name, self.generation)
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """All agents of the batch."""
+        return frozenset(agent for ranks in self.machine.agents.values() for agent in ranks)
+
+    @property
+    def scope(self) -> Scope:
+        """What this registration is called between agents."""
+        return Scope(pair=self.pairs[0], epoch=self.epoch, batch=self.name, generation=self.generation)
+
+    def ways(self, source: str) -> Ways:
+        """How bytes go in the direction from side ``source``."""
+        agents = self.machine.agents
+        return Ways(
+            me=self.machine.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads
+        )
+
+    @property
+    def transports(self) -> str:
+        """ "local", "host" and "tcp", joined by "+": what its bytes go by between the agents of the two sides."""
+        found = set()
+        for source in self.machine.agents:
+            ways = self.ways(source)
+            for giver in set(ways.source):
+                for taker in set(ways.target):
+                    found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else "tcp")
+        return "+".join(sorted(found))
+
+    def stand(self, evaluation: Evaluation, terms: Terms, transport: TcpTransport | None) -> None:
+        """The registration is agreed: its transfers can begin. ``transport`` where several agents take part."""
+        self.evaluation, self.terms, self.transport = evaluation, terms, transport
+        self.transfers = Transfers(
+            f"{self.name!r} of pair {self.pairs[0]!r}",
+            me=self.machine.me,
+            agents=self.machine.agents,
+            digests=evaluation.digests,
+            seq=max(self.seq, evaluation.seq, terms.seq),
+            atomic=evaluation.atomic,
+        )
+
+    def check_epoch(self, epoch: int) -> None:
+        """PeerLostError for a call that means the registration of another epoch."""
+        if self.epoch != epoch:
+            raise PeerLostError(
+                f"batch {self.name!r} was registered at epoch {epoch}, the pair is at {self.epoch}; register it again",
+                reason="relaunched",
+                outcome="withdrawn",
+            )
+
+    def drop(self, key: CallKey) -> None:
+        """A registration failed for one worker: its tensors are no part of this agent's any more."""
+        for member in [m for m, t in self.tensors.items() if t.session.key == key[0]]:
+            session = self.tensors.pop(member).session
+            if session.batches.get(self.name) == (self.pairs[0], self.generation):
+                del session.batches[self.name]
 
     def other(self, side: str) -> str:
         """The side opposite ``side``."""

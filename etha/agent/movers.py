@@ -5,16 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Hashable
 
+from etha.agent.bookings import Bookings, Granted, Recalled
 from etha.agent.calls import Calls
 from etha.agent.chronicle import Chronicle
-from etha.agent.effects import CallKey, Fail, Member, OfferChanged, Settled, StartMove, StopMove, Tell
+from etha.agent.effects import (
+    BeginLane,
+    CallKey,
+    Doubt,
+    Fail,
+    FreeLane,
+    Member,
+    OfferChanged,
+    Settled,
+    StartMove,
+    StopMove,
+    Tell,
+    WantLane,
+)
 from etha.agent.lane import Lane
+from etha.agent.links import Links
 from etha.agent.live import Ask, Current, Live
+from etha.agent.move import Move, Part
 from etha.agent.pairs import Spawn
-from etha.agent.pipeline import Execution
+from etha.agent.parts import Parts
 from etha.agent.session import Session
 from etha.agent.transfer import TransferEffect
+from etha.agent.translate import translate
 from etha.agent.waiting import Call
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Offered, Progress, Transfer
@@ -25,23 +43,23 @@ from etha.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from etha.memory.reach import ReachError, RevokedError, WorkerGoneError
-from etha.memory.views import View
+from etha.peer.messages import Message
 from etha.store.registry import Store
-from etha.transport.local import compile_local
-from etha.transport.program import Program
 
 log = logging.getLogger(__name__)
 
-#: Bytes up to which a program is run on the loop itself, some ten microseconds.
-_SHORT = 64 << 10
+#: Seconds that agents which have lost their coordinator ask each other.
+DOUBT = 1.0
 
 
 class Movers:
     """All transfers of this agent, on one lane."""
 
-    def __init__(self, *, store: Store, calls: Calls, lane: Lane, spawn: Spawn) -> None:
-        self._calls, self._lane, self._spawn = calls, lane, spawn
+    def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn) -> None:
+        self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
+        self.parts = Parts(links)
+        self._bookings = Bookings()
+        self._booked: dict[Hashable, Live] = {}
         self.chronicle = Chronicle(store, spawn)
         self.running = 0
         #: Set while no transfer moves on this agent.
@@ -123,6 +141,16 @@ class Movers:
                 offered = Offered(version=standing[side], nbytes=live.evaluation.nbytes(side))
                 self._calls.answer(key, offered)
 
+    def hear(self, live: Live, agent: str, message: Message) -> None:
+        """What another agent of the batch says."""
+        assert live.transfers is not None
+        self._perform(live, live.transfers.hear(agent, message))
+
+    def lose_agent(self, live: Live, agent: str) -> None:
+        """The link to an agent of the batch is lost."""
+        if live.transfers is not None:
+            self._perform(live, live.transfers.lose_agent(agent))
+
     def _perform(self, live: Live, effects: list[TransferEffect]) -> None:
         for effect in effects:
             match effect:
@@ -135,8 +163,8 @@ class Movers:
                 case StopMove():
                     assert live.current is not None
                     live.current.stopped = True
-                    if live.current.running is not None:
-                        live.current.running.abort(asyncio.CancelledError())
+                    if live.current.move is not None:
+                        live.current.move.stop()
                 case Fail(call=key, error=error):
                     live.asks.pop(key, None)
                     self._calls.fail(key, error)
@@ -144,23 +172,42 @@ class Movers:
                     self._settled(live, effect)
                 case OfferChanged():
                     self._tell_offers(live)
-                case Tell(agent=agent):
-                    raise AssertionError(f"no link to agent {agent}")
+                case Tell(agent=agent, message=message):
+                    self._links.tell(agent, live.scope, message)
+                case Doubt(seq=seq):
+                    asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
+                case WantLane(ticket=ticket):
+                    self._booked[live.key] = live
+                    self._lanes(self._bookings.want(live.key, ticket))
+                case BeginLane():
+                    self._bookings.begin(live.key)
+                case FreeLane():
+                    self._booked.pop(live.key, None)
+                    self._lanes(self._bookings.free(live.key))
+
+    def _undecided(self, live: Live, seq: int) -> None:
+        assert live.transfers is not None
+        self._perform(live, live.transfers.undecided(seq))
+
+    def _lanes(self, changes: list[Granted | Recalled]) -> None:
+        for change in changes:
+            live = self._booked.get(change.key)
+            if live is None or live.transfers is None:
+                continue
+            granted = isinstance(change, Granted)
+            self._perform(live, live.transfers.granted() if granted else live.transfers.recalled())
 
     def _start(self, live: Live, current: Current) -> None:
-        program = live.programs.get(current.source)
-        if program is not None:
-            self._submit(live, current, program)
+        part = live.parts.get(current.source)
+        if part is not None:
+            self._submit(live, current, part)
         else:
             self._spawn(self._compile(live, current))
 
     async def _compile(self, live: Live, current: Current) -> None:
         """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
-        assert live.evaluation is not None
-        plan = live.evaluation.plans[current.source]
         try:
-            sources, targets = self._views(live, current.source, plan.names)
-            program = await asyncio.to_thread(compile_local, plan, sources, targets)
+            part = await self.parts.compile(live, current.source)
         except EthaError as error:
             self._over(live, current, error, touched=False)
             return
@@ -169,26 +216,10 @@ class Movers:
             text = f"batch {live.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
             self._over(live, current, TransferError(text), touched=False)
             return
-        live.programs[current.source] = program
-        self._submit(live, current, program)
+        live.parts[current.source] = part
+        self._submit(live, current, part)
 
-    def _views(
-        self, live: Live, source: str, names: tuple[str, ...]
-    ) -> tuple[dict[int, dict[int, View]], dict[int, dict[int, View]]]:
-        assert live.evaluation is not None
-        sources: dict[int, dict[int, View]] = {}
-        targets: dict[int, dict[int, View]] = {}
-        for (side, rank), tensors in live.tensors.items():
-            receives = side != source
-            shadows = tensors.shadows if receives and live.evaluation.atomic else None
-            if receives and live.evaluation.atomic and shadows is None:
-                raise TransferError(f"{side} rank {rank} has not attached its shadows")
-            handles = shadows or tensors.handles
-            views = {i: tensors.session.memory.resolve(handles[n]) for i, n in enumerate(names) if n in handles}
-            (targets if receives else sources)[rank] = views
-        return sources, targets
-
-    def _submit(self, live: Live, current: Current, program: Program) -> None:
+    def _submit(self, live: Live, current: Current, part: Part) -> None:
         if current.stopped:
             self._over(live, current, None, touched=False)
             return
@@ -198,41 +229,29 @@ class Movers:
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
-        job = Execution(program, guards)
-        if program.work <= _SHORT and job.pieces <= 2 and self._lane.idle:
-            # The way to a lane thread and back takes longer than such a copy.
-            asyncio.get_running_loop().call_soon(self._here, live, current, job)
-            return
-        current.running = self._lane.submit(
-            job,
-            on_progress=lambda done: self._progress(live, current, program, done),
-            on_done=lambda error: self._done(live, current, error),
+        current.move = Move(
+            part,
+            current.seq,
+            guards,
+            lane=self._lane,
+            plane=self._links.plane,
+            transport=live.transport,
+            spawn=self._spawn,
+            progress=lambda done: self._progress(live, current, part, done),
+            over=lambda error, touched: self._over(
+                live, current, None if error is None else translate(live, error), touched=touched
+            ),
         )
+        current.move.start()
 
-    def _here(self, live: Live, current: Current, job: Execution) -> None:
-        """Run a short program on the loop, in the place of one thread more than the lane has."""
-        error: BaseException | None = asyncio.CancelledError() if current.stopped else None
-        piece = 0
-        while error is None and piece < job.pieces:
-            try:
-                job.run(piece, self._lane.threads)
-            except Exception as raised:  # as from a lane: handed on, and told to the workers
-                error = raised
-            piece += 1
-        self._over(live, current, None if error is None else self._translate(live, error), touched=piece > 0)
-
-    def _progress(self, live: Live, current: Current, program: Program, done: int) -> None:
-        if live.current is not current or program.work == 0:
+    def _progress(self, live: Live, current: Current, part: Part, done: int) -> None:
+        if live.current is not current or part.work == 0:
             return
         for (side, rank), key in current.calls.items():
             ask = live.asks.get(key)
             if ask is not None and ask.progress:
-                total = program.nbytes["source" if side == current.source else "target", rank]
-                self._calls.push(key, Progress(done=total * done // program.work, total=total))
-
-    def _done(self, live: Live, current: Current, error: BaseException | None) -> None:
-        touched = current.running is not None and current.running.next > 0
-        self._over(live, current, None if error is None else self._translate(live, error), touched=touched)
+                total = part.nbytes["source" if side == current.source else "target", rank]
+                self._calls.push(key, Progress(done=total * done // part.work, total=total))
 
     def _over(self, live: Live, current: Current, error: EthaError | None, *, touched: bool) -> None:
         self.running -= 1
@@ -241,36 +260,16 @@ class Movers:
         assert live.transfers is not None
         self._perform(live, live.transfers.moved(current.seq, error, touched=touched))
 
-    def _translate(self, live: Live, error: BaseException) -> EthaError:
-        """What a lane met, in words that name the worker."""
-        if isinstance(error, EthaError):
-            return error
-        if isinstance(error, asyncio.CancelledError):
-            return TransferError("stopped")
-        who = "a worker"
-        if isinstance(error, ReachError) and error.owner is not None:
-            role, rank = error.owner
-            current = live.current
-            source = current.source if current is not None else ""
-            who = f"{source if role == 'source' else live.other(source)} rank {rank}"
-        match error:
-            case WorkerGoneError():
-                return PeerLostError(f"{who} died in the transfer", reason="died")
-            case RevokedError():
-                return TransferError(f"the call of {who} has ended and taken its memory back")
-            case ReachError():
-                return TransferError(f"the memory of {who} could not be reached: {error}")
-        log.error("batch %s: a lane failed", live.name, exc_info=error)
-        return TransferError(f"the agent's lane failed, a bug of Etha: {type(error).__name__}: {error}")
-
     def _settled(self, live: Live, effect: Settled) -> None:
         current, live.current = live.current, None
         assert current is not None and live.evaluation is not None
+        if effect.error is not None and live.transport is not None:
+            live.transport.stop(effect.error)  # its streams may hold what nobody will take
         seconds = time.monotonic() - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             live.version, live.last_seconds, live.last_error = effect.version, seconds, None
-            self._answer(live, effect, seconds)
+            self._answer(live, effect, current, seconds)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
         else:
             live.last_error = effect.error
@@ -278,19 +277,19 @@ class Movers:
         for pair in live.pairs:
             self.chronicle.tell(pair, live.name, fields)
 
-    def _answer(self, live: Live, effect: Settled, seconds: float) -> None:
-        program = live.programs[effect.source]
+    def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
+        part = live.parts[effect.source]
         for (side, rank), key in effect.calls.items():
             live.asks.pop(key, None)
             role = "source" if side == effect.source else "target"
             sides = {"source": effect.source, "target": live.other(effect.source)}
-            peers = tuple(sorted((sides[where], peer) for where, peer in program.peers[role, rank]))
+            peers = tuple(sorted((sides[where], peer) for where, peer in part.peers[role, rank]))
             moved = Moved(
                 seq=effect.seq,
                 version=effect.version,
-                nbytes=program.nbytes[role, rank],
+                nbytes=part.nbytes[role, rank],
                 seconds=seconds,
                 peers=peers,
-                peak_staging=program.peak_staging(self._lane.threads),
+                peak_staging=current.move.peak_staging if current.move is not None else 0,
             )
             self._calls.answer(key, moved)

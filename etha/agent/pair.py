@@ -1,9 +1,10 @@
 """A pair as one agent sees it: who waits to be let in, which epoch stands, why it was lost.
 
 Pure. The truth is in Redis; ``viewed`` takes each newer view of it. A worker's death, heard here
-first, breaks the pair at once and does not wait for Redis to say so.
+first, breaks the pair at once and does not wait for Redis to say so. Workers are let in once the
+agents of the epoch have met.
 
-    FORMING --view formed--> FORMED --view lost, depart--> LOST --view formed (next epoch)--> FORMED
+    FORMING --view formed--> FORMED --view lost, depart, lose--> LOST --view formed (next epoch)--> FORMED
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from etha.agent.effects import Answer, CallKey, Fail, Member, name_ranks
+from etha.agent.effects import Answer, CallKey, Fail, Member, name_members, name_ranks
 from etha.agent.machine import Machine
 from etha.bus.messages import PairFormed
-from etha.errors import EthaError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
+from etha.errors import AgentUnavailableError, EthaError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 
@@ -60,8 +61,16 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sever:
+    """Tell the store that the agents of ``epoch`` have lost each other."""
+
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
-    """``epoch`` stands; ``view`` names every holder."""
+    """``epoch`` is complete: let its agents meet; ``met`` or ``unmet`` follows. ``view`` names every holder."""
 
     epoch: int
     view: PairView
@@ -75,7 +84,7 @@ class Broken:
     error: PeerLostError
 
 
-PairEffect = Answer | Fail | Join | Leave | Formed | Broken
+PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
 
 
 class Pair(Machine[Standing]):
@@ -94,6 +103,7 @@ class Pair(Machine[Standing]):
         self.view: PairView | None = None
         self.lost: PeerLostError | None = None
         self.waiting: dict[CallKey, Asked] = {}
+        self._met = 0
         self._inside: set[CallKey] = set()
 
     def ask(self, asked: Asked) -> list[PairEffect]:
@@ -126,6 +136,29 @@ class Pair(Machine[Standing]):
             out.append(Formed(epoch=view.epoch, view=view))
         return out + self._admit(view)
 
+    def met(self, epoch: int) -> list[PairEffect]:
+        """All agents of ``epoch`` are linked and hold it."""
+        if epoch != self.epoch or self.state is not Standing.FORMED or self.view is None:
+            return []
+        self._met = epoch
+        return self._admit(self.view)
+
+    def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
+        """The agents of ``epoch`` could not meet: nobody is let in, here or elsewhere."""
+        if epoch != self.epoch or self.state is not Standing.FORMED:
+            return []
+        out: list[PairEffect] = [Fail(call=key, error=error) for key in sorted(self._inside)]
+        for key in list(self._inside):
+            self._forget(key)
+        return out + self._sever(error.message)
+
+    def lose(self, agent: str, text: str) -> list[PairEffect]:
+        """The link to an agent of this pair is lost."""
+        theirs = [member for member, holder in self.members().items() if holder.agent == agent]
+        if self.state is not Standing.FORMED or not theirs:
+            return []
+        return self._sever(f"the agent of {name_members(theirs)} is gone ({text})")
+
     def expire(self, key: CallKey, *, cancelled: bool) -> list[PairEffect]:
         """The caller's deadline passed, or it cancelled: it leaves the rendezvous."""
         inside = key in self._inside
@@ -135,7 +168,9 @@ class Pair(Machine[Standing]):
         what = "was cancelled" if cancelled else "ended at its deadline"
         text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
         error: EthaError
-        if inside:
+        if inside and self.state is Standing.FORMED:
+            error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet")
+        elif inside:
             missing = self.missing(asked)
             error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}", missing=missing)
         else:
@@ -189,12 +224,17 @@ class Pair(Machine[Standing]):
         for key in list(self._inside):
             asked = self.waiting[key]
             inside = self._holds(asked.side, asked.rank, asked.holder)
-            if inside and self.state is Standing.FORMED and view.state == "formed":
+            if inside and view.state == "formed" and self.state is Standing.FORMED:
+                if self._met != self.epoch:
+                    continue
                 self._forget(key)
                 remote = view.sides[asked.remote].world_size
                 assert remote is not None
                 formed = PairFormed(epoch=self.epoch, local_world_size=asked.world_size, remote_world_size=remote)
                 out.append(Answer(call=key, message=formed))
+            elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
+                # Redis took this for a repeated call: it has not heard that the epoch is over.
+                out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
             elif not inside:
                 self._forget(key)
                 text = f"pair {self.pair!r}: {asked.side} rank {asked.rank} was evicted by a newer launch of its side"
@@ -204,8 +244,18 @@ class Pair(Machine[Standing]):
     def _break(self, reason: str, text: str) -> list[PairEffect]:
         self.move(Standing.LOST)
         text = f"pair {self.pair!r} epoch {self.epoch} is over: {text}; call init_pair and register_tensors again"
-        self.lost = PeerLostError(text, reason=reason)
-        return [Broken(epoch=self.epoch, error=self.lost)]
+        self.lost = error = PeerLostError(text, reason=reason)
+        out: list[PairEffect] = []
+        for key in list(self._inside):  # in this epoch, and not let in yet
+            asked = self.waiting[key]
+            holder = self.members().get((asked.side, asked.rank))
+            if holder is not None and holder.is_same(asked.holder) and holder.epoch == self.epoch:
+                self._forget(key)
+                out.append(Fail(call=key, error=error))
+        return [*out, Broken(epoch=self.epoch, error=error)]
+
+    def _sever(self, text: str) -> list[PairEffect]:
+        return [*self._break("died", text), Sever(epoch=self.epoch, text=text)]
 
     def _forget(self, key: CallKey) -> Asked | None:
         self._inside.discard(key)

@@ -11,7 +11,8 @@ from typing import Any
 
 from etha.agent.calls import Calls
 from etha.agent.effects import Answer, CallKey, Fail
-from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect
+from etha.agent.links import Links
+from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect, Sever
 from etha.agent.session import Seat, Session
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
@@ -42,12 +43,14 @@ class Pairs:
         self,
         *,
         store: Store,
+        links: Links,
         calls: Calls,
         sessions: Callable[[], Iterable[Session]],
         spawn: Spawn,
         broken: Callable[[str, int, PeerLostError], None],
     ) -> None:
-        self._store, self._calls, self._sessions, self._spawn, self._broken = store, calls, sessions, spawn, broken
+        self._store, self._links, self._calls = store, links, calls
+        self._sessions, self._spawn, self._broken = sessions, spawn, broken
         self._known: dict[str, _Known] = {}
 
     def init(self, session: Session, request: Request, message: InitPair) -> None:
@@ -91,6 +94,11 @@ class Pairs:
     def machines(self) -> tuple[Pair, ...]:
         """All pairs known here, for the status report."""
         return tuple(self._known[name].machine for name in sorted(self._known))
+
+    def lose(self, agent: str, text: str) -> None:
+        """The link to an agent is lost, and with it every pair that it takes part in."""
+        for known in self._known.values():
+            self._perform(known, known.machine.lose(agent, text))
 
     def gone(self, session: Session, reason: Reason) -> None:
         """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
@@ -136,8 +144,15 @@ class Pairs:
                 case Fail(call=key, error=error):
                     known.asked.pop(key, None)
                     self._calls.fail(key, error)
+                case Sever(epoch=epoch, text=text):
+                    self._spawn(self._sever(known, epoch, text))
                 case Formed(epoch=epoch):
                     log.info("pair %s formed, epoch %d", pair, epoch)
+                    agents = {holder.agent for holder in known.machine.members().values()}
+                    if len(agents) > 1:
+                        self._spawn(self._meet(known, epoch, agents))
+                    else:
+                        self._perform(known, known.machine.met(epoch))
                 case Broken(epoch=epoch, error=error):
                     log.info("pair %s lost: %s", pair, error.message)
                     self._broken(pair, epoch, error)
@@ -168,6 +183,23 @@ class Pairs:
                 self._perform(known, known.machine.joined(asked.key, view))
         except EthaError as error:
             self._perform(known, known.machine.refused(asked.key, error))
+
+    async def _meet(self, known: _Known, epoch: int, agents: set[str]) -> None:
+        try:
+            await self._links.form(known.machine.pair, epoch, agents)
+        except EthaError as error:
+            log.warning("pair %s epoch %d: %s", known.machine.pair, epoch, error.message)
+            self._perform(known, known.machine.unmet(epoch, error))
+            return
+        self._perform(known, known.machine.met(epoch))
+
+    async def _sever(self, known: _Known, epoch: int, text: str) -> None:
+        try:
+            async with known.order:
+                await self._store.sever(known.machine.pair, epoch, "died", text)
+        except EthaError as error:
+            # Whoever joins next finds the epoch standing in Redis, and says it again.
+            log.warning("pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
 
     async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
         try:

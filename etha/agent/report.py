@@ -34,6 +34,9 @@ def report(agent: Agent) -> dict[str, Any]:
                 for session in agent.sessions.values()
             ],
             "running": agent.movers.running,
+            "address": agent.links.address,
+            "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
+            "links": _links(agent),
         },
         "pairs": [
             {
@@ -53,6 +56,28 @@ def report(agent: Agent) -> dict[str, Any]:
     }
 
 
+def _links(agent: Agent) -> list[dict[str, Any]]:
+    """One line a linked agent: seconds since it was heard, its last round trip, beats it missed, payload bytes."""
+    lines = []
+    for peer in agent.links.hub.peers():
+        record, traffic = agent.links.record(peer.agent), agent.links.plane.traffic.get(peer.agent)
+        lines.append(
+            {
+                "agent": peer.agent,
+                "host": record.host if record is not None else "",
+                "address": peer.address,
+                "state": peer.state,
+                "silent": round(peer.silent, 3),
+                "round_trip": None if peer.round_trip is None else round(peer.round_trip, 6),
+                "missed": peer.missed,
+                "reads": peer.agent in agent.links.reads,
+                "bytes_sent": traffic.sent if traffic is not None else 0,
+                "bytes_received": traffic.received if traffic is not None else 0,
+            }
+        )
+    return lines
+
+
 def _batch(live: Live) -> list[dict[str, Any]]:
     state = live.machine.state.name.lower()
     waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(live.machine.absent)]
@@ -64,7 +89,7 @@ def _batch(live: Live) -> list[dict[str, Any]]:
             state = "moving"
         elif live.asks:
             state = "waiting"
-            waiting = [f"{side} rank {rank}" for side, rank in live.transfers.missing()]
+            waiting = [f"{side} rank {rank}" for side, rank in live.missing]
     return [
         {
             "pair": pair,
@@ -73,7 +98,7 @@ def _batch(live: Live) -> list[dict[str, Any]]:
             "seq": seq,
             "version": live.version,
             "bytes": nbytes,
-            "transport": "local",
+            "transport": live.transports if live.transfers is not None else "",
             "waiting_for": waiting,
             "last_seconds": live.last_seconds,
             "last_error": live.last_error.message if live.last_error is not None else "",

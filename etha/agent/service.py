@@ -1,6 +1,7 @@
 """The agent: one asyncio service that owns one device and serves every worker on it.
 
-    workers --bus--> Agent --+-- Pairs    (rendezvous, Redis)
+    workers --bus--> Agent --+-- Links    (other agents, data port)
+                             +-- Pairs    (rendezvous, Redis)
                              +-- Batches  (registrations, planning)
                              +-- Movers   (transfers, the lane)
 
@@ -20,6 +21,7 @@ from typing import Any
 from etha.agent.batches import Batches
 from etha.agent.calls import Calls
 from etha.agent.lane import Lane
+from etha.agent.links import Links
 from etha.agent.movers import Movers
 from etha.agent.pairs import Pairs
 from etha.agent.report import report
@@ -42,7 +44,6 @@ from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory
-from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.connect import redact
 from etha.store.records import AgentRecord, Reason
@@ -76,16 +77,32 @@ class Agent:
         self._group: asyncio.TaskGroup | None = None
         self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.movers = Movers(store=store, calls=self.calls, lane=lane, spawn=self.spawn)
+        self.links = Links(
+            me=self.id,
+            host=settings.host_id,
+            store=store,
+            listen=settings.listen,
+            staging=settings.staging,
+            said=lambda *said: self.batches.hear(*said),
+            gone=self.lost,
+        )
+        self.movers = Movers(store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn)
         self.pairs = Pairs(
             store=store,
+            links=self.links,
             calls=self.calls,
             sessions=lambda: tuple(self.sessions.values()),
             spawn=self.spawn,
-            broken=lambda pair, epoch, error: self.batches.broken(pair, epoch, error),
+            broken=lambda *broken: self.batches.broken(*broken),
         )
         self.batches = Batches(
-            me=self.id, store=store, calls=self.calls, pairs=self.pairs, movers=self.movers, spawn=self.spawn
+            me=self.id,
+            store=store,
+            links=self.links,
+            calls=self.calls,
+            pairs=self.pairs,
+            movers=self.movers,
+            spawn=self.spawn,
         )
 
     @property
@@ -96,11 +113,16 @@ class Agent:
             host=self.settings.host_id,
             device=self.device,
             pid=os.getpid(),
-            address="",
-            public_key="",
+            address=self.links.address,
+            public_key=self.links.public_key,
             started_at=self.started_at,
             version=__version__,
         )
+
+    def lost(self, agent: str, text: str) -> None:
+        """The link to another agent is over: transfers with it first, they know best how they end."""
+        self.batches.lose(agent)
+        self.pairs.lose(agent, text)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
@@ -246,17 +268,16 @@ class Agent:
             case CloseBatch() as message:
                 self.batches.close(session, request, message)
             case Probe(address=address, token=token):
-                text = ""
-                try:
-                    session.memory.process.probe(address, token)
-                except ReachError as error:
-                    text = str(error)
-                session.memory.private = not text
+                text = session.probe(address, token)
                 peer.reply(request.id, Probed(reaches=not text, text=text))
             case GetStatus():
-                peer.reply(request.id, Status(report=report(self)))
+                self.spawn(self._status(peer, request.id))
             case _:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request")
+
+    async def _status(self, peer: Peer, request_id: int) -> None:
+        await self.batches.inquiries.refresh(list(self.batches.live.values()))
+        peer.reply(request_id, Status(report=report(self)))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
         key = (peer.key, request.id)

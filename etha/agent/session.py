@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from etha.agent.effects import Member
 from etha.bus.peer import Peer
 from etha.memory.mapping import WorkerMemory
+from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.records import Member as Holder
 
@@ -44,3 +45,13 @@ class Session:
     def key(self) -> str:
         """The connection's id."""
         return self.peer.key
+
+    def probe(self, address: int, token: bytes) -> str:
+        """Find out whether the worker's private memory is within reach; why not, or nothing."""
+        try:
+            self.memory.process.probe(address, token)
+        except ReachError as error:
+            self.memory.private = False
+            return str(error)
+        self.memory.private = True
+        return ""

@@ -1,4 +1,4 @@
-"""The calls of an agent's own ranks that wait for GO, and what each is told when its transfer aborts; pure."""
+"""The calls of an agent's own ranks that wait for GO, and what each is told when its transfer fails; pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from etha.agent.doubt import Inquiry
 from etha.agent.effects import CallKey, Member, name_members
 from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Verb, Version
@@ -33,7 +34,10 @@ class Side:
 
 @dataclass(slots=True, kw_only=True)
 class Current:
-    """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision."""
+    """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision.
+
+    ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost.
+    """
 
     seq: int
     source: str
@@ -42,7 +46,20 @@ class Current:
     calls: dict[Member, Call]
     causes: dict[Member, EthaError] = field(default_factory=dict)
     abort: EthaError | None = None
+    begun: bool = False
     touched: bool = False
+    inquiry: Inquiry | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Booking:
+    """This agent's lane as ``agent``, coordinator of the direction from ``side``, asked for it under ``number``."""
+
+    agent: str
+    side: str
+    number: int
+    granted: bool = False
+    begun: bool = False
 
 
 class Queues:
@@ -113,9 +130,15 @@ def _fitting(call: Call, side: str) -> Verb:
 def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
     """What one worker is told about an aborted transfer: its own cause, else the first one."""
     error = own or first
-    data = {**error.data(), "torn": torn} if isinstance(error, TransferError) else {"torn": torn}
+    data = error.data() if isinstance(error, TransferError) else {}
+    data |= {"outcome": "aborted", "torn": torn}
     text = f"{name} seq {seq} aborted: {error.message}"
     if isinstance(error, PeerLostError) or own is not None:
-        kind = type(error) if isinstance(error, TransferError) else TransferAbortedError
-        return kind(text, **{"outcome": "aborted", **data})
+        return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
     return TransferAbortedError(text, outcome="aborted", torn=torn)
+
+
+def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
+    """What every worker here is told about a transfer whose end nobody that this agent can reach knows."""
+    text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
+    return PeerLostError(text, reason="died", outcome="unknown", torn=torn)

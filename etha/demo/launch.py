@@ -20,10 +20,13 @@ from pathlib import Path
 
 from etha.demo.events import Event
 from etha.demo.options import RANKS, Options
+from etha.demo.place import Places
 from etha.demo.process import adopting, children, command, describe, end
 
 log = logging.getLogger(__name__)
 
+#: Both jobs on this host, in their own runtime directory, with its embedded server.
+HERE = Places()
 #: A drained agent has 30 s for running transfers; the demo leaves none running.
 AGENT_SECONDS = 20.0
 OTHERS_SECONDS = 5.0
@@ -37,8 +40,8 @@ class DemoError(Exception):
     """The demo could not be run to its end; the message carries the ends of the logs."""
 
 
-async def run(options: Options, tell: Callable[[Event], None]) -> None:
-    """Run both jobs to their end, calling ``tell`` with each event; DemoError when a job fails.
+async def run(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
+    """Run both jobs to their end, each in its place, calling ``tell`` with each event; DemoError when a job fails.
 
     Whatever happens, nothing that was started is left when this returns.
     """
@@ -47,7 +50,7 @@ async def run(options: Options, tell: Callable[[Event], None]) -> None:
         try:
             async with asyncio.TaskGroup() as jobs:
                 for job in RANKS:
-                    jobs.create_task(run_job(job, options, directory, tell))
+                    jobs.create_task(run_job(job, options, directory, tell, places))
         except* JobFailed as group:
             failures = [str(failure) for failure in group.exceptions]
         finally:
@@ -60,16 +63,18 @@ class JobFailed(Exception):
     """One job ended with an error."""
 
 
-async def run_job(job: str, options: Options, directory: Path, hear: Callable[[Event], None]) -> None:
+async def run_job(
+    job: str, options: Options, directory: Path, hear: Callable[[Event], None], places: Places = HERE
+) -> None:
     """Start one job and follow it to its end; JobFailed unless it ends with status 0. Cancelling kills it."""
     pipe_out, pipe_in = os.pipe()
     with (directory / f"{job}.log").open("wb") as output:
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "etha.demo.job", job, options.to_json(),
+                *places.prefix(job), sys.executable, "-m", "etha.demo.job", job, options.to_json(),
                 "--store", str(directory / f"{job}.store"), "--report", str(pipe_in),
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment(directory, os.environ), pass_fds=(pipe_in,), start_new_session=True,
+                env=environment(directory, os.environ, job, places), pass_fds=(pipe_in,), start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(pipe_in)
@@ -112,20 +117,25 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def environment(directory: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: ``base`` without what other launchers set, one thread a process, loopback only.
+def environment(directory: Path, base: Mapping[str, str], job: str = "", places: Places = HERE) -> dict[str, str]:
+    """The environment of a job: ``base`` without what other launchers set, one thread a process, gloo on loopback.
 
     Temporary files go to ``directory``, too: torch's compiler makes a cache there as soon as it is imported.
     """
     kept = {k: v for k, v in base.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
-    return kept | {
-        "ETHA_RUNTIME_DIR": str(directory / "run"),
-        "TMPDIR": str(directory),
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
-    }
+    folder = directory / places.folder(job)
+    return (
+        kept
+        | places.environment(job)
+        | {
+            "ETHA_RUNTIME_DIR": str(folder),
+            "TMPDIR": str(directory),
+            "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def stop(before: set[int]) -> None:
@@ -145,12 +155,12 @@ def tails(directory: Path) -> list[str]:
     return found
 
 
-async def run_until_signal(options: Options, tell: Callable[[Event], None]) -> None:
+async def run_until_signal(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
     """``run``, cancelled by SIGTERM as it is by Ctrl-C, so that both leave nothing behind."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        await run(options, tell)
+        await run(options, tell, places)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

@@ -23,10 +23,9 @@ from etha.peer.gate import Gate
 from etha.peer.keys import Keys
 from etha.peer.link import Link, State
 from etha.peer.listener import Listener
-from etha.peer.messages import Message
 from etha.peer.ports import Ports
 from etha.peer.sessions import Sessions
-from etha.peer.wire import Control, Hello, Scope
+from etha.peer.wire import Control, Hello, Said, Scope
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Hub:
         keys: Keys,
         *,
         known: Callable[[str], str | None],
-        on_message: Callable[[str, Scope, Message], None],
+        on_message: Callable[[str, Scope, Said], None],
         on_gone: Callable[[str, str], None],
         refresh: Callable[[], Awaitable[None]] | None = None,
         beat: float = BEAT,
@@ -173,7 +172,7 @@ class Hub:
                 f"needs ETHA_LISTEN=HOST:PORT with an address of its network)"
             )
 
-    def send(self, agent: str, scope: Scope, message: Message) -> None:
+    def send(self, agent: str, scope: Scope, message: Said) -> None:
         """Send on the open link to ``agent``, in order.
 
         Raises PeerLostError when there is none (``on_gone`` tells or has told), ProtocolError for what

@@ -18,10 +18,9 @@ import zmq
 from etha.bus.socket import LoopSocket
 from etha.errors import ProtocolError
 from etha.peer.keys import Keys, check_public_key
-from etha.peer.messages import Message
 from etha.peer.ports import format_address, parse_address
 from etha.peer.sockets import HIGH_WATER, Monitor, link_socket
-from etha.peer.wire import Beat, Bye, Control, Hello, Malformed, Scope, Welcome, decode, encode
+from etha.peer.wire import Beat, Bye, Control, Hello, Malformed, Said, Scope, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Link:
     def __repr__(self) -> str:
         return f"link to agent {self.agent} at {self.address}"
 
-    def send(self, scope: Scope, message: Message) -> bool:
+    def send(self, scope: Scope, message: Said) -> bool:
         """Send in order; False when the link does not stand. ProtocolError for what cannot travel."""
         data = encode(scope, message)
         return self.state is State.OPEN and self._post(data)
@@ -162,7 +161,7 @@ class Link:
             log.warning("dropped on the %r: %s", self, error)
             self.end(f"it broke the protocol: {error}")
 
-    def _answer(self, message: Message | Control) -> None:
+    def _answer(self, message: Said | Control) -> None:
         self.heard, self.missed = self._loop.time(), 0
         match message:
             case Welcome() if self.state is State.OPENING:

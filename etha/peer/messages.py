@@ -1,7 +1,8 @@
 """What the agents of a batch say to each other while they agree on a transfer.
 
-    participant -> coordinator   Ready Unready Done Failed Committed
-    coordinator -> participant   Offer Stood Refused Go Abort Commit
+    participant -> coordinator   Ready Unready Booked Recall Done Failed Committed Declined
+    coordinator -> participant   Offer Stood Refused Book Unbook Go Abort Commit
+    participant -> participant   Question Answer (their coordinator is lost)
 
 The coordinator of a direction is the agent of source rank 0. Every message belongs to one batch
 generation of one pair epoch; the link carries that beside it. Order on a link is kept.
@@ -16,6 +17,10 @@ from etha.errors import EthaError
 
 Verb = Literal["send", "recv"]
 Version = int | str | None
+#: Whose lane comes first, the smaller the sooner: (start in ns, coordinator's agent, batch).
+Ticket = tuple[int, str, str]
+#: What an agent says of a transfer: its end, or that it will take no COMMIT any more.
+Known = Literal["committed", "aborted", "fenced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,39 @@ class Offer:
     side: str
     standing: bool
     version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """All of the direction from ``side`` are ready: give me your lane. ``number`` is never used twice."""
+
+    side: str
+    number: int
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Booked:
+    """My lane is yours until Go and the end of its transfer, or Unbook."""
+
+    side: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """An older ticket wants my lane: give it back, unless you have said GO."""
+
+    side: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unbook:
+    """I want your lane no longer under ``number``."""
+
+    side: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,4 +153,46 @@ class Committed:
     seq: int
 
 
-Message = Ready | Unready | Stood | Refused | Offer | Go | Done | Failed | Abort | Commit | Committed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """I take no COMMIT of ``seq``, now or later: survivors have asked, or it has ended here."""
+
+    seq: int
+    cause: EthaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """I am fenced: I lost the coordinator of ``seq`` after my vote, or was asked this. What do you know?"""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What I know of ``seq``; "fenced": I have voted, know no more, and take no COMMIT from now on."""
+
+    seq: int
+    verdict: Known
+
+
+Message = (
+    Ready
+    | Unready
+    | Stood
+    | Refused
+    | Offer
+    | Book
+    | Booked
+    | Recall
+    | Unbook
+    | Go
+    | Done
+    | Failed
+    | Abort
+    | Commit
+    | Committed
+    | Declined
+    | Question
+    | Answer
+)

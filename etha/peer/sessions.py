@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from etha.errors import ProtocolError
 from etha.peer.link import Link, State
-from etha.peer.messages import Message
-from etha.peer.wire import Beat, Bye, Control, Envelope, Hello, Malformed, Scope, Welcome
+from etha.peer.wire import Beat, Bye, Control, Envelope, Hello, Malformed, Said, Scope, Welcome
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class Session:
     connection: bytes
     losses: int
     received: int = 0
-    held: list[tuple[Scope, Message]] = field(default_factory=list)
+    held: list[tuple[Scope, Said]] = field(default_factory=list)
 
 
 class Sessions:
@@ -41,7 +40,7 @@ class Sessions:
         self,
         link_to: Callable[[str], Link | None],
         answer: Callable[[bytes, Control], None],
-        on_message: Callable[[str, Scope, Message], None],
+        on_message: Callable[[str, Scope, Said], None],
     ) -> None:
         self._link_to, self._answer, self._on_message = link_to, answer, on_message
         self._sessions: dict[str, Session] = {}
@@ -119,7 +118,7 @@ class Sessions:
             return link.end("it lost its link and opened another")
         self._paired[link] = session
 
-    def _receive(self, session: Session, scope: Scope, message: Message) -> None:
+    def _receive(self, session: Session, scope: Scope, message: Said) -> None:
         link = self._link_to(session.agent)
         if self.closing:
             log.debug("agent %s said %s too late: this agent is leaving", session.agent, type(message).__name__)
@@ -131,7 +130,7 @@ class Sessions:
             log.warning("agent %s said %d messages before this one linked to it", session.agent, MAX_HELD)
             self._fence(session, f"{MAX_HELD} messages wait: the other agent opens no link")
 
-    def _deliver(self, session: Session, scope: Scope, message: Message) -> None:
+    def _deliver(self, session: Session, scope: Scope, message: Said) -> None:
         try:
             self._on_message(session.agent, scope, message)
         except ProtocolError as error:

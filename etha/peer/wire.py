@@ -3,7 +3,7 @@
     {"v": 1, "op": "ready", "scope": [pair, epoch, batch, generation] | null, "args": {...}}
 
 Pure; fields are checked by the bus's schema, errors inside messages travel as code, text and data.
-The members of ``messages.Message`` have a scope; Hello, Welcome, Beat and Bye are the link's own, without.
+What is ``Said`` has a scope; Hello, Welcome, Beat and Bye are the link's own, without.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import msgpack  # type: ignore[import-untyped, unused-ignore]
 
 from etha.bus.codec import Malformed
-from etha.bus.schema import MAX_ITEMS, Bounds, Checker, Mismatch, plain, struct
+from etha.bus.schema import MAX_ITEMS, STRUCTS, Bounds, Checker, Mismatch, plain, struct
 from etha.config import check_name
 from etha.errors import EthaError, ProtocolError, from_wire
+from etha.peer.introductions import Introduction
 from etha.peer.messages import Message
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Envelope",
     "Hello",
     "Malformed",
+    "Said",
     "Scope",
     "Welcome",
     "decode",
@@ -100,6 +102,8 @@ class Bye:
 
 
 Control = Hello | Welcome | Beat | Bye
+#: What agents say over a link that stands; it has a scope.
+Said = Message | Introduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Envelope:
     """A message and what it is about; ``scope`` is None exactly for the link's own messages."""
 
     scope: Scope | None
-    message: Message | Control
+    message: Said | Control
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +173,7 @@ def _checker(cls: type) -> Checker:
 
 _OPS: dict[type, str] = {
     cls: re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-    for cls in (*typing.get_args(Message), *typing.get_args(Control))
+    for cls in (*typing.get_args(Said), *typing.get_args(Control))
 }
 _CONTROLS = frozenset(typing.get_args(Control))
 _NAMES: dict[type, tuple[str, ...]] = {cls: tuple(f.name for f in fields(cls)) for cls in _OPS}
@@ -179,10 +183,12 @@ _BY_OP: dict[str, tuple[type, Checker]] = {op: (cls, _checker(cls)) for cls, op 
 def _default(value: Any) -> Any:
     if isinstance(value, EthaError):
         return _error_to_wire(value)
+    if (names := STRUCTS.get(type(value))) is not None:
+        return {name: getattr(value, name) for name in names}
     raise TypeError(f"{type(value).__name__} cannot travel")
 
 
-def encode(scope: Scope | None, message: Message | Control) -> bytes:
+def encode(scope: Scope | None, message: Said | Control) -> bytes:
     """The bytes of ``message``; ProtocolError for what cannot travel or is larger than MAX_MESSAGE."""
     op = _OPS.get(type(message))
     if op is None or (scope is None) is not (type(message) in _CONTROLS):

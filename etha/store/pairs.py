@@ -94,6 +94,11 @@ class Pairs(Session):
         async with self._changing:
             return bool(await self._script("leave", keys, request, timeout))
 
+    async def sever(self, pair: str, epoch: int, reason: Reason, text: str, *, timeout: float | None = None) -> bool:
+        """A formed pair is lost because its agents have lost each other; True if ``epoch`` still stood."""
+        request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000]}
+        return bool(await self._script("sever", [self.keys.pair(pair)], request, timeout))
+
     async def pair(self, pair: str, *, timeout: float | None = None) -> PairView | None:
         """The pair and all its members, read at one moment; None when there is none."""
         key = self.keys.pair(pair)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from etha.config import STAGING
 from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.memory.revocation import Guard
 from etha.transport.base import Progress
@@ -29,7 +30,6 @@ from etha.transport.outlets import Outlet
 from etha.transport.program import Member
 from etha.transport.segments import Op
 from etha.transport.staging import Budget, Desks
-from etha.transport.wire import STAGING
 
 log = logging.getLogger(__name__)
 

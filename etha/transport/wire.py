@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from etha.config import STAGING
 from etha.errors import ConfigError
 from etha.plan import Plan
 from etha.plan.program import Region
@@ -26,9 +27,6 @@ from etha.transport.laying import Laid, Laying, Views
 from etha.transport.program import Member
 from etha.transport.reduce import clip
 from etha.transport.ways import Ways
-
-#: Staging memory of an agent, in bytes.
-STAGING = 256 << 20
 
 
 def compile_wire(

@@ -16,7 +16,7 @@ import pytest
 
 from etha.cli import main
 from etha.config import ENVIRONMENT, Settings
-from etha.doctor import check_runtime_dir
+from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError
 
 COMMANDS = ("agent", "status", "plan", "demo", "doctor")
@@ -190,11 +190,12 @@ def test_the_doctor_wants_the_runtime_directory_closed_to_others(runtime: Path) 
 def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
     """A kernel that refuses process_vm_readv is noticed: here seen as a pid that is nobody's."""
     code = (
-        "import etha.doctor as d, os\n"
+        "import etha.doctor.machine as d\n"
+        "from etha.doctor import examine\n"
         "from etha.config import Settings\n"
         "d.os.getpid = lambda: 2**22 - 1\n"
         "d.start_time = lambda pid: 1\n"
-        "print([f for f in d.examine(Settings.from_env()) if 'memory' in f.name][-1])\n"
+        "print([f for f in examine(Settings.from_env()) if 'memory' in f.name][-1])\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert "ok=False" in shown.stdout and "SYS_PTRACE" in shown.stdout, shown.stderr

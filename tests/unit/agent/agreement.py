@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from etha.agent.effects import Fail, Settled, StartMove, StopMove, Tell
+from etha.agent.bookings import Bookings, Granted, Recalled
+from etha.agent.effects import (
+    BeginLane,
+    Doubt,
+    Fail,
+    FreeLane,
+    Settled,
+    StartMove,
+    StopMove,
+    Tell,
+    WantLane,
+)
 from etha.agent.transfer import Transfers
 from etha.agent.waiting import Call
 from etha.errors import EthaError, TransferError
@@ -14,10 +26,17 @@ from etha.peer.messages import Message, Verb
 
 @dataclass
 class World:
-    """``agents``: side -> agent of each rank. Outcomes are kept by call."""
+    """``agents``: side -> agent of each rank. Outcomes are kept by call.
+
+    ``lanes``: agent -> its bookings, shared by the worlds of several batches; ``worlds``: those, by batch.
+    """
 
     agents: dict[str, tuple[str, ...]]
     atomic: bool = False
+    batch: str = "b"
+    now: Callable[[], int] = lambda: 0
+    lanes: dict[str, Bookings] = field(default_factory=dict)
+    worlds: dict[str, World] = field(default_factory=dict)
     machines: dict[str, Transfers] = field(default_factory=dict)
     links: dict[tuple[str, str], deque[Message]] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
@@ -27,16 +46,27 @@ class World:
     calls: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
+    doubts: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         names = sorted({a for ranks in self.agents.values() for a in ranks})
         for name in names:
-            self.machines[name] = Transfers("b", me=name, agents=self.agents, digests={}, seq=0, atomic=self.atomic)
+            self.machines[name] = Transfers(
+                self.batch, me=name, agents=self.agents, digests={}, seq=0, atomic=self.atomic, now=self.now
+            )
+            self.lanes.setdefault(name, Bookings())
             for other in names:
                 self.links[name, other] = deque()
+        self.worlds[self.batch] = self
 
     def agent(self, member: tuple[str, int]) -> str:
         return self.agents[member[0]][member[1]]
+
+    def verbs(self) -> list[tuple[tuple[str, int], Verb]]:
+        """Each rank with what it calls for a transfer from the first side to the second."""
+        first, second = self.agents
+        sends = [((first, rank), "send") for rank in range(len(self.agents[first]))]
+        return [*sends, *(((second, rank), "recv") for rank in range(len(self.agents[second])))]
 
     def call(self, member: tuple[str, int], verb: Verb, version: int | None = None) -> tuple[str, int]:
         key = (f"{member[0]}{member[1]}", len(self.calls))
@@ -54,6 +84,7 @@ class World:
         message = self.links[source, target].popleft()
         if target not in self.dead:
             self.perform(target, self.machines[target].hear(source, message))
+        self.consistent()
 
     def moved(self, agent: str, error: EthaError | None = None) -> None:
         seq = self.running.pop(agent)
@@ -68,6 +99,7 @@ class World:
                     self.links[me, agent].append(message)
                 case StartMove(seq=seq):
                     assert me not in self.running
+                    assert len(self.machines) == 1 or not self.busy_lane(me), f"two transfers on the lane of {me}"
                     self.running[me] = seq
                 case StopMove(seq=seq):
                     assert self.running[me] == seq
@@ -76,12 +108,39 @@ class World:
                     assert key in self.waiting, f"{key} answered twice"
                     self.waiting.discard(key)
                     self.errors[key] = error
+                case Doubt(seq=seq):
+                    self.doubts.add((me, seq))
+                case WantLane(ticket=ticket):
+                    self.route(me, self.lanes[me].want(self.batch, ticket))
+                case BeginLane():
+                    self.lanes[me].begin(self.batch)
+                    assert self.lanes[me].holder == self.batch
+                case FreeLane():
+                    self.route(me, self.lanes[me].free(self.batch))
                 case Settled(seq=seq, error=None, calls=calls):
                     for key in calls.values():
                         assert key in self.waiting, f"{key} answered twice"
                         self.waiting.discard(key)
                         self.results[key] = seq
         self.consistent()
+
+    def route(self, me: str, notices: list[Granted | Recalled]) -> None:
+        for notice in notices:
+            world = self.worlds[notice.key]
+            machine = world.machines[me]
+            world.perform(me, machine.granted() if isinstance(notice, Granted) else machine.recalled())
+
+    def busy_lane(self, me: str) -> bool:
+        return any(me in world.running for world in self.worlds.values() if len(world.machines) > 1)
+
+    def lose(self, me: str, gone: str) -> None:
+        """``me`` hears that its link to ``gone`` is closed: what is on it is lost."""
+        self.links[gone, me].clear()
+        self.perform(me, self.machines[me].lose_agent(gone))
+
+    def undecided(self, me: str, seq: int) -> None:
+        self.doubts.discard((me, seq))
+        self.perform(me, self.machines[me].undecided(seq))
 
     def consistent(self) -> None:
         """Nobody has a result of a transfer that somebody else was told is aborted."""

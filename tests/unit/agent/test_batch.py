@@ -13,6 +13,7 @@ from etha.agent.batch import Batch, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.agent.effects import Answer, Fail, Member
 from etha.agent.evaluate import Evaluation
 from etha.agent.machine import ImpossibleMove
+from etha.agent.verdict import Terms, Verdict
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 
 ONE = {"t": ("a", "a"), "i": ("a",)}
@@ -33,6 +34,11 @@ def evaluation(refused: tuple[Violation, ...] = ()) -> Evaluation:
         tensors=1,
         sizes={},
     )
+
+
+def verdict(digest: str | None = None, **more: Any) -> str:
+    found = Verdict(digest=evaluation().digest if digest is None else digest, **{"staging": 100, "streams": 4, **more})
+    return found.to_text()
 
 
 class World:
@@ -69,7 +75,8 @@ class World:
 
     def plan(self, refused: bool = False) -> None:
         self.evaluating = False
-        self.perform(self.batch.evaluated(evaluation((BAD,) if refused else ())))
+        mine = Verdict.from_text("a", verdict())
+        self.perform(self.batch.evaluated(evaluation((BAD,) if refused else ()), mine))
 
     def perform(self, effects: list[Any]) -> None:
         for effect in effects:
@@ -84,10 +91,11 @@ class World:
                 case Evaluate(entries=entries):
                     assert set(entries) == set(self.everybody) and not self.evaluating
                     self.evaluating = True
-                case Declare(digest=digest):
-                    self.verdicts["a"] = digest
-                case Stand():
+                case Declare(verdict=text):
+                    self.verdicts["a"] = text
+                case Stand(terms=terms):
                     self.stood += 1
+                    self.terms = terms
                 case Unenroll(member=member):
                     if not self.complete:
                         self.entries.pop(member, None)
@@ -108,9 +116,38 @@ def test_two_agents_compare_their_plans() -> None:
     world.look()
     world.plan()
     assert world.batch.state is Standing.AGREEING and set(world.waiting) == set(keys)
-    world.verdicts["b"] = evaluation().digest
+    world.verdicts["b"] = verdict()
     world.look()
     assert world.batch.state is Standing.REGISTERED and not world.waiting
+
+
+def test_all_agents_move_on_the_same_terms() -> None:
+    world = World(TWO)
+    for member in world.locals:
+        world.enter(member)
+    world.publish(("i", 0))
+    world.look()
+    world.verdicts["b"] = verdict(reads=("a", "stranger"), staging=70, streams=9, seq=12)
+    world.plan()
+    world.look()
+    assert world.terms == Terms(reads=frozenset({("b", "a")}), staging=70, streams=4, seq=12)
+    shares = Verdict.from_text("a", verdict(reads=("b",), shared=True))
+    other = Verdict.from_text("b", verdict(reads=("a",)))
+    assert Terms.of({"a": shares, "b": other}).reads == {("a", "b")}, "what is written is not read by others"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "d", "d []", "d [[], 0, 1, 1, 0]", "d [[1], false, 1, 1, 0]", "d [[], false, 0, 1, 0]"]
+)
+def test_a_verdict_that_is_none_fails_the_registration(text: str) -> None:
+    world = World(TWO)
+    keys = [world.enter(member) for member in world.locals]
+    world.publish(("i", 0))
+    world.look()
+    world.plan()
+    world.verdicts["b"] = text
+    world.look()
+    assert all(isinstance(world.told[key], ProtocolError) and "agent b" in world.told[key].message for key in keys)
 
 
 def test_plans_that_differ_are_refused_by_name() -> None:
@@ -119,7 +156,7 @@ def test_plans_that_differ_are_refused_by_name() -> None:
     world.publish(("i", 0))
     world.look()
     world.plan()
-    world.verdicts["b"] = "other"
+    world.verdicts["b"] = verdict("other")
     world.look()
     error = world.told[keys[0]]
     assert isinstance(error, RegistrationError) and [v.code for v in error.violations] == ["plan_mismatch"]
@@ -199,7 +236,7 @@ class Walk(RuleBasedStateMachine):
     @rule(same=st.booleans())
     def verdict(self, same: bool) -> None:
         if "i" in self.world.agents and self.world.agents["i"] == ("b",) and self.world.complete:
-            self.world.verdicts.setdefault("b", evaluation().digest if same else "other")
+            self.world.verdicts.setdefault("b", verdict(None if same else "other"))
 
     @precondition(lambda self: self.world.waiting)
     @rule(data=st.data(), cancelled=st.booleans())

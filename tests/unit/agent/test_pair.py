@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etha.agent.effects import Answer, Fail, Member
 from etha.agent.machine import ImpossibleMove
-from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, Standing
-from etha.errors import ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
+from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, Sever, Standing
+from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, SideView
 
@@ -47,6 +47,10 @@ class Redis:
             if self.state == "formed":
                 self.state, self.reason = "lost", leave.reason
 
+    def sever(self, epoch: int) -> None:
+        if (self.state, self.epoch) == ("formed", epoch):
+            self.state, self.reason = "lost", "died"
+
     def view(self) -> PairView:
         sides = {
             side: SideView(
@@ -63,7 +67,8 @@ class World:
 
     def __init__(self) -> None:
         self.pair, self.redis = Pair("p", "redis://here"), Redis()
-        self.todo: deque[Join | Leave] = deque()
+        self.todo: deque[Join | Leave | Sever] = deque()
+        self.meeting: list[int] = []
         self.pids = dict.fromkeys(MEMBERS, 1)
         self.waiting: dict[tuple[str, int], Member] = {}
         self.answers: dict[tuple[str, int], int] = {}
@@ -71,7 +76,8 @@ class World:
         self.calls = 0
 
     def holder(self, member: Member) -> Holder:
-        return Holder(agent="a", host="h", pid=100 * (MEMBERS.index(member) + 1) + self.pids[member], start=1)
+        agent = "a" if member[0] == "t" else "b"
+        return Holder(agent=agent, host="h", pid=100 * (MEMBERS.index(member) + 1) + self.pids[member], start=1)
 
     def ask(self, member: Member) -> tuple[str, int]:
         self.calls += 1
@@ -104,19 +110,27 @@ class World:
                 self.perform(self.pair.joined(asked.key, view))
             case Leave() as leave:
                 self.redis.leave(leave)
+            case Sever(epoch=epoch):
+                self.redis.sever(epoch)
+
+    def meet(self) -> None:
+        """The agents of the oldest epoch that was formed are linked."""
+        self.perform(self.pair.met(self.meeting.pop(0)))
 
     def look(self) -> None:
         self.perform(self.pair.viewed(self.redis.view()))
 
     def drain(self) -> None:
-        while self.todo:
-            self.step()
+        while self.todo or self.meeting:
+            self.step() if self.todo else self.meet()
         self.look()
+        while self.todo or self.meeting:
+            self.step() if self.todo else self.meet()
 
     def perform(self, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
-                case Join() | Leave():
+                case Join() | Leave() | Sever():
                     self.todo.append(effect)
                 case Answer(call=key, message=message):
                     assert self.waiting.pop(key), f"{key} answered twice"
@@ -127,6 +141,7 @@ class World:
                     self.errors[key] = error
                 case Formed(epoch=epoch):
                     assert epoch == self.pair.epoch
+                    self.meeting.append(epoch)
                 case Broken(epoch=epoch, error=error):
                     assert epoch == self.pair.epoch and "call init_pair and register_tensors again" in error.message
 
@@ -179,6 +194,68 @@ def test_a_death_breaks_the_epoch_before_redis_says_so() -> None:
     assert "this batch belongs to epoch 1" in world.pair.error(1).message  # type: ignore[union-attr]
 
 
+def test_nobody_is_let_in_before_the_agents_have_met() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    while world.todo:
+        world.step()
+    assert world.pair.state is Standing.FORMED and not world.answers
+    world.meet()
+    assert [world.answers[key] for key in keys] == [1, 1, 1]
+
+
+def test_agents_that_cannot_meet_fail_every_caller_and_the_pair_forms_again() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    while world.todo:
+        world.step()
+    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
+    assert {world.errors[key].message for key in keys} == {"no link to b"}
+    world.drain()
+    keys = [world.ask(member) for member in MEMBERS]
+    world.drain()
+    assert {world.answers[key] for key in keys} == {2}
+
+
+def test_a_deadline_while_agents_link_says_so() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    while world.todo:
+        world.step()
+    world.perform(world.pair.expire(keys[0], cancelled=False))
+    assert (
+        isinstance(world.errors[keys[0]], AgentUnavailableError) and "had not linked" in world.errors[keys[0]].message
+    )
+
+
+def test_a_lost_link_names_the_ranks_behind_it_and_all_may_come_again() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    world.perform(world.pair.lose("stranger", "no beats"))
+    assert world.pair.error(1) is None
+    world.perform(world.pair.lose("b", "no beats"))
+    lost = world.pair.error(1)
+    assert isinstance(lost, PeerLostError) and lost.reason == "died"
+    assert "the agent of i rank 0 is gone (no beats)" in lost.message
+    keys = [world.ask(member) for member in MEMBERS]
+    world.drain()
+    assert {world.answers[key] for key in keys} == {2}
+
+
+def test_who_comes_again_before_redis_knows_of_the_loss_is_not_forgotten() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    world.perform(world.pair.lose("b", "no beats"))
+    world.todo.clear()  # Redis was away
+    keys = [world.ask(member) for member in MEMBERS]
+    world.drain()
+    assert {world.answers[key] for key in keys} == {2}
+
+
 def test_who_is_evicted_hears_it() -> None:
     world = World()
     key = world.ask(("t", 0))
@@ -222,6 +299,19 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.world.look()
+
+    @precondition(lambda self: self.world.meeting)
+    @rule(fails=st.integers(0, 3))
+    def meet(self, fails: int) -> None:
+        world = self.world
+        if fails == 0:
+            world.perform(world.pair.unmet(world.meeting.pop(0), AgentUnavailableError("no link")))
+        else:
+            world.meet()
+
+    @rule()
+    def lose(self) -> None:
+        self.world.perform(self.world.pair.lose("b", "no beats"))
 
     @precondition(lambda self: self.world.waiting)
     @rule(data=st.data(), cancelled=st.booleans())

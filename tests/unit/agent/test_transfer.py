@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from etha.agent.bookings import Recalled
+from etha.agent.coordinator import Phase
 from etha.agent.machine import ImpossibleMove
 from etha.agent.transfer import Moving
 from etha.errors import PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
+from etha.peer.messages import Answer, Commit, Declined, Failed, Go, Question
 
 from .agreement import World
 
@@ -190,3 +193,208 @@ def test_a_broken_pair_ends_every_call(order: list[int], kill: int) -> None:
         world.perform(name, machine.break_up(error))
     world.drain()
     assert not world.waiting
+
+
+# ---- the coordinator is lost --------------------------------------------------------------------
+
+FAN = {"t": ("a",), "i": ("b", "c")}
+FOUR = {"t": ("a",), "i": ("b", "c", "d")}
+
+
+def voted(agents: dict, *, done: tuple[str, ...] = ()) -> tuple[World, dict[str, tuple[str, int]]]:
+    """All have moved their part; the votes of ``done`` have arrived, the others' are on the way."""
+    world = World(agents)
+    keys = {world.agent(member): world.call(member, verb) for member, verb in world.verbs()}
+    while world.busy():
+        world.deliver(*world.busy()[0])
+    for agent in list(world.running):
+        world.moved(agent)
+    for agent in done:
+        world.deliver(agent, "a")
+    return world, keys
+
+
+def outcome(world: World, key: tuple[str, int]) -> str:
+    return "result" if key in world.results else world.errors[key].outcome
+
+
+def test_of_two_agents_the_one_that_is_left_aborts_at_once_and_names_the_lost_ranks() -> None:
+    world, keys = voted({"t": ("a", "a"), "i": ("b", "b")})
+    world.lose("b", "a")
+    error = world.errors[keys["b"]]
+    assert isinstance(error, PeerLostError) and (error.reason, error.outcome) == ("died", "aborted")
+    assert "the agent of t ranks 0-1 is gone" in error.message
+    assert world.machines["b"].state is Moving.IDLE
+
+
+@pytest.mark.parametrize("when", ["moving", "stopping", "spoilt"])
+def test_who_has_not_voted_aborts_once_its_move_is_quiet(when: str) -> None:
+    world = World(TWO)
+    keys = everybody_calls(world)
+    while world.busy():
+        world.deliver(*world.busy()[0])
+    if when != "moving":
+        world.end(keys[2], expired=False)
+    if when == "spoilt":
+        world.moved("b", TransferError("stopped"))
+    world.lose("b", "a")
+    assert (keys[3] in world.waiting) == (when != "spoilt")
+    if when != "spoilt":
+        world.moved("b")
+    assert outcome(world, keys[3]) == "aborted"
+
+
+def test_survivors_commit_what_one_of_them_knows_to_be_committed() -> None:
+    world, keys = voted(FAN, done=("b", "c"))
+    world.deliver("a", "c")
+    world.lose("b", "a")
+    assert world.machines["b"].state is Moving.DOUBT and ("b", 1) in world.doubts
+    world.drain()
+    assert outcome(world, keys["b"]) == outcome(world, keys["c"]) == "result"
+
+
+def test_survivors_that_know_nothing_abort_and_the_coordinator_does_not_commit() -> None:
+    world, keys = voted(FAN, done=("b", "c"))
+    world.lose("b", "a")
+    world.drain()
+    assert outcome(world, keys["b"]) == outcome(world, keys["c"]) == "aborted"
+    assert keys["a"] in world.waiting
+    world.lose("a", "b")
+    assert outcome(world, keys["a"]) == "unknown"
+
+
+def test_when_all_decline_the_coordinator_aborts() -> None:
+    world, keys = voted(FOUR, done=("b", "c", "d"))
+    for agent in "bcd":
+        world.links["a", agent].clear()
+        world.perform(agent, world.machines[agent].hear("d" if agent != "d" else "b", Question(seq=1)))
+        world.perform("a", world.machines["a"].hear(agent, Declined(seq=1, cause=TransferError("asked"))))
+    assert outcome(world, keys["a"]) == "aborted"
+
+
+def test_who_is_asked_before_its_vote_says_aborted_and_tells_the_coordinator() -> None:
+    world = World(FAN)
+    keys = [world.call(member, verb) for member, verb in world.verbs()]
+    while world.busy():
+        world.deliver(*world.busy()[0])
+    world.perform("c", world.machines["c"].hear("b", Question(seq=1)))
+    assert list(world.links["c", "b"]) == [Answer(seq=1, verdict="aborted")]
+    assert isinstance(world.links["c", "a"][0], Failed) and world.machines["c"].state is Moving.STOPPING
+    world.drain()
+    assert all(outcome(world, key) == "aborted" for key in keys)
+
+
+def test_who_is_asked_before_go_came_does_not_begin() -> None:
+    world = World(FAN)
+    keys = [world.call(member, verb) for member, verb in world.verbs()]
+    while not (world.links["a", "c"] and isinstance(world.links["a", "c"][-1], Go)):
+        world.deliver(*next(link for link in world.busy() if link != ("a", "c") or world.machines["c"].booking is None))
+    world.perform("c", world.machines["c"].hear("b", Question(seq=1)))
+    assert list(world.links["c", "b"])[-1] == Answer(seq=1, verdict="aborted")
+    world.drain()
+    assert all(outcome(world, key) == "aborted" for key in keys)
+    assert "lost to other agents" in world.errors[keys[2]].message
+
+
+def test_who_cannot_ask_any_more_does_not_know() -> None:
+    world, keys = voted(FAN)
+    world.lose("b", "c")
+    world.lose("b", "a")
+    error = world.errors[keys["b"]]
+    assert isinstance(error, PeerLostError) and (error.reason, error.outcome) == ("died", "unknown")
+
+
+def test_who_is_not_answered_within_the_time_does_not_know_and_takes_no_commit_later() -> None:
+    world, keys = voted(FAN, done=("b", "c"))
+    world.lose("b", "a")
+    world.undecided("b", 1)
+    assert outcome(world, keys["b"]) == "unknown"
+    world.perform("b", world.machines["b"].hear("c", Question(seq=1)))
+    assert world.links["b", "c"][-1] == Answer(seq=1, verdict="fenced")
+
+
+def test_a_timer_that_comes_too_late_changes_nothing() -> None:
+    world, keys = voted(TWO)
+    world.lose("b", "a")
+    world.undecided("b", 1)
+    assert outcome(world, keys["b"]) == "aborted"
+
+
+def test_a_pair_that_breaks_up_in_doubt_goes_on_asking() -> None:
+    world, keys = voted(FAN, done=("b", "c"))
+    world.deliver("a", "c")
+    world.lose("b", "a")
+    world.perform("b", world.machines["b"].break_up(PeerLostError("the pair is lost", reason="died")))
+    world.drain()
+    assert outcome(world, keys["b"]) == "result"
+
+
+def test_a_commit_that_comes_after_the_end_is_answered() -> None:
+    world, _ = voted(FAN)
+    world.perform("b", world.machines["b"].hear("c", Question(seq=1)))
+    world.perform("b", world.machines["b"].hear("a", Commit(seq=1)))
+    assert isinstance(world.links["b", "a"][-1], Declined)
+
+
+def test_after_a_loss_no_transfer_begins_and_calls_still_end_at_their_deadline() -> None:
+    world = World(FAN)
+    keys = [world.call(member, verb) for member, verb in world.verbs()]
+    world.lose("b", "c")
+    world.drain()
+    assert not world.results and not world.running
+    for key in keys:
+        world.end(key, expired=True)
+    world.drain()
+    assert all(outcome(world, key) == "withdrawn" for key in keys)
+
+
+# ---- lanes --------------------------------------------------------------------------------------
+
+
+def test_a_batch_on_one_agent_books_nothing() -> None:
+    world = World(ONE)
+    everybody_calls(world)
+    world.drain()
+    assert world.lanes["a"].holder is None and len(world.results) == 4
+
+
+def test_go_waits_for_the_lane_of_every_agent() -> None:
+    world = World(FAN)
+    other = World({"t": ("c",), "i": ("d",)}, batch="other", lanes=world.lanes, worlds=world.worlds)
+    for member, verb in other.verbs():
+        other.call(member, verb)
+    while other.busy():
+        other.deliver(*other.busy()[0])
+    keys = [world.call(member, verb) for member, verb in world.verbs()]
+    world.drain()
+    assert set(other.running) == {"c", "d"} and not world.running
+    other.drain()
+    world.drain()
+    assert all(key in world.results for key in keys)
+
+
+def test_a_lane_is_given_back_when_ready_is_taken_back() -> None:
+    world = World(TWO)
+    world.lanes["b"].want("somebody", (-1, "z", "z"))
+    world.worlds["somebody"] = world
+    keys = everybody_calls(world)
+    world.drain()
+    assert world.machines["a"].coordinators["t"].state is Phase.BOOKING and world.lanes["a"].holder == "b"
+    world.end(keys[3], expired=True)
+    world.drain()
+    assert outcome(world, keys[3]) == "withdrawn"
+    assert world.lanes["a"].holder is None and world.machines["b"].booking is None
+
+
+def test_an_older_transfer_takes_a_lane_back_before_go_and_a_lost_coordinator_frees_it() -> None:
+    world = World(TWO, now=lambda: 5)
+    world.lanes["a"].want("elder", (1, "z", "z"))
+    world.worlds["elder"] = world
+    everybody_calls(world)
+    world.drain()
+    assert world.lanes["b"].holder == "b"  # granted there, while the elder has the lane of a
+    world.route("b", [n for n in world.lanes["b"].want("elder", (1, "z", "z")) if isinstance(n, Recalled)])
+    world.drain()
+    assert world.lanes["b"].holder == "elder" and world.machines["b"].booking is not None
+    world.lose("b", "a")
+    assert world.machines["b"].booking is None

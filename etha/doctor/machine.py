@@ -1,6 +1,6 @@
-"""``etha doctor``: what this machine must be able to do for Etha, tried for real, and how to mend what fails.
+"""What this machine must be able to do for Etha, tried for real.
 
-Each check is a function that returns what it found, or raises Failing with the cure. Nothing is printed here.
+Each check is a function that returns what it found, or raises Failing with the cure.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import ctypes
 import fcntl
 import importlib.metadata
 import importlib.util
-import logging
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from etha.config import Settings
+from etha.doctor.finding import Failing
 from etha.errors import EthaError
 from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
@@ -30,58 +29,8 @@ from etha.store.connect import redact
 from etha.store.embedded import find_binary
 from etha.store.registry import identify
 
-log = logging.getLogger(__name__)
-
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 REDIS_SECONDS = 5.0
-
-
-class Failing(Exception):
-    """Something does not work; ``mend`` says what to do about it."""
-
-    def __init__(self, message: str, mend: str) -> None:
-        super().__init__(message)
-        self.mend = mend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The result of one check; ``mend`` is empty when it passed."""
-
-    name: str
-    ok: bool
-    text: str
-    mend: str = ""
-
-
-def examine(settings: Settings) -> list[Finding]:
-    """Run every check; none stops the others."""
-    checks: list[tuple[str, Callable[[Settings], str]]] = [
-        ("python and torch", check_versions),
-        ("device", check_device),
-        ("runtime directory", check_runtime_dir),
-        ("socket path", check_socket_path),
-        ("shared memory", check_shared_memory),
-        ("ptrace scope", check_yama),
-        ("other processes' memory", check_process_memory),
-        ("pidfd", check_pidfd),
-        ("Redis", check_redis),
-        ("uvloop", check_uvloop),
-    ]
-    return [_finding(name, check, settings) for name, check in checks]
-
-
-def _finding(name: str, check: Callable[[Settings], str], settings: Settings) -> Finding:
-    try:
-        return Finding(name=name, ok=True, text=check(settings))
-    except Failing as failing:
-        return Finding(name=name, ok=False, text=str(failing), mend=failing.mend)
-    except EthaError as error:
-        return Finding(name=name, ok=False, text=error.message, mend="the message says which setting to change")
-    except OSError as error:
-        return Finding(
-            name=name, ok=False, text=str(error), mend="the kernel or the container refuses this; see the text"
-        )
 
 
 def check_versions(settings: Settings) -> str:

@@ -1,0 +1,65 @@
+"""What survivors of a lost coordinator ask each other, and what an agent remembers of ended transfers; pure.
+
+Whoever voted and is in doubt is *fenced*: it takes no COMMIT any more, whatever it answers or learns. So
+when every other agent than the coordinator says "fenced" nobody has committed and nobody will: the
+coordinator itself answers its workers only when one of them has acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from etha.errors import PeerLostError
+from etha.peer.messages import Known
+
+Outcome = Literal["committed", "aborted", "unknown"]
+
+
+class Inquiry:
+    """The questions of one agent about one transfer; ``others`` are its agents but itself and the coordinator."""
+
+    def __init__(self, others: Iterable[str], gone: Iterable[str], cause: PeerLostError) -> None:
+        self.others, self.gone = frozenset(others), set(gone)
+        self.cause = cause
+        self.answers: dict[str, Known] = {}
+
+    def answer(self, agent: str, verdict: Known) -> None:
+        """An agent's word; the last one of an agent counts, for it can only have learned."""
+        if agent in self.others:
+            self.answers[agent] = verdict
+
+    def lose(self, agent: str) -> None:
+        """An agent will answer no more; what it has said stands."""
+        self.gone.add(agent)
+
+    def outcome(self) -> Outcome | None:
+        """None while an answer that can still come would change it."""
+        said = set(self.answers.values())
+        if "committed" in said:
+            return "committed"
+        if "aborted" in said or self.others == self.answers.keys():
+            return "aborted"
+        return "unknown" if self.others <= self.answers.keys() | self.gone else None
+
+
+class Memory:
+    """How the last transfers of a batch ended here.
+
+    A question that still matters is about the last number given: its asker has not ended that transfer,
+    says READY for no other until it has, and without it no later one begins. A few more do no harm.
+    """
+
+    KEPT = 4
+
+    def __init__(self) -> None:
+        self._ends: dict[int, Outcome] = {}
+
+    def keep(self, seq: int, outcome: Outcome) -> None:
+        """``seq`` ended with ``outcome``."""
+        self._ends[seq] = outcome
+        while len(self._ends) > self.KEPT:
+            del self._ends[min(self._ends)]
+
+    def __getitem__(self, seq: int) -> Outcome | None:
+        return self._ends.get(seq)

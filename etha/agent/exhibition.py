@@ -1,0 +1,140 @@
+"""What the agents of one host show each other before a batch stands: where their workers' tensors lie.
+
+Each shows its workers' tensors to every agent that reads its processes, and opens what is shown to it.
+What it could open it copies from itself; the rest is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from etha.agent.effects import Member
+from etha.agent.session import Session
+from etha.errors import EthaError, ProtocolError
+from etha.memory.handles import TensorHandle
+from etha.memory.reach import ReachError
+from etha.peer.introductions import MAX_TENSORS, Exhibits, ShownSegment
+from etha.transport.host import Exhibit, HostMemory, Segment
+
+log = logging.getLogger(__name__)
+
+Shown = Mapping[Member, tuple[Session, Mapping[str, TensorHandle]]]
+
+
+def exhibits(tensors: Shown) -> list[Exhibits]:
+    """This agent's workers as messages, in parts; one that cannot be shown says so. Reads ``/proc``."""
+    out: list[Exhibits] = []
+    for (side, rank), (session, handles) in sorted(tensors.items(), key=lambda item: item[0]):
+        try:
+            found: Exhibit | None = Exhibit.of(session.memory, handles)
+        except (ReachError, EthaError) as error:
+            log.info("%s rank %d is not shown to other agents, its tensors will be sent: %s", side, rank, error)
+            found = None
+        out += _parts(side, rank, found)
+    return [*out[:-1], replace(out[-1], last=True)] if out else []
+
+
+def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
+    if exhibit is None:
+        yield Exhibits(side=side, rank=rank, pid=0, started=0, segments=(), names=(), handles=(), last=False)
+        return
+    shown = tuple(ShownSegment(id=s.id, nbytes=s.nbytes, device=s.device, inode=s.inode) for s in exhibit.segments)
+    names = tuple(exhibit.tensors)
+    for first in range(0, max(1, len(names)), MAX_TENSORS):
+        some = names[first : first + MAX_TENSORS]
+        yield Exhibits(
+            side=side,
+            rank=rank,
+            pid=exhibit.pid,
+            started=exhibit.started,
+            segments=shown if first == 0 else (),
+            names=some,
+            handles=tuple(exhibit.tensors[name] for name in some),
+            last=False,
+        )
+
+
+class Exhibition:
+    """What other agents show to one registration here. ``close`` ends a wait for them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Exhibits]] = defaultdict(list)
+        self._whole: set[str] = set()
+        self._changed = asyncio.Event()
+        self._memories: dict[Member, HostMemory] = {}
+        self.closed = False
+
+    def take(self, agent: str, message: Exhibits) -> None:
+        """One part; what comes after the last is ignored."""
+        if agent in self._whole or self.closed:
+            return
+        self._parts[agent].append(message)
+        if message.last:
+            self._whole.add(agent)
+            self._changed.set()
+
+    async def wait(self, agents: Collection[str]) -> bool:
+        """Wait until all of these agents have shown everything; False when it was closed before."""
+        while not self.closed and not self._whole.issuperset(agents):
+            self._changed.clear()
+            await self._changed.wait()
+        return not self.closed
+
+    def open(self, agent: str, agents: Mapping[str, Sequence[str]]) -> bool:
+        """Open all that ``agent`` shows of its ranks; whether it could. ``agents``: side -> agent of each. Blocking."""
+        merged: dict[Member, tuple[Exhibits, list[ShownSegment], dict[str, TensorHandle]]] = {}
+        for part in self._parts.pop(agent, ()):
+            member = (part.side, part.rank)
+            if not _serves(agents, agent, member) or len(part.names) != len(part.handles):
+                log.warning("agent %s shows %s rank %d, which is not its own to show", agent, *member)
+                return False
+            _, segments, handles = merged.setdefault(member, (part, [], {}))
+            segments += part.segments
+            handles |= zip(part.names, part.handles, strict=True)
+        opened: dict[Member, HostMemory] = {}
+        try:
+            for member, (part, segments, handles) in merged.items():
+                if part.pid <= 0:
+                    raise ReachError("its agent cannot show it")
+                opened[member] = HostMemory(_exhibit(part, segments, handles))
+        except (ReachError, EthaError, OSError) as error:
+            log.info("the tensors of agent %s cannot be copied from here and will be sent: %s", agent, error)
+            for memory in opened.values():
+                memory.close()
+            return False
+        self._memories |= opened
+        return True
+
+    def memory(self, member: Member) -> HostMemory:
+        """What was opened of a rank of another agent; ProtocolError for one that was not."""
+        if (found := self._memories.get(member)) is None:
+            raise ProtocolError(f"{member[0]} rank {member[1]} was not shown by its agent")
+        return found
+
+    def close(self) -> None:
+        """Nothing more is waited for."""
+        self.closed = True
+        self._changed.set()
+
+    def release(self) -> None:
+        """Let go of all memory; no lane may be inside it any more."""
+        while self._memories:
+            self._memories.popitem()[1].close()
+
+
+def _serves(agents: Mapping[str, Sequence[str]], agent: str, member: Member) -> bool:
+    side, rank = member
+    return side in agents and 0 <= rank < len(agents[side]) and agents[side][rank] == agent
+
+
+def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, TensorHandle]) -> Exhibit:
+    return Exhibit(
+        pid=part.pid,
+        started=part.started,
+        segments=tuple(Segment(id=s.id, nbytes=s.nbytes, device=s.device, inode=s.inode) for s in segments),
+        tensors=handles,
+    )

@@ -1,0 +1,171 @@
+"""One agent's part of a transfer while it moves: copies on the lane and streams, side by side.
+
+Part   what this agent does in a direction of a batch: a program of its own copies, and what it exchanges
+Move   one run of it; ``over`` is told once, when nothing touches memory any more, whatever ended it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etha.agent.lane import Lane, Running
+from etha.agent.pipeline import Execution
+from etha.errors import TransferError
+from etha.memory.revocation import Guard
+from etha.transport.flows import WireProgram
+from etha.transport.plane import DataPlane, WireRun
+from etha.transport.program import Member, Program
+from etha.transport.tcp import TcpTransport
+
+#: Bytes up to which a program is run on the loop itself, some ten microseconds.
+_SHORT = 64 << 10
+
+#: (error or None, whether anything may have been written)
+Over = Callable[[BaseException | None, bool], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``nbytes`` and ``peers`` of each ("source" | "target", rank) of this agent, whatever way they go."""
+
+    near: Program
+    nbytes: Mapping[Member, int]
+    peers: Mapping[Member, tuple[Member, ...]]
+    wire: WireProgram | None = None
+    key: bytes = b""
+
+    @property
+    def work(self) -> int:
+        """What progress counts to, in bytes."""
+        return self.near.work + (self.wire.total if self.wire is not None else 0)
+
+
+class Move:
+    """One run of a part as transfer ``seq``. ``stop`` may come at any time; ``progress(bytes done)``."""
+
+    def __init__(
+        self,
+        part: Part,
+        seq: int,
+        guards: Mapping[Member, Guard],
+        *,
+        lane: Lane,
+        plane: DataPlane | None,
+        transport: TcpTransport | None,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        progress: Callable[[int], None],
+        over: Over,
+    ) -> None:
+        self._part, self._seq, self._guards = part, seq, guards
+        self._lane, self._plane, self._transport = lane, plane, transport
+        self._spawn, self._progress, self._tell = spawn, progress, over
+        self._running: Running | None = None
+        self._left = 0
+        self._near = self._far = 0
+        self._touched = False
+        self._error: BaseException | None = None
+        self.peak_staging = 0
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        part, job = self._part, Execution(self._part.near, self._guards)
+        self.peak_staging = part.near.peak_staging(self._lane.threads)
+        if part.wire is not None and not part.wire.empty:
+            assert self._plane is not None and self._transport is not None
+            run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key)
+            self._plane.budget.restart()
+            if part.wire.aliased:  # what lies under targets is read before anything is written
+                self._left = 1
+                self._spawn(self._in_turn(run, job, self._plane, self._transport))
+                return
+            self._left = 1 + bool(job.pieces)
+            self._spawn(self._exchange(run, self._transport))
+            if job.pieces:
+                self._submit(job, self._half)
+        elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle:
+            # The way to a lane thread and back takes longer than such a copy.
+            self._left = 1
+            asyncio.get_running_loop().call_soon(self._here, job)
+        else:
+            self._left = 1
+            self._submit(job, self._half)
+
+    def stop(self) -> None:
+        """End it soon; idempotent, returns at once."""
+        self._fail(TransferError("stopped"))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _submit(self, job: Execution, done: Callable[[BaseException | None], None]) -> None:
+        self._running = self._lane.submit(job, on_progress=self._copied, on_done=done)
+        if self._error is not None:
+            self._running.abort(self._error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        if self._running is not None:
+            self._running.abort(error)
+        if self._transport is not None:
+            self._transport.stop(error)
+
+    def _here(self, job: Execution) -> None:
+        """Run a short program on the loop, in the place of one thread more than the lane has."""
+        piece = 0
+        while self._error is None and piece < job.pieces:
+            self._touched = True
+            try:
+                job.run(piece, self._lane.threads)
+            except Exception as raised:  # as from a lane: handed on, and told to the workers
+                self._error = raised
+            piece += 1
+        self._half(None)
+
+    async def _exchange(self, run: WireRun, transport: TcpTransport) -> None:
+        error: BaseException | None = None
+        try:
+            self._touched = self._touched or bool(run.program.receives)
+            await transport.run(run, self._carried)
+        except Exception as raised:
+            error = raised
+        self._half(error)
+
+    async def _in_turn(self, run: WireRun, job: Execution, plane: DataPlane, transport: TcpTransport) -> None:
+        try:
+            await plane.prepare(run)
+            copied: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+            if job.pieces and self._error is None:
+                self._submit(job, copied.set_result)
+                if (error := await copied) is not None:
+                    self._fail(error)
+        except Exception as raised:
+            self._fail(raised)
+        if self._error is not None:
+            self._half(self._error)
+            return
+        await self._exchange(run, transport)
+
+    def _copied(self, done: int) -> None:
+        self._near = done
+        self._progress(self._near + self._far)
+
+    def _carried(self, done: int) -> None:
+        self._far = done
+        self._progress(self._near + self._far)
+
+    def _half(self, error: BaseException | None) -> None:
+        """One of the halves is over."""
+        if error is not None:
+            self._fail(error)
+        self._left -= 1
+        if self._left:
+            return
+        if self._running is not None and self._running.next > 0:
+            self._touched = True
+        if self._part.wire is not None and self._plane is not None:
+            self.peak_staging += self._plane.peak_staging
+        self._tell(self._error, self._touched)

@@ -1,0 +1,97 @@
+"""Parts: what this agent does in each direction of a batch, laid over its workers' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+from etha.agent.links import Links
+from etha.agent.live import Live
+from etha.agent.move import Part
+from etha.errors import TransferError
+from etha.memory.handles import TensorHandle
+from etha.memory.views import View
+from etha.transport.base import Peer
+from etha.transport.flows import BUCKET
+from etha.transport.host import compile_host
+from etha.transport.local import compile_local
+from etha.transport.tcp import TcpTransport
+from etha.transport.ways import account
+from etha.transport.wire import compile_wire
+
+Views = dict[int, dict[int, View]]
+
+
+class Parts:
+    """Compiles them, and opens the streams that they need."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    async def compile(self, live: Live, source: str) -> Part:
+        """The part of the direction from side ``source``, off the loop; EthaErrors say what is in the way."""
+        sources, targets = self._views(live, source)
+        part = await asyncio.to_thread(_compile, live, source, sources, targets)
+        if part.wire is not None and part.wire.sends:
+            assert live.transport is not None
+            peers = [
+                Peer(agent=agent, address=self._links.data_address(agent, live.scope)) for agent in part.wire.sends
+            ]
+            await live.transport.open(peers)
+        return part
+
+    def transport(self) -> TcpTransport:
+        """Of one batch, over this agent's data plane."""
+        return TcpTransport(self._links.plane)
+
+    def _views(self, live: Live, source: str) -> tuple[Views, Views]:
+        """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
+        assert live.evaluation is not None
+        names = live.evaluation.plans[source].names
+        sources: Views = {}
+        targets: Views = {}
+        for (side, rank), tensors in live.tensors.items():
+            receives = side != source
+            shadows = tensors.shadows if receives and live.evaluation.atomic else None
+            if receives and live.evaluation.atomic and shadows is None:
+                raise TransferError(f"{side} rank {rank} has not attached its shadows")
+            handles = shadows or tensors.handles
+            (targets if receives else sources)[rank] = _resolve(tensors.session.memory.resolve, handles, names)
+        ways = live.ways(source)
+        for rank, agent in enumerate(ways.source):
+            if agent != ways.me and ways.reach(ways.me, agent):
+                sources[rank] = live.exhibition.memory((source, rank)).views(names)
+        return sources, targets
+
+
+def _resolve(
+    resolve: Callable[[TensorHandle], View], handles: Mapping[str, TensorHandle], names: Sequence[str]
+) -> dict[int, View]:
+    return {i: resolve(handles[name]) for i, name in enumerate(names) if name in handles}
+
+
+def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
+    assert live.evaluation is not None
+    plan = live.evaluation.plans[source]
+    if live.machine.alone:
+        near = compile_local(plan, sources, targets)
+        return Part(near=near, nbytes=near.nbytes, peers=near.peers)
+    ways = live.ways(source)
+    nbytes, peers = account(plan, ways)
+    name = f"{live.scope} from {source}"
+    return Part(
+        near=compile_host(plan, ways, sources, targets),
+        nbytes=nbytes,
+        peers=peers,
+        wire=compile_wire(
+            plan,
+            ways,
+            sources,
+            targets,
+            staging=live.terms.staging,
+            bucket_size=live.evaluation.bucket_size or BUCKET,
+            streams=live.terms.streams,
+        ),
+        key=hashlib.sha256(name.encode()).digest(),
+    )

@@ -1,0 +1,75 @@
+"""Before a batch stands: plan both directions from its roster; over several agents, find out how bytes can go.
+
+Each shows its workers to who reads them, opens what is shown to it, and gives its verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from etha.agent.effects import Member
+from etha.agent.evaluate import Evaluation, Where, evaluate
+from etha.agent.exhibition import exhibits
+from etha.agent.library import Library
+from etha.agent.links import Links
+from etha.agent.live import Live
+from etha.agent.roster import Record
+from etha.agent.verdict import Verdict
+from etha.store.registry import Store
+from etha.transport.alias import Written
+
+
+async def plan(
+    live: Live, entries: Mapping[Member, str], store: Store, library: Library, links: Links
+) -> tuple[Evaluation, Verdict | None]:
+    """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
+
+    EthaErrors: Redis is away, or holds what no agent writes.
+    """
+    key = store.keys.batch(live.pairs[0], live.name)
+    records = {member: Record.from_json(key, text) for member, text in entries.items()}
+    manifests = await library.fetch({record.manifest for record in records.values()})
+    where = Where(
+        agents=live.machine.agents,
+        hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
+    )
+    evaluation = await asyncio.to_thread(evaluate, records, manifests, where)
+    for pair in live.pairs:
+        view = await store.batch(pair, live.name)
+        live.seq = max(live.seq, view.seq if view is not None else 0)
+    if live.machine.alone or evaluation.refused:
+        return evaluation, None
+    return evaluation, await introduce(live, links, evaluation.digest)
+
+
+async def introduce(live: Live, links: Links, digest: str) -> Verdict:
+    """This agent's verdict on a registration whose plans have ``digest``. Waits for what is shown to it."""
+    agents = live.agents
+    readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
+    if readers:
+        shown = {member: (t.session, t.handles) for member, t in live.tensors.items()}
+        for message in await asyncio.to_thread(exhibits, shown):
+            for agent in readers:
+                links.tell(agent, live.scope, message)
+    await live.exhibition.wait(readable)
+    return await asyncio.to_thread(_verdict, live, links, digest, readable)
+
+
+def _verdict(live: Live, links: Links, digest: str, readable: list[str]) -> Verdict:
+    return Verdict(
+        digest=digest,
+        reads=tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents)),
+        shared=_shares(live),
+        staging=links.staging,
+        streams=links.plane.streams,
+        seq=live.seq,
+    )
+
+
+def _shares(live: Live) -> bool:
+    """Whether workers of both sides here have registered overlapping memory."""
+    views = {member: [t.session.memory.resolve(h) for h in t.handles.values()] for member, t in live.tensors.items()}
+    first = min(live.machine.agents)
+    written = Written(view for (side, _), some in views.items() if side == first for view in some)
+    return any(written.overlaps(view) for (side, _), some in views.items() if side != first for view in some)

@@ -1,0 +1,69 @@
+"""A coordinator's booking of the lane of every agent of its batch, from all READY to GO; pure.
+
+Book --> Booked                          all booked: GO
+Recall --> Unbook, Book (same ticket)    an older transfer goes first on that agent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from etha.peer.messages import Book, Booked, Recall, Ticket, Unbook
+
+
+class Reservation:
+    """Of the coordinator of the direction from ``side``; a number names one Book, so that what is late is known."""
+
+    def __init__(self, side: str) -> None:
+        self.side = side
+        self.ticket: Ticket | None = None
+        self._last = 0
+        self._numbers: dict[str, int] = {}
+        self._booked: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Every agent that was asked has granted its lane."""
+        return bool(self._numbers) and self._booked == self._numbers.keys()
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Agents whose lane has been asked for and not been granted."""
+        return tuple(sorted(self._numbers.keys() - self._booked))
+
+    def ask(self, agents: Iterable[str], ticket: Ticket) -> list[tuple[str, Book | Unbook]]:
+        """Book the lanes of ``agents`` under ``ticket``."""
+        self.ticket = ticket
+        return [(agent, self._book(agent, ticket)) for agent in agents]
+
+    def booked(self, agent: str, message: Booked) -> None:
+        """An agent granted its lane, if it is the one that was asked for last."""
+        if self._numbers.get(agent) == message.number:
+            self._booked.add(agent)
+
+    def recall(self, agent: str, message: Recall) -> list[tuple[str, Book | Unbook]]:
+        """An agent wants its lane back for an older one: queue behind that, as old as before."""
+        if self.ticket is None or self._numbers.get(agent) != message.number:
+            return []
+        self._booked.discard(agent)
+        back = Unbook(side=self.side, number=message.number)
+        return [(agent, back), (agent, self._book(agent, self.ticket))]
+
+    def cancel(self) -> list[tuple[str, Book | Unbook]]:
+        """Give every lane back."""
+        out: list[tuple[str, Book | Unbook]] = [
+            (agent, Unbook(side=self.side, number=number)) for agent, number in self._numbers.items()
+        ]
+        self.close()
+        return out
+
+    def close(self) -> None:
+        """GO is said: what was booked is the transfer's."""
+        self.ticket = None
+        self._numbers.clear()
+        self._booked.clear()
+
+    def _book(self, agent: str, ticket: Ticket) -> Book:
+        self._last += 1
+        self._numbers[agent] = self._last
+        return Book(side=self.side, number=self._last, ticket=ticket)

@@ -1,0 +1,74 @@
+"""What an agent says of a batch before it stands: its plans' digest, and how it could move bytes; pure.
+
+All agents of a batch read all verdicts, so all derive the same ways: who copies from whose workers, and
+how streams are cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from etha.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """``digest`` of both plans; ``reads``: agents from whose workers this one can copy everything itself.
+
+    ``shared``: a source tensor of its workers lies where a target lies, so that nobody else may read it
+    at any moment. ``staging`` in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of.
+    """
+
+    digest: str
+    reads: tuple[str, ...] = ()
+    shared: bool = False
+    staging: int = 0
+    streams: int = 0
+    seq: int = 0
+
+    def to_text(self) -> str:
+        """The digest, a space, and short JSON."""
+        return f"{self.digest} {json.dumps([self.reads, self.shared, self.staging, self.streams, self.seq])}"
+
+    @classmethod
+    def from_text(cls, agent: str, text: str) -> Verdict:
+        """The inverse of ``to_text``; ProtocolError names the agent."""
+        digest, _, rest = text.partition(" ")
+        try:
+            match json.loads(rest):
+                case [[*reads], bool(shared), int(staging), int(streams), int(seq)] if (
+                    all(isinstance(read, str) for read in reads) and staging > 0 and 0 < streams <= 64 and seq >= 0
+                ):
+                    return cls(
+                        digest=digest, reads=tuple(reads), shared=shared, staging=staging, streams=streams, seq=seq
+                    )
+        except ValueError:
+            pass
+        raise ProtocolError(f"Redis: what agent {agent} says of a registration is not a verdict: {text[:120]!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the verdicts of all agents of a batch come to; the same on each of them."""
+
+    reads: frozenset[tuple[str, str]] = frozenset()
+    staging: int = 1
+    streams: int = 1
+    seq: int = 0
+
+    @classmethod
+    def of(cls, verdicts: Mapping[str, Verdict]) -> Terms:
+        """``reads`` as of ``transport.ways.Ways``; the least staging and streams of all, the highest seq."""
+        return cls(
+            reads=frozenset(
+                (reader, agent)
+                for reader, verdict in verdicts.items()
+                for agent in verdict.reads
+                if agent in verdicts and agent != reader and not verdicts[agent].shared
+            ),
+            staging=min(v.staging for v in verdicts.values()),
+            streams=min(v.streams for v in verdicts.values()),
+            seq=max(v.seq for v in verdicts.values()),
+        )

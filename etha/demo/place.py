@@ -1,0 +1,65 @@
+"""Where a job of the demo runs: here, or in a network namespace that stands for a host of its own."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One host of the demo: network namespace ``netns``, in which its agent listens on ``address`` (numeric)."""
+
+    netns: str
+    address: str
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """NETNS,ADDRESS; ValueError says what is wrong."""
+        netns, _, address = text.partition(",")
+        if _NAMESPACE.fullmatch(netns) is None:
+            raise ValueError(f"{text!r}: write NETNS,ADDRESS, a name as 'ip netns list' shows it and an address in it")
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            raise ValueError(f"{text!r}: {address!r} is not an address of namespace {netns}") from None
+        return cls(netns=netns, address=f"[{found}]" if found.version == 6 else str(found))
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What a command in this place begins with."""
+        return ("ip", "netns", "exec", self.netns)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the namespace a host: its own id, an address where others reach its agent."""
+        return {"ETHA_HOST_ID": f"netns-{self.netns}", "ETHA_LISTEN": f"{self.address}:0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Of each job; a job that is not named runs here. ``redis`` is needed as soon as two hosts are meant to meet."""
+
+    places: Mapping[str, Place] = field(default_factory=dict)
+    redis: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.places and self.redis is None:
+            raise ValueError("jobs on different hosts meet in one Redis: give its URL with --redis")
+
+    def prefix(self, job: str) -> tuple[str, ...]:
+        """What the command of ``job`` begins with."""
+        return self.places[job].prefix if job in self.places else ()
+
+    def environment(self, job: str) -> dict[str, str]:
+        """What the environment of ``job`` has besides."""
+        redis = {} if self.redis is None else {"ETHA_REDIS_URL": self.redis}
+        return redis | (self.places[job].environment if job in self.places else {})
+
+    def folder(self, job: str) -> str:
+        """Of its runtime directory: hosts share none."""
+        return self.places[job].netns if job in self.places else "run"

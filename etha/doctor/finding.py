@@ -1,0 +1,40 @@
+"""Finding: the result of one check. A check returns what it found, or raises Failing with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etha.errors import EthaError
+
+
+class Failing(Exception):
+    """Something does not work; ``mend`` says what to do about it."""
+
+    def __init__(self, message: str, mend: str) -> None:
+        super().__init__(message)
+        self.mend = mend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check; ``mend`` is empty when it passed."""
+
+    name: str
+    ok: bool
+    text: str
+    mend: str = ""
+
+
+def found(name: str, check: Callable[[], str]) -> Finding:
+    """Run one check; whatever it raises of Etha's and of the kernel's becomes its finding."""
+    try:
+        return Finding(name=name, ok=True, text=check())
+    except Failing as failing:
+        return Finding(name=name, ok=False, text=str(failing), mend=failing.mend)
+    except EthaError as error:
+        return Finding(name=name, ok=False, text=error.message, mend="the message says which setting to change")
+    except OSError as error:
+        return Finding(
+            name=name, ok=False, text=str(error), mend="the kernel or the container refuses this; see the text"
+        )

@@ -1,0 +1,99 @@
+"""What agents say to each other around transfers; pure. Scopes: a pair's epoch, or one of its batches.
+
+Meet  -->  here I am in this epoch; find this token in my memory if you can
+<--  Met   I hold this epoch too, and I can (or cannot) read your host's processes
+Exhibits   where a worker of mine has its tensors, for you to copy from
+AskTokens, GiveTokens: what opens data connections
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from etha.bus.schema import Bounds
+from etha.memory.handles import TensorHandle
+
+#: Data connections that are asked for at once.
+MAX_TOKENS = 64
+#: Tensors in one Exhibits: some 1.5 MB.
+MAX_TENSORS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``."""
+
+    pid: int
+    started: int
+    address: int
+    token: Annotated[bytes, Bounds(max=256)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """The answer to Meet: this epoch stands here as well; ``reads``: the token was found and echoed."""
+
+    reads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSegment:
+    """A mapped segment of a worker: see ``transport.host.Segment``."""
+
+    id: Annotated[str, Bounds(max=64)]
+    nbytes: int
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibits:
+    """Tensors of ``side`` ``rank``, whose worker is process ``pid``; ``last`` of all ranks of the sender.
+
+    ``pid`` 0: this rank's worker cannot be shown, its memory is to be sent. A rank may come in several parts.
+    """
+
+    side: Annotated[str, Bounds(max=100)]
+    rank: int
+    pid: int
+    started: int
+    segments: tuple[ShownSegment, ...]
+    names: Annotated[tuple[str, ...], Bounds(max=MAX_TENSORS)]
+    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskTokens:
+    """Give me ``count`` tokens for your data port; ``request`` comes back with them."""
+
+    request: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveTokens:
+    """The tokens of ``request``."""
+
+    request: int
+    tokens: Annotated[tuple[bytes, ...], Bounds(max=MAX_TOKENS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskMissing:
+    """Who is not ready for a transfer from side ``source``, which you coordinate?"""
+
+    request: int
+    source: Annotated[str, Bounds(max=100)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellMissing:
+    """(side, rank) of those whose agent has not said READY as this direction needs it."""
+
+    request: int
+    missing: tuple[tuple[str, int], ...]
+
+
+Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | AskMissing | TellMissing

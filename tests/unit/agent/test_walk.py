@@ -1,0 +1,137 @@
+"""The agreement over two, three and four agents, by exhaustion: every order of messages, every fault, every deadline.
+
+Each walk checks in every state that no call has a result while another of its transfer was told "aborted", that
+each call is answered once, and that "unknown" comes only from who has lost somebody or waited in vain; and wherever
+nothing has to happen any more, that nobody is left in a transfer, past its deadline or with a lane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etha.agent.coordinator import Coordinator, Phase, Settle
+from etha.agent.transfer import Moving, Transfers
+from etha.peer.messages import Answer, Committed
+
+from .walking import Violation, Walk
+
+TWO = {"t": ("a",), "i": ("b",)}
+FAN = {"t": ("a",), "i": ("b", "c")}
+GATHER = {"t": ("a", "b"), "i": ("c",)}
+CHAIN = {"t": ("a", "b"), "i": ("b", "c")}
+FOUR = {"t": ("a",), "i": ("b", "c", "d")}
+AB, AC, BC = ("a", "b"), ("a", "c"), ("b", "c")
+
+three = pytest.mark.parametrize("agents", [FAN, GATHER, CHAIN], ids=["fan", "gather", "chain"])
+
+
+def test_two_agents_with_every_fault_at_once() -> None:
+    walk = Walk(TWO, ends=2, fails=2, cuts=(AB,), crash=("a", "b"), breaks=1).go()
+    assert walk.states > 20_000
+    assert {("result", "result"), ("aborted", "aborted"), ("unknown", "result")} <= walk.outcomes
+
+
+def test_two_agents_whose_lanes_come_late_and_are_recalled() -> None:
+    assert Walk(TWO, ends=1, cuts=(AB,), crash=("a", "b"), recalls=2).go().states > 4_000
+
+
+def test_two_agents_and_a_second_transfer_behind_the_first() -> None:
+    walk = Walk(TWO, calls_each=2, ends=1, fails=1, cuts=(AB,), crash=("a", "b")).go()
+    assert walk.states > 20_000
+    assert ("result",) * 4 in walk.outcomes
+
+
+@three
+def test_three_agents_one_of_which_crashes_and_any_deadline(agents: dict[str, Any]) -> None:
+    walk = Walk(agents, made=True, crash=("a", "b", "c"), ends=1, fails=1, eager=False).go()
+    assert walk.states > 90_000
+    # A crash alone leaves nobody in doubt for good: who lives can ask who knows.
+    assert not any("unknown" in outcome for outcome in walk.outcomes)
+
+
+@three
+def test_three_agents_one_of_which_crashes_and_doubt_ends_at_any_time(agents: dict[str, Any]) -> None:
+    walk = Walk(agents, made=True, crash=("a", "b", "c"), breaks=1).go()
+    assert walk.states > 10_000
+    assert any("unknown" in outcome for outcome in walk.outcomes)
+
+
+@three
+@pytest.mark.parametrize("link", [AB, AC, BC], ids="-".join)
+def test_three_agents_that_lose_one_link_and_any_deadline(agents: dict[str, Any], link: tuple[str, str]) -> None:
+    assert Walk(agents, made=True, cuts=(link,), ends=1).go().states > 10_000
+
+
+@three
+@pytest.mark.parametrize("frozen", ["a", "b", "c"])
+def test_three_agents_one_of_which_is_frozen_and_thaws(agents: dict[str, Any], frozen: str) -> None:
+    cuts = tuple(link for link in (AB, AC, BC) if frozen in link)
+    assert Walk(agents, made=True, cuts=cuts).go().states > 5_000
+
+
+@three
+def test_three_agents_whose_calls_come_and_go(agents: dict[str, Any]) -> None:
+    assert Walk(agents, ends=1, recalls=1).go().states > 5_000
+
+
+def test_four_agents_and_a_link_of_the_coordinator() -> None:
+    walk = Walk(FOUR, moved=True, cuts=(AB,), eager=False).go()
+    assert walk.states > 40_000
+    assert {outcome[1:] for outcome in walk.outcomes} == {("aborted",) * 3, ("result",) * 3}
+
+
+# ---- the walk sees what it is there for ---------------------------------------------------------
+
+
+def commit_in_doubt(self: Transfers, agent: str, seq: int) -> None:
+    if self.current is not None and self.state is Moving.DOUBT:
+        self.move(Moving.COMMITTED)
+        self._tell(agent, Committed(seq=seq))
+        self._finish("committed", None)
+    else:
+        commit(self, agent, seq)
+
+
+def answer_without_a_fence(self: Transfers, agent: str, seq: int) -> None:
+    if self.current is not None and self.state is Moving.VOTED and self.current.coordinator != self.me:
+        self._tell(agent, Answer(seq=seq, verdict="fenced"))
+    else:
+        question(self, agent, seq)
+
+
+def answer_and_go_on_moving(self: Transfers, agent: str, seq: int) -> None:
+    if self.current is not None and self.state is Moving.MOVING and self.current.coordinator != self.me:
+        self._tell(agent, Answer(seq=seq, verdict="aborted"))
+    else:
+        question(self, agent, seq)
+
+
+def settle_without_an_acknowledgement(self: Coordinator) -> list[Any]:
+    if not self.votes | self.declined.keys() | self.gone >= set(self.peers):
+        return []
+    self.move(Phase.COLLECTING)
+    return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
+
+
+commit, question = Transfers._commit, Transfers._question
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "changed", "walk"),
+    [
+        (Transfers, "_commit", commit_in_doubt, Walk(FOUR, moved=True, cuts=(AB,), eager=False)),
+        (Transfers, "_question", answer_without_a_fence, Walk(FAN, made=True, cuts=(AB,))),
+        (Transfers, "_question", answer_and_go_on_moving, Walk(FAN, made=True, cuts=(AB,))),
+        (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(TWO, cuts=(AB,))),
+        (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(FAN, made=True, cuts=(AB,))),
+    ],
+    ids=["no fence", "fenced in word only", "aborted in word only", "old rule of two", "old rule of three"],
+)
+def test_without_one_of_its_rules_the_agreement_breaks(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, changed: Any, walk: Walk
+) -> None:
+    monkeypatch.setattr(owner, name, changed)
+    with pytest.raises(Violation, match="a result, and elsewhere aborted"):
+        walk.go()
