@@ -1,0 +1,27 @@
+"""Hosts that share nothing but a network: two namespaces joined by a veth pair, their Redis in a third."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .namespaces import MISSING, hosts
+from .test_demo import demo, left
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+
+
+def test_the_demo_runs_with_one_job_on_each_host(tmp_path_factory: pytest.TempPathFactory) -> None:
+    temporary: Path = tmp_path_factory.mktemp("n")
+    with hosts(temporary) as net:
+        words = ["--redis", net.url, "--trainer", f"{net.one},10.211.1.1", "--inference", f"{net.two},10.211.1.2"]
+        with demo(temporary, "--steps", "2", "--every", "1", *words) as process:
+            out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+        assert "3 versions, every element equal" in out
+        batch = net.run(
+            net.one, "redis-cli", "-h", "10.211.2.3", "hget", "etha:{default}:batch:weights:model", "transport"
+        )
+        assert batch.strip() == "tcp"
+        assert not left(temporary)
