@@ -50,8 +50,9 @@ PURE = {
     "store/keys.py",
     "store/records.py",
     "memory/handles.py",
-    *(f"peer/{name}.py" for name in ("messages", "wire", "tokens")),
+    *(f"peer/{name}.py" for name in ("messages", "introductions", "wire", "tokens")),
     *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
+    *(f"agent/{name}.py" for name in ("standing", "bookings", "reservation", "doubt", "waiting", "verdict")),
     "demo/report.py",
     "demo/options.py",
 }

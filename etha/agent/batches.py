@@ -28,7 +28,7 @@ from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, CloseBatch, Ok, Register
 from etha.config import check_name
 from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
-from etha.peer.introductions import AskMissing, Exhibits, TellMissing
+from etha.peer.introductions import AskMissing, Copied, Exhibits, TellMissing
 from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
 
@@ -133,11 +133,13 @@ class Batches:
         if live is None:  # it has heard of everybody's entry before us
             self._mailbox.hold(key, agent, message)
         elif live.epoch != scope.epoch or agent not in live.agents:
-            log.warning("agent %s is no part of %s, its %s is ignored", agent, scope, type(message).__name__)
+            log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
             live.exhibition.take(agent, message)
         elif isinstance(message, AskMissing | TellMissing):
             self.inquiries.hear(agent, live, message)
+        elif isinstance(message, Copied):
+            self._movers.copied(live, agent, message)
         elif live.transfers is None:
             live.early.append((agent, message))  # type: ignore[arg-type]
         else:
@@ -145,10 +147,9 @@ class Batches:
 
     def lose(self, agent: str) -> None:
         """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
-        for live in [live for live in self.live.values() if agent in live.agents]:
-            self._movers.lose_agent(live, agent)
-        for live in self._mailbox.ended_with(agent):
-            self._movers.lose_agent(live, agent)
+        for live in [*self.live.values(), *self._mailbox.ended_with(agent)]:
+            if agent in live.agents:
+                self._movers.lose_agent(live, agent)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -165,7 +166,6 @@ class Batches:
         if box:
             self._perform(box[0], box[0].machine.expire(key, cancelled=not expired))
             return
-        # Not enrolled yet: Redis has not answered.
         what = "ended at its deadline" if expired else "was cancelled"
         text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))

@@ -5,6 +5,7 @@ State only; ``batches`` is the shell that drives it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from etha.agent.batch import Batch
 from etha.agent.effects import CallKey, Member
 from etha.agent.evaluate import Evaluation
 from etha.agent.exhibition import Exhibition
+from etha.agent.gauge import Gauge
 from etha.agent.move import Move, Part
 from etha.agent.session import Session
 from etha.agent.transfer import Transfers
@@ -59,7 +61,11 @@ class Current:
     calls: Mapping[Member, CallKey]
     started: float
     move: Move | None = None
+    gauge: Gauge | None = None
     stopped: bool = False
+    #: Set while an end that is over waits for a better cause.
+    late: asyncio.TimerHandle | None = None
+    touched: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +132,20 @@ class Live:
         agents = self.machine.agents
         return Ways(
             me=self.machine.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads
+        )
+
+    def read_from(self, source: str) -> frozenset[str]:
+        """Agents from whose workers this one copies in the direction from side ``source``."""
+        ways = self.ways(source)
+        return (
+            frozenset(a for a in ways.source if (ways.me, a) in ways.reads) if ways.me in ways.target else frozenset()
+        )
+
+    def read_by(self, source: str) -> frozenset[str]:
+        """Agents that copy from this one's workers in the direction from side ``source``."""
+        ways = self.ways(source)
+        return (
+            frozenset(a for a in ways.target if (a, ways.me) in ways.reads) if ways.me in ways.source else frozenset()
         )
 
     @property

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Hashable
 
-from etha.agent.bookings import Bookings, Granted, Recalled
 from etha.agent.calls import Calls
 from etha.agent.chronicle import Chronicle
 from etha.agent.effects import (
@@ -24,32 +22,38 @@ from etha.agent.effects import (
     Tell,
     WantLane,
 )
+from etha.agent.gauge import Gauge
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Ask, Current, Live
 from etha.agent.move import Move, Part
+from etha.agent.offers import Offers
 from etha.agent.pairs import Spawn
 from etha.agent.parts import Parts
 from etha.agent.session import Session
 from etha.agent.transfer import TransferEffect
 from etha.agent.translate import translate
+from etha.agent.turns import Turns
 from etha.agent.waiting import Call
 from etha.bus.codec import Request
-from etha.bus.messages import Moved, Offered, Progress, Transfer
+from etha.bus.messages import Moved, Progress, Transfer
 from etha.errors import (
     EthaError,
     PeerLostError,
     RegistrationError,
     TransferError,
-    TransferTimeoutError,
 )
+from etha.peer.introductions import Copied
 from etha.peer.messages import Message
 from etha.store.registry import Store
+from etha.transport.base import StreamLost
 
 log = logging.getLogger(__name__)
 
 #: Seconds that agents which have lost their coordinator ask each other.
 DOUBT = 1.0
+#: Seconds that a closed data stream waits for the cause, which comes another way.
+GRACE = 0.3
 
 
 class Movers:
@@ -58,8 +62,8 @@ class Movers:
     def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn) -> None:
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
         self.parts = Parts(links)
-        self._bookings = Bookings()
-        self._booked: dict[Hashable, Live] = {}
+        self.offers = Offers(calls)
+        self._turns = Turns(self._perform)
         self.chronicle = Chronicle(store, spawn)
         self.running = 0
         #: Set while no transfer moves on this agent.
@@ -89,31 +93,18 @@ class Movers:
         call = Call(key=key, member=member, verb=message.verb, version=message.version)
         self._perform(live, live.transfers.wait(call))
 
-    def wait_offer(self, session: Session, request: Request, live: Live) -> None:
-        """A worker calls ``wait_offer``."""
-        assert live.transfers is not None
-        side = session.seats[live.pairs[0]].side
-        key = self._calls.open(session.peer, request, lambda key, expired: self._no_offer(live, key, expired))
-        live.offers[key] = live.other(side)
-        self._tell_offers(live)
-
     # ---- what happens around ------------------------------------------------------------------
 
     def withdraw(self, live: Live, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
-        for key in [key for key, side in live.offers.items() if side == live.other(member[0])]:
-            if live.tensors[member].session.key == key[0]:
-                del live.offers[key]
-                self._calls.fail(key, error)
+        self.offers.withdraw(live, member, error)
         if live.transfers is not None:
             for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
                 self._perform(live, live.transfers.end(key, expired=False))
 
     def break_up(self, live: Live, error: PeerLostError) -> None:
         """The batch is over for everybody."""
-        for key in list(live.offers):
-            del live.offers[key]
-            self._calls.fail(key, error)
+        self.offers.end(live, list(live.offers), error)
         if live.transfers is not None:
             self._perform(live, live.transfers.break_up(error))
 
@@ -122,24 +113,6 @@ class Movers:
     def _ended(self, live: Live, key: CallKey, expired: bool) -> None:
         assert live.transfers is not None
         self._perform(live, live.transfers.end(key, expired=expired))
-
-    def _no_offer(self, live: Live, key: CallKey, expired: bool) -> None:
-        if (side := live.offers.pop(key, None)) is not None:
-            how = "ended at its deadline" if expired else "was cancelled"
-            text = f"wait_offer on batch {live.name!r} {how}: {side} is not waiting to send"
-            self._calls.fail(key, TransferTimeoutError(text, outcome="withdrawn"))
-
-    def _tell_offers(self, live: Live, going: str | None = None) -> None:
-        """Answer who waits for an offer that stands, or for one that GO has just taken up (from ``going``)."""
-        assert live.transfers is not None and live.evaluation is not None
-        standing = dict(live.transfers.offers)
-        if going is not None and live.transfers.current is not None:
-            standing[going] = live.transfers.current.version
-        for key, side in list(live.offers.items()):
-            if side in standing:
-                del live.offers[key]
-                offered = Offered(version=standing[side], nbytes=live.evaluation.nbytes(side))
-                self._calls.answer(key, offered)
 
     def hear(self, live: Live, agent: str, message: Message) -> None:
         """What another agent of the batch says."""
@@ -158,12 +131,16 @@ class Movers:
                     self.running += 1
                     self.idle.clear()
                     live.current = Current(seq=seq, source=source, calls=calls, started=time.monotonic())
-                    self._tell_offers(live, going=source)
+                    self.offers.tell(live, going=source)
                     self._start(live, live.current)
                 case StopMove():
                     assert live.current is not None
                     live.current.stopped = True
-                    if live.current.move is not None:
+                    if live.current.late is not None:
+                        live.current.late.cancel()
+                        loop = asyncio.get_running_loop()
+                        loop.call_soon(self._over, live, live.current, None, live.current.touched)
+                    elif live.current.move is not None:
                         live.current.move.stop()
                 case Fail(call=key, error=error):
                     live.asks.pop(key, None)
@@ -171,31 +148,21 @@ class Movers:
                 case Settled():
                     self._settled(live, effect)
                 case OfferChanged():
-                    self._tell_offers(live)
+                    self.offers.tell(live)
                 case Tell(agent=agent, message=message):
                     self._links.tell(agent, live.scope, message)
                 case Doubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
                 case WantLane(ticket=ticket):
-                    self._booked[live.key] = live
-                    self._lanes(self._bookings.want(live.key, ticket))
+                    self._turns.want(live, ticket)
                 case BeginLane():
-                    self._bookings.begin(live.key)
+                    self._turns.begin(live)
                 case FreeLane():
-                    self._booked.pop(live.key, None)
-                    self._lanes(self._bookings.free(live.key))
+                    self._turns.free(live)
 
     def _undecided(self, live: Live, seq: int) -> None:
         assert live.transfers is not None
         self._perform(live, live.transfers.undecided(seq))
-
-    def _lanes(self, changes: list[Granted | Recalled]) -> None:
-        for change in changes:
-            live = self._booked.get(change.key)
-            if live is None or live.transfers is None:
-                continue
-            granted = isinstance(change, Granted)
-            self._perform(live, live.transfers.granted() if granted else live.transfers.recalled())
 
     def _start(self, live: Live, current: Current) -> None:
         part = live.parts.get(current.source)
@@ -209,19 +176,19 @@ class Movers:
         try:
             part = await self.parts.compile(live, current.source)
         except EthaError as error:
-            self._over(live, current, error, touched=False)
+            self._over(live, current, error, False)
             return
         except Exception as error:
             log.exception("batch %s: compiling failed", live.name)
             text = f"batch {live.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
-            self._over(live, current, TransferError(text), touched=False)
+            self._over(live, current, TransferError(text), False)
             return
         live.parts[current.source] = part
         self._submit(live, current, part)
 
     def _submit(self, live: Live, current: Current, part: Part) -> None:
         if current.stopped:
-            self._over(live, current, None, touched=False)
+            self._over(live, current, None, False)
             return
         guards = {}
         for member, key in current.calls.items():
@@ -229,6 +196,7 @@ class Movers:
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
+        current.gauge = Gauge(part, live.read_by(current.source))
         current.move = Move(
             part,
             current.seq,
@@ -237,23 +205,46 @@ class Movers:
             plane=self._links.plane,
             transport=live.transport,
             spawn=self._spawn,
-            progress=lambda done: self._progress(live, current, part, done),
-            over=lambda error, touched: self._over(
-                live, current, None if error is None else translate(live, error), touched=touched
-            ),
+            progress=lambda done: self._progress(live, current, done),
+            over=lambda error, touched: self._moved(live, current, error, touched),
         )
         current.move.start()
 
-    def _progress(self, live: Live, current: Current, part: Part, done: int) -> None:
-        if live.current is not current or part.work == 0:
+    def _progress(self, live: Live, current: Current, done: int) -> None:
+        if live.current is not current or current.gauge is None:
             return
+        share = current.gauge.own(done)
+        for agent in live.read_from(current.source):
+            self._links.tell(agent, live.scope, Copied(seq=current.seq, share=share))
+        self._push(live, current, current.gauge.fraction)
+
+    def copied(self, live: Live, agent: str, message: Copied) -> None:
+        """An agent that copies from workers here says how far it is."""
+        current = live.current
+        if current is not None and current.seq == message.seq and current.gauge is not None:
+            current.gauge.heard(agent, message.share)
+            self._push(live, current, current.gauge.fraction)
+
+    def _push(self, live: Live, current: Current, fraction: float) -> None:
+        part = live.parts[current.source]
         for (side, rank), key in current.calls.items():
             ask = live.asks.get(key)
             if ask is not None and ask.progress:
                 total = part.nbytes["source" if side == current.source else "target", rank]
-                self._calls.push(key, Progress(done=total * done // part.work, total=total))
+                self._calls.push(key, Progress(done=int(total * fraction), total=total))
 
-    def _over(self, live: Live, current: Current, error: EthaError | None, *, touched: bool) -> None:
+    def _moved(self, live: Live, current: Current, error: BaseException | None, touched: bool) -> None:
+        if isinstance(error, StreamLost) and not current.stopped:
+            # Its other end has most likely ended the transfer, and the cause is on its way over the link.
+            current.late = asyncio.get_running_loop().call_later(
+                GRACE, self._over, live, current, translate(live, error), touched
+            )
+            current.touched = touched
+            return
+        self._over(live, current, None if error is None else translate(live, error), touched)
+
+    def _over(self, live: Live, current: Current, error: EthaError | None, touched: bool) -> None:
+        current.late = None
         self.running -= 1
         if not self.running:
             self.idle.set()

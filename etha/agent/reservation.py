@@ -26,11 +26,6 @@ class Reservation:
         """Every agent that was asked has granted its lane."""
         return bool(self._numbers) and self._booked == self._numbers.keys()
 
-    @property
-    def waiting(self) -> tuple[str, ...]:
-        """Agents whose lane has been asked for and not been granted."""
-        return tuple(sorted(self._numbers.keys() - self._booked))
-
     def ask(self, agents: Iterable[str], ticket: Ticket) -> list[tuple[str, Book | Unbook]]:
         """Book the lanes of ``agents`` under ``ticket``."""
         self.ticket = ticket

@@ -264,7 +264,7 @@ class Agent:
                 live = self.batches.find(session, message.batch, message.epoch)
                 self.movers.transfer(session, request, message, live)
             case WaitOffer(batch=batch, epoch=epoch):
-                self.movers.wait_offer(session, request, self.batches.find(session, batch, epoch))
+                self.movers.offers.wait(session, request, self.batches.find(session, batch, epoch))
             case CloseBatch() as message:
                 self.batches.close(session, request, message)
             case Probe(address=address, token=token):

@@ -132,7 +132,9 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
     error = own or first
     data = error.data() if isinstance(error, TransferError) else {}
     data |= {"outcome": "aborted", "torn": torn}
+    again = "call init_pair and register_tensors again"
     text = f"{name} seq {seq} aborted: {error.message}"
+    text += f"; {again}" if isinstance(error, PeerLostError) and again not in text else ""
     if isinstance(error, PeerLostError) or own is not None:
         return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
     return TransferAbortedError(text, outcome="aborted", torn=torn)

@@ -81,6 +81,14 @@ class GiveTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """Of what I do in transfer ``seq``, which copies from your workers too, this share (0.0 to 1.0) is done."""
+
+    seq: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskMissing:
     """Who is not ready for a transfer from side ``source``, which you coordinate?"""
 
@@ -96,4 +104,4 @@ class TellMissing:
     missing: tuple[tuple[str, int], ...]
 
 
-Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | AskMissing | TellMissing
+Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | AskMissing | TellMissing

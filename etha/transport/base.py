@@ -13,10 +13,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from etha.errors import PeerLostError
+
 Bucket_contra = TypeVar("Bucket_contra", contravariant=True)
 
 #: Called with the bytes done so far; cheap, on the event loop, some ten times a second.
 Progress = Callable[[int], None]
+
+
+class StreamLost(PeerLostError):
+    """A peer has closed a data stream in a run: mostly because it has ended the transfer, for a cause it will tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from etha.config import STAGING
 from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.memory.revocation import Guard
-from etha.transport.base import Progress
+from etha.transport.base import Progress, StreamLost
 from etha.transport.door import OPENING_BYTES, Admit, DataAddress, Door, knock
 from etha.transport.exchange import Exchange
 from etha.transport.flows import CHUNK, STREAMS, WireProgram
@@ -208,7 +208,7 @@ class DataPlane:
             self._changed.notify_all()
         for peer, flow in program.sends.items():
             if len(outlets[peer]) < len(flow.lanes):
-                exchange.fail(PeerLostError(f"the data streams to agent {peer} are closed", reason="closed"))
+                exchange.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
                 break
             for lane in range(len(flow.lanes)):
                 outlets[peer][lane].send(exchange, flow, lane)

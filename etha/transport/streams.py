@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from etha.errors import PeerLostError
+from etha.transport.base import StreamLost
 from etha.transport.exchange import Ended, Exchange
 from etha.transport.staging import Budget, Chunk, Desks
 
@@ -81,10 +81,10 @@ class Stream(ABC):
     def gone(self) -> None:  # noqa: B027 - not every direction has something to do at its end
         """The thread ends."""
 
-    def lost(self, error: OSError | None = None) -> PeerLostError:
+    def lost(self, error: OSError | None = None) -> StreamLost:
         """The error of a stream that the other end has closed."""
         why = f": {error.strerror or error}" if error is not None else ""
-        return PeerLostError(f"the data stream with agent {self.peer} is closed{why}", reason="closed")
+        return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="closed")
 
     def wait(self, event: int) -> None:
         """Until the socket is ready for a poll event, or shut."""

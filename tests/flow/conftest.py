@@ -1,63 +1,41 @@
-"""A private runtime directory for each flow test; whatever was started in it ends with the test."""
+"""Where flow tests run: at the common site of their way, or at one of their own that ends with them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import signal
-import tempfile
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from .jobs import Job, wait_gone
+from .jobs import Job
 from .puppets import Stage
+from .sites import Commons, Site, private_directory
 from .team import Team
+from .ways import WAYS, Way
 
 
-def started_in(directory: str) -> dict[int, str]:
-    """Processes (not ours) whose environment or command line names ``directory``: pid -> command."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        daemon = "etha.agent" in command or "etha_agent" in command or "supervisor" in command or "-server" in command
-        if daemon and (directory in command or f"ETHA_RUNTIME_DIR={directory}".encode() in environment.split(b"\0")):
-            found[int(entry.name)] = command
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test whose fixtures depend on ``way`` runs once in each."""
+    if "way" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("ways")
+        metafunc.parametrize("way", [Way(name) for name in marker.args] if marker else WAYS, ids=str)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--ways``: the others are left out."""
+    chosen = [Way(name) for name in config.getoption("ways").split(",")]
+    out = [item for item in items if isinstance(item, pytest.Function) and _way(item) not in (None, *chosen)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
+def _way(item: pytest.Function) -> Way | None:
+    found: Way | None = getattr(item, "callspec", None) and item.callspec.params.get("way")
     return found
-
-
-def stop_all(directory: str) -> None:
-    """Agents first (they drain), then the supervisors of embedded servers, which end their servers."""
-    for kind in ("etha.agent", "etha_agent", "supervisor"):
-        for pid, command in started_in(directory).items():
-            if kind in command:
-                try:
-                    os.kill(pid, signal.SIGCONT)
-                    os.kill(pid, signal.SIGTERM)
-                except ProcessLookupError:
-                    continue
-                wait_gone(pid)
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """A runtime directory of its own; whatever was started in it is gone at the end."""
-    directory = tempfile.mkdtemp(prefix="etha-t-")
-    try:
-        yield Path(directory)
-    finally:
-        stop_all(directory)
-        left = started_in(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        assert not left, f"processes of this test are still there: {left}"
 
 
 def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,22 +43,6 @@ def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="session")
-def common() -> Iterator[Path]:
-    """A runtime directory whose agent serves every test that asks for it: such tests use pair names of their own."""
-    with private_directory() as directory:
-        yield directory
-
-
-@pytest.fixture
-def served(common: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The common runtime directory in this process's environment; its agent starts with the first client."""
-    forget_environment(monkeypatch)
-    monkeypatch.setenv("ETHA_RUNTIME_DIR", str(common))
-    monkeypatch.setenv("ETHA_IDLE", "300")
-    return common
 
 
 @pytest.fixture
@@ -93,29 +55,65 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def team() -> Iterator[Team]:
+def commons() -> Iterator[Commons]:
+    """What tests share, made when first asked for."""
+    with ExitStack() as stack:
+        yield Commons(stack)
+
+
+@pytest.fixture
+def site(commons: Commons, way: Way, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """The common site of this way: such tests use pair names of their own."""
+    forget_environment(monkeypatch)
+    monkeypatch.setenv("ETHA_IDLE", "300")  # an agent takes it from whom its first client is in
+    return commons.site(way)
+
+
+@pytest.fixture
+def served(commons: Commons, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """The common site of one agent, which is also in this process's environment."""
+    forget_environment(monkeypatch)
+    site = commons.site(Way.LOCAL)
+    for name, value in site.at("a").items():
+        monkeypatch.setenv(name, value)
+    return site
+
+
+@pytest.fixture
+def rough(commons: Commons, way: Way, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site whose agents are killed, one test after the other: the next client starts new ones."""
+    forget_environment(monkeypatch)
+    monkeypatch.setenv("ETHA_IDLE", "300")
+    return commons.site(way, "rough")
+
+
+@pytest.fixture
+def team(commons: Commons, way: Way) -> Team:
     """Two trainers and two inference workers, for every test that only needs batches of its own."""
-    with private_directory() as directory, Job({"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "300"}) as job:
-        team = Team(job, trainer=2, inference=2)
-        yield team
-        team.end()
+    return commons.team(way)
 
 
 @pytest.fixture
-def guests(common: Path) -> Iterator[Job]:
-    """Start workers in the common runtime directory."""
-    with Job({"ETHA_RUNTIME_DIR": str(common), "ETHA_IDLE": "300"}) as job:
+def pair(request: pytest.FixtureRequest) -> str:
+    """A pair name of this test's own."""
+    return re.sub(r"[^A-Za-z0-9._-]", ".", request.node.name)[-100:]
+
+
+@pytest.fixture
+def guests(site: Site) -> Iterator[Job]:
+    """Start workers at the common site."""
+    with Job(site.env) as job:
         yield job
 
 
 @pytest.fixture
-def stage(guests: Job, request: pytest.FixtureRequest) -> Stage:
-    """Puppets that meet as a pair of this test's own name, at the common agent."""
-    return Stage(guests, request.node.name[:100].replace("[", ".").rstrip("]"))
+def stage(guests: Job, pair: str) -> Stage:
+    """Puppets that meet as a pair of this test's own name, at the common site."""
+    return Stage(guests, pair)
 
 
 @pytest.fixture
-def job(runtime: Path) -> Iterator[Job]:
-    """Start workers in the private runtime directory."""
-    with Job({"ETHA_RUNTIME_DIR": str(runtime), "ETHA_IDLE": "60"}) as job:
-        yield job
+def rough_stage(rough: Site, pair: str) -> Iterator[Stage]:
+    """Puppets that meet where agents are killed."""
+    with Job(rough.env) as job:
+        yield Stage(job, pair)

@@ -142,23 +142,33 @@ class Worker:
 
 
 class Job:
-    """Workers that share an environment; all are gone when the block ends."""
+    """Workers that share an environment, or have that of their side and rank; all are gone when the block ends."""
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str] | Callable[[str, int], dict[str, str]]) -> None:
         self.env = env
         self.workers: list[Worker] = []
 
     def start(
-        self, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        at: tuple[str, int] | None = None,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
     ) -> Worker:
-        """Run ``function(*args, **kwargs)`` in a new process."""
-        worker = Worker({**self.env, **(env or {})}, function, args, kwargs)
+        """Run ``function(*args, **kwargs)`` in a new process; ``at``: the side and rank whose environment it gets."""
+        if callable(self.env):
+            assert at is not None, "where it lives depends on its side and rank"
+            own = self.env(*at)
+        else:
+            own = self.env
+        worker = Worker({**own, **(env or {})}, function, args, kwargs)
         self.workers.append(worker)
         return worker
 
-    def side(self, function: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Worker]:
-        """``world`` workers of one side: ``function(rank, world, ...)``."""
-        return [self.start(function, rank, world, *args, **kwargs) for rank in range(world)]
+    def side(self, name: str, function: Callable[..., Any], world: int, *args: Any, **kwargs: Any) -> list[Worker]:
+        """``world`` workers of side ``name``: ``function(rank, world, ...)``."""
+        return [self.start(function, rank, world, *args, at=(name, rank), **kwargs) for rank in range(world)]
 
     def results(self, workers: list[Worker], timeout: float = 90.0) -> list[Any]:
         """The results of all, the first error raised after all have ended."""
@@ -177,8 +187,12 @@ class Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for worker in self.workers:
-            worker.end()
+        self.end()
+
+    def end(self) -> None:
+        """Make sure that all are gone."""
+        while self.workers:
+            self.workers.pop().end()
 
 
 def wait_gone(pid: int, timeout: float = 20.0) -> None:

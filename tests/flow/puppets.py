@@ -106,7 +106,7 @@ class Stage:
         """A new process that is ``rank`` of ``world`` in ``side``."""
         remote = {"trainer": "inference", "inference": "trainer"}[side]
         seat = {"side": side, "remote": remote, "rank": rank, "world": world, "pair": self.pair}
-        return Puppet(self.job.start(perform, seat, env=env))
+        return Puppet(self.job.start(perform, seat, at=(side, rank), env=env))
 
     def side(self, side: str, world: int, env: dict[str, str] | None = None) -> list[Puppet]:
         """All ranks of a side."""

@@ -1,6 +1,6 @@
-"""Both sides of a pair in the test's own process: one client a rank, real agent, real sockets, no waiting for forks.
+"""Both sides of a pair in the test's own process: one client a rank, real agents, real sockets, no waiting for forks.
 
-async with Sides("weights", trainer=2, inference=1) as sides:
+async with Sides(site, "weights", trainer=2, inference=1) as sides:
     await sides.meet(device_mesh=...)
     errors = await sides.register("b", lambda side, rank: ({...}, {...}))
 """
@@ -14,17 +14,29 @@ from typing import Any, Self
 import etha
 from etha.errors import EthaError
 
+from .sites import Site
+
 Member = tuple[str, int]
 
 
 class Sides:
-    """``clients`` by (side, rank); all are closed when the block ends."""
+    """``clients`` by (side, rank), at the places of the site's way or at ``where(side, rank)``; closed by the block."""
 
-    def __init__(self, pair: str, *, trainer: int = 1, inference: int = 1, timeout: float = 20.0) -> None:
-        self.pair = pair
+    def __init__(
+        self,
+        site: Site,
+        pair: str,
+        *,
+        trainer: int = 1,
+        inference: int = 1,
+        timeout: float = 20.0,
+        where: Callable[[str, int], str] | None = None,
+    ) -> None:
+        self.site, self.pair = site, pair
+        where = where or site.way.place
         self.worlds = {"trainer": trainer, "inference": inference}
         self.members = [(side, rank) for side, world in self.worlds.items() for rank in range(world)]
-        self.clients = {member: etha.AsyncTensorBusClient(timeout=timeout) for member in self.members}
+        self.clients = {member: site.client(*member, place=where(*member), timeout=timeout) for member in self.members}
         self.pairs: dict[Member, etha.Pair] = {}
 
     async def __aenter__(self) -> Self:
@@ -34,6 +46,10 @@ class Sides:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(client.close() for client in self.clients.values()))
+
+    async def ask_all(self) -> None:
+        """One round trip to every agent: what they were told before has been taken note of."""
+        await asyncio.gather(*(client.status() for client in self.clients.values()))
 
     def init(self, member: Member, **options: Any) -> Coroutine[Any, Any, etha.Pair]:
         """The ``init_pair`` of one rank, not awaited yet."""

@@ -65,7 +65,10 @@ class Team:
 
     def __init__(self, job: Job, **sides: int) -> None:
         (a, n), (b, m) = sides.items()
-        self.workers: dict[str, list[Worker]] = {a: job.side(_member, n, a, b), b: job.side(_member, m, b, a)}
+        self.job = job
+        #: Whether a test has failed: some workers may still be in the midst of it.
+        self.spoilt = False
+        self.workers: dict[str, list[Worker]] = {a: job.side(a, _member, n, a, b), b: job.side(b, _member, m, b, a)}
         for worker in self._all():
             worker.told("ready")
 
@@ -74,6 +77,7 @@ class Team:
 
     def run(self, function: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
         """``function(seat, *args)`` in every worker; what they returned, or an error, rather a cause than an effect."""
+        self.spoilt = True
         for worker in self._all():
             worker.go("work", (function, args))
         errors: list[BaseException] = []
@@ -89,10 +93,13 @@ class Team:
                 returned[side].append(value)
         if errors:
             raise min(errors, key=lambda error: isinstance(error, EthaError) + isinstance(error, PeerLostError))
+        self.spoilt = False
         return returned
 
     def end(self) -> None:
         """Close the clients; an error of that is a failure of the last test."""
+        if self.spoilt:
+            return
         for worker in self._all():
             worker.go("work")
         for worker in self._all():

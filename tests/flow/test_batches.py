@@ -14,6 +14,9 @@ import etha
 
 from .team import Seat, Team
 from .truth import cut, stale, whole
+from .ways import Way
+
+pytestmark = pytest.mark.ways(*Way)
 
 
 def lay(me: Seat) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,10 +13,14 @@ from torch.distributed.tensor import Replicate, Shard
 
 import etha
 
+from .sites import Site
 from .team import Seat, Team
 from .truth import cut, stale, whole
+from .ways import Way
 
 BIG = (1024, 2048)
+
+pytestmark = pytest.mark.ways(*Way)
 
 
 def register(me: Seat, batch: str, tensor: torch.Tensor, **options: Any) -> Any:
@@ -315,29 +318,30 @@ def test_the_async_and_the_blocking_client_talk_to_each_other(team: Team) -> Non
     assert team.run(mixed) == {"trainer": ["back"] * 2, "inference": ["back"] * 2}
 
 
-async def test_three_clients_in_one_process_are_two_trainers_and_one_inference_rank(served: Path) -> None:
+async def test_three_clients_in_one_process_are_two_trainers_and_one_inference_rank(site: Site, pair: str) -> None:
     """Two blocking clients, each on a thread of its own, and one on this loop."""
     full = whole((7, 6), 1)
 
-    def trainer(rank: int) -> Any:
-        with etha.TensorBusClient(timeout=15) as client:
-            client.init_pair("three", "trainer", "inference", 2, (2,), [Shard(0)], rank=rank)
-            with client.register_tensors("three", {"w": cut(full, 0, 2, rank)}, pair_name="three") as handle:
+    def trainer(rank: int, client: etha.TensorBusClient) -> Any:
+        with client:
+            client.init_pair(pair, "trainer", "inference", 2, (2,), [Shard(0)], rank=rank)
+            with client.register_tensors("three", {"w": cut(full, 0, 2, rank)}, pair_name=pair) as handle:
                 return handle.transfer("send", version=rank or None)
 
-    async with etha.AsyncTensorBusClient(timeout=15) as client:
-        sending = asyncio.gather(*(asyncio.to_thread(trainer, rank) for rank in range(2)))
-        pair = await client.init_pair("three", "inference", "trainer", 1, (1,), [Replicate()], rank=0)
-        assert pair.epoch == 1 and pair.remote_world_size == 2
+    async with site.client("inference", 0, timeout=15) as client:
+        trainers = [site.blocking("trainer", rank, timeout=15) for rank in range(2)]
+        sending = asyncio.gather(*(asyncio.to_thread(trainer, rank, one) for rank, one in enumerate(trainers)))
+        formed = await client.init_pair(pair, "inference", "trainer", 1, (1,), [Replicate()], rank=0)
+        assert formed.epoch == 1 and formed.remote_world_size == 2
         target = etha.empty_like(full)
-        async with await client.register_tensors("three", {"w": target}, pair_name="three") as handle:
+        async with await client.register_tensors("three", {"w": target}, pair_name=pair) as handle:
             result = await handle.transfer("recv")
             assert result.version == 1 and torch.equal(target, full)
             assert result.peers == (("trainer", 0), ("trainer", 1))
             await sending
 
 
-async def test_the_blocking_client_refuses_to_block_a_running_loop(served: Path) -> None:
+async def test_the_blocking_client_refuses_to_block_a_running_loop(served: Site) -> None:
     with etha.TensorBusClient() as client:
         with pytest.raises(etha.ConfigError, match="AsyncTensorBusClient"):
             client.init_pair("loop", "trainer", "inference", 1)

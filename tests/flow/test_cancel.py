@@ -8,7 +8,6 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from etha.memory.revocation import SLOTS
 
 from .jobs import Job, tell, wait_for
 from .sides import Sides
-
-pytestmark = pytest.mark.usefixtures("served")
+from .sites import Site
 
 SIZE = 3 << 22  # 48 MiB of float32: some 6 ms, cut into 6 pieces
 POISON = -7.0
@@ -88,13 +86,13 @@ async def ended(task: asyncio.Task[Any]) -> Any:
 
 
 @pytest.mark.parametrize("who", ["send", "recv"])
-async def test_a_call_cancelled_while_it_waits_consumes_nothing(who: str) -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_a_call_cancelled_while_it_waits_consumes_nothing(site: Site, who: str) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides)
         for turn in range(4):
             task = asyncio.create_task((link.send if who == "send" else link.recv).transfer(who))
             for _ in range(turn):
-                await sides.clients["trainer", 0].status()
+                await sides.ask_all()
             await asyncio.sleep(0)
             task.cancel()
             assert isinstance(await ended(task), asyncio.CancelledError)
@@ -106,10 +104,10 @@ async def test_a_call_cancelled_while_it_waits_consumes_nothing(who: str) -> Non
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(atomic: bool) -> None:
+async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(site: Site, atomic: bool) -> None:
     dice = random.Random(7)
     aborted: list[object] = []
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=atomic)
         took = await link.good()
         for _ in moments(aborted, 3):
@@ -127,7 +125,7 @@ async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(at
             if not sending.done():  # the receiver was cancelled before GO: the sender goes on waiting
                 sending.cancel()
             sent = await ended(sending)
-            await sides.clients["trainer", 0].status()
+            await sides.ask_all()
             assert torch.all(link.target == POISON), "somebody wrote into the tensors of a call that had returned"
             if isinstance(sent, TransferError):
                 assert isinstance(sent, TransferAbortedError) and sent.outcome == "aborted" and not sent.torn
@@ -140,10 +138,10 @@ async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(at
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-async def test_a_sender_cancelled_at_any_moment_may_change_its_tensors(atomic: bool) -> None:
+async def test_a_sender_cancelled_at_any_moment_may_change_its_tensors(site: Site, atomic: bool) -> None:
     dice = random.Random(11)
     aborted: list[object] = []
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=atomic)
         took = await link.good()
         for _ in moments(aborted, 3):
@@ -172,10 +170,10 @@ async def test_a_sender_cancelled_at_any_moment_may_change_its_tensors(atomic: b
             await link.good()
 
 
-async def test_a_task_cancelled_twice_still_waits_until_nothing_writes() -> None:
+async def test_a_task_cancelled_twice_still_waits_until_nothing_writes(site: Site) -> None:
     dice = random.Random(13)
     aborted: list[object] = []
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides)
         took = await link.good()
         for _ in moments(aborted, 5):
@@ -189,16 +187,16 @@ async def test_a_task_cancelled_twice_still_waits_until_nothing_writes() -> None
             link.target.fill_(POISON)
             if isinstance(sent := await ended(sending), TransferError):
                 aborted.append(sent)
-            await sides.clients["trainer", 0].status()
+            await sides.ask_all()
             assert torch.all(link.target == POISON)
         await link.good()
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-async def test_a_deadline_after_go_aborts_for_all(atomic: bool) -> None:
+async def test_a_deadline_after_go_aborts_for_all(site: Site, atomic: bool) -> None:
     dice = random.Random(17)
     aborted: list[object] = []
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=atomic)
         took = await link.good()
         for turn in moments(aborted, 3):
@@ -235,9 +233,9 @@ async def test_a_deadline_after_go_aborts_for_all(atomic: bool) -> None:
             await link.good()
 
 
-async def test_a_client_closed_while_its_transfer_moves() -> None:
+async def test_a_client_closed_while_its_transfer_moves(site: Site) -> None:
     for delay in (0.0, 0.002, 0.005):
-        async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+        async with site.client("inference", 0) as there, Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
             link = await Link.open(sides)
             sending, receiving = link.start()
             await asyncio.sleep(delay)
@@ -246,7 +244,7 @@ async def test_a_client_closed_while_its_transfer_moves() -> None:
             assert link.quiet()
             link.target.fill_(POISON)
             sent = await ended(sending)
-            await sides.clients["trainer", 0].status()
+            await asyncio.gather(there.status(), sides.clients["trainer", 0].status())
             assert torch.all(link.target == POISON)
             if isinstance(got, BaseException):
                 assert isinstance(got, AgentLostError | TransferError), got
@@ -284,46 +282,43 @@ def blocking(pair: str, interrupts: int) -> list[Any]:
     return seen
 
 
-async def test_ctrl_c_in_the_blocking_client_cancels_there_too(served: Path) -> None:
-    pair = f"p-{uuid.uuid4().hex[:8]}"
-    with Job({"ETHA_RUNTIME_DIR": str(served)}) as job:
-        worker = job.start(blocking, pair, 4)
-        async with etha.AsyncTensorBusClient(timeout=60) as client:
-            await client.init_pair(pair, "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
-            source = torch.ones(SIZE)
-            handle = await client.register_tensors("b", {"w": source}, pair_name=pair)
-            took = (await handle.transfer("send")).seconds
-            seq = 1
-            for turn in range(4):
-                await asyncio.to_thread(worker.told, f"waiting {turn}")
-                sending = None
-                if turn >= 2:  # while bytes move, or just after
-                    sending = asyncio.create_task(handle.transfer("send", version=turn))
-                    await asyncio.sleep(took * (turn - 1) / 3)
-                else:  # the call waits at the agent
-                    while not any(
-                        b["pair"] == pair and b["state"] == "waiting" for b in (await client.status())["batches"]
-                    ):
-                        pass
-                worker.kill(signal.SIGINT)
-                await asyncio.to_thread(worker.told, "interrupted")
-                if sending is not None:
-                    await asyncio.wait({sending}, timeout=0.5)
-                    sending.cancel()  # interrupted before GO, the sender would wait on
-                    sent = await ended(sending)
-                    if isinstance(sent, TransferError):
-                        assert isinstance(sent, TransferAbortedError) and "it was cancelled" in sent.message
-                await client.status()
-                worker.go("look")
-            source.fill_(9.0)
-            last = await handle.transfer("send", version=9)
-            assert last.seq > seq
-            await asyncio.to_thread(worker.told, "closing")
-        assert await asyncio.to_thread(worker.result) == ["interrupted"] * 4 + [last.seq]
+async def test_ctrl_c_in_the_blocking_client_cancels_there_too(guests: Job, site: Site, pair: str) -> None:
+    worker = guests.start(blocking, pair, 4, at=("inference", 0))
+    # The second only looks what has come to the other side's agent.
+    async with site.client("trainer", 0, timeout=60) as client, site.client("inference", 0) as there:
+        await client.init_pair(pair, "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
+        source = torch.ones(SIZE)
+        handle = await client.register_tensors("b", {"w": source}, pair_name=pair)
+        took = (await handle.transfer("send")).seconds
+        seq = 1
+        for turn in range(4):
+            await asyncio.to_thread(worker.told, f"waiting {turn}")
+            sending = None
+            if turn >= 2:  # while bytes move, or just after
+                sending = asyncio.create_task(handle.transfer("send", version=turn))
+                await asyncio.sleep(took * (turn - 1) / 3)
+            else:  # the call waits at the agent
+                while not any(b["pair"] == pair and b["state"] == "waiting" for b in (await there.status())["batches"]):
+                    pass
+            worker.kill(signal.SIGINT)
+            await asyncio.to_thread(worker.told, "interrupted")
+            if sending is not None:
+                await asyncio.wait({sending}, timeout=0.5)
+                sending.cancel()  # interrupted before GO, the sender would wait on
+                sent = await ended(sending)
+                if isinstance(sent, TransferError):
+                    assert isinstance(sent, TransferAbortedError) and "it was cancelled" in sent.message
+            await asyncio.gather(client.status(), there.status())
+            worker.go("look")
+        source.fill_(9.0)
+        last = await handle.transfer("send", version=9)
+        assert last.seq > seq
+        await asyncio.to_thread(worker.told, "closing")
+    assert await asyncio.to_thread(worker.result) == ["interrupted"] * 4 + [last.seq]
 
 
-async def test_on_commit_runs_before_the_tensors_change_and_cannot_keep_them_old() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_on_commit_runs_before_the_tensors_change_and_cannot_keep_them_old(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=True)
         seen: list[float] = []
 
@@ -349,8 +344,8 @@ async def test_on_commit_runs_before_the_tensors_change_and_cannot_keep_them_old
         assert link.recv.version == 6
 
 
-async def test_a_cancel_between_commit_and_the_end_of_on_commit_still_applies() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_a_cancel_between_commit_and_the_end_of_on_commit_still_applies(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=True)
         paused, go = asyncio.Event(), asyncio.Event()
 

@@ -17,6 +17,7 @@ from etha.errors import AgentUnavailableError, ConfigError, LayoutError, Registr
 
 from .jobs import Job, tell, wait_for
 from .sides import Sides
+from .sites import Site
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -67,8 +68,8 @@ async def test_arguments_that_contradict_each_other() -> None:
         etha.TensorBusClient(device="gpu7")
 
 
-async def test_arguments_of_a_registration_and_a_transfer() -> None:
-    async with Sides(name()) as sides:
+async def test_arguments_of_a_registration_and_a_transfer(served: Site) -> None:
+    async with Sides(served, name()) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         client = sides.clients["trainer", 0]
         tensors = {"w": torch.zeros(2)}
@@ -101,8 +102,8 @@ async def test_arguments_of_a_registration_and_a_transfer() -> None:
 
 
 @pytest.mark.parametrize("call", ["init_pair", "register_tensors", "transfer", "wait_offer", "status"])
-async def test_infinite_timeouts_are_legal_everywhere(call: str) -> None:
-    async with Sides(name(), timeout=math.inf) as sides:
+async def test_infinite_timeouts_are_legal_everywhere(site: Site, call: str) -> None:
+    async with Sides(site, name(), timeout=math.inf) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()], timeout=math.inf)
         handles = await sides.register(
             "b", lambda side, rank: ({"w": torch.full((3,), float(rank))}, {"timeout": math.inf})
@@ -127,8 +128,8 @@ async def test_the_blocking_client_in_a_running_loop_names_the_async_one() -> No
     client.close()
 
 
-async def test_a_closed_client_says_so() -> None:
-    async with Sides(name()) as sides:
+async def test_a_closed_client_says_so(served: Site) -> None:
+    async with Sides(served, name()) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(1)}, {}))
         client = sides.clients["trainer", 0]
@@ -216,7 +217,7 @@ async def test_no_agent_and_none_may_be_started(monkeypatch: pytest.MonkeyPatch,
             await client.status()
 
 
-async def test_an_agent_of_another_redis_or_namespace_names_both(served: Path) -> None:
+async def test_an_agent_of_another_redis_or_namespace_names_both(served: Site) -> None:
     async with etha.AsyncTensorBusClient() as client:
         await client.status()
     async with etha.AsyncTensorBusClient(redis_url="redis://me:secret@elsewhere:6379/0") as client:
@@ -225,7 +226,9 @@ async def test_an_agent_of_another_redis_or_namespace_names_both(served: Path) -
         assert "the embedded server of this host" in caught.value.message
         assert "redis://me:***@elsewhere:6379/0" in caught.value.message
         assert "secret" not in caught.value.message
-    async with etha.AsyncTensorBusClient(agent=f"ipc://{served}/default/cpu.sock", namespace="other") as client:
+    async with etha.AsyncTensorBusClient(
+        agent=f"ipc://{served.at('a')['ETHA_RUNTIME_DIR']}/default/cpu.sock", namespace="other"
+    ) as client:
         with pytest.raises(ConfigError, match="serves namespace 'default', not 'other'"):
             await client.status()
 
@@ -239,37 +242,33 @@ def stay(pair: str) -> None:
         wait_for("leave")
 
 
-async def test_a_rank_whose_holder_lives_and_sizes_that_disagree(served: Path) -> None:
-    pair = name()
-    with Job({"ETHA_RUNTIME_DIR": str(served)}) as job:
-        async with Sides(pair, trainer=2) as sides:
-            client = sides.clients["trainer", 0]
-            other = job.start(stay, pair)
-            await asyncio.to_thread(other.told, "asking")
-            while not any(p["pair"] == pair and p["sides"] for p in (await client.status())["pairs"]):
-                pass
-            with pytest.raises(ConfigError, match=rf"world_size of side trainer on pair {pair}: rank 2 says 3"):
-                await client.init_pair(pair, "trainer", "inference", 3, rank=2, timeout=5)
-            mine = asyncio.gather(sides.init(("trainer", 1)), sides.init(("inference", 0)))
-            formed = await mine
-            pid = await asyncio.to_thread(other.told, "formed")
-            with pytest.raises(ConfigError, match=f"is held by pid {pid} on host") as caught:
-                await client.init_pair(pair, "trainer", "inference", 2, rank=0)
-            assert pair in caught.value.message and "give each worker its own rank" in caught.value.message
-            with pytest.raises(
-                ConfigError, match=rf"pair {pair} links inference and trainer, not trainer and somebody"
-            ):
-                await client.init_pair(pair, "trainer", "somebody", 2, rank=0)
-            with pytest.raises(ConfigError, match=rf"this client is trainer rank 1 of pair '{pair}' already"):
-                await sides.clients["trainer", 1].init_pair(pair, "trainer", "inference", 2, rank=0)
-            assert await sides.init(("trainer", 1)) is formed[0], "the same call at the current epoch is a no-op"
-            assert not formed[0].lost.is_set()
-            other.go("leave")
-            other.result()
+async def test_a_rank_whose_holder_lives_and_sizes_that_disagree(guests: Job, site: Site, pair: str) -> None:
+    async with Sides(site, pair, trainer=2) as sides:
+        client = sides.clients["trainer", 0]
+        other = guests.start(stay, pair, at=("trainer", 0))
+        await asyncio.to_thread(other.told, "asking")
+        while not any(p["pair"] == pair and p["sides"] for p in (await client.status())["pairs"]):
+            pass
+        with pytest.raises(ConfigError, match=rf"world_size of side trainer on pair {pair}: rank 2 says 3"):
+            await client.init_pair(pair, "trainer", "inference", 3, rank=2, timeout=5)
+        mine = asyncio.gather(sides.init(("trainer", 1)), sides.init(("inference", 0)))
+        formed = await mine
+        pid = await asyncio.to_thread(other.told, "formed")
+        with pytest.raises(ConfigError, match=f"is held by pid {pid} on host") as caught:
+            await client.init_pair(pair, "trainer", "inference", 2, rank=0)
+        assert pair in caught.value.message and "give each worker its own rank" in caught.value.message
+        with pytest.raises(ConfigError, match=rf"pair {pair} links inference and trainer, not trainer and somebody"):
+            await client.init_pair(pair, "trainer", "somebody", 2, rank=0)
+        with pytest.raises(ConfigError, match=rf"this client is trainer rank 1 of pair '{pair}' already"):
+            await sides.clients["trainer", 1].init_pair(pair, "trainer", "inference", 2, rank=0)
+        assert await sides.init(("trainer", 1)) is formed[0], "the same call at the current epoch is a no-op"
+        assert not formed[0].lost.is_set()
+        other.go("leave")
+        other.result()
 
 
-async def test_a_plain_tensor_needs_a_layout() -> None:
-    async with Sides(name()) as sides:
+async def test_a_plain_tensor_needs_a_layout(served: Site) -> None:
+    async with Sides(served, name()) as sides:
         await sides.meet()
         client = sides.clients["trainer", 0]
         with pytest.raises(
@@ -279,8 +278,8 @@ async def test_a_plain_tensor_needs_a_layout() -> None:
         assert caught.value.code == "layout" and sides.pair in caught.value.message
 
 
-async def test_malformed_layouts() -> None:
-    async with Sides(name(), trainer=2) as sides:
+async def test_malformed_layouts(served: Site) -> None:
+    async with Sides(served, name(), trainer=2) as sides:
         client = sides.clients["trainer", 0]
         for mesh, placements, text in (
             ((2,), [Shard(0), Shard(1)], "2 placements"),

@@ -20,6 +20,8 @@ from etha.errors import ConfigError, PlanError, ProtocolError, RedisUnavailableE
 from etha.plan import Layout, TensorSpec, build_plan, simulate
 
 from .sides import Sides
+from .sites import Site, open_site
+from .ways import Way
 
 
 def name() -> str:
@@ -27,10 +29,10 @@ def name() -> str:
 
 
 async def missing(
-    pair: str, *, trainer: int, inference: int, come: list[tuple[str, int]]
+    site: Site, pair: str, *, trainer: int, inference: int, come: list[tuple[str, int]]
 ) -> list[RendezvousTimeoutError]:
     """What those who came are told after half a second."""
-    async with Sides(pair, trainer=trainer, inference=inference) as sides:
+    async with Sides(site, pair, trainer=trainer, inference=inference) as sides:
         began = time.monotonic()
         found = await asyncio.gather(*(sides.init(m, timeout=0.5) for m in come), return_exceptions=True)
         assert 0.4 < time.monotonic() - began < 5
@@ -38,10 +40,9 @@ async def missing(
         return found  # type: ignore[return-value]
 
 
-@pytest.mark.usefixtures("served")
-async def test_init_pair_lists_who_is_missing_on_which_side() -> None:
+async def test_init_pair_lists_who_is_missing_on_which_side(site: Site) -> None:
     pair = name()
-    first, second = await missing(pair, trainer=4, inference=2, come=[("trainer", 1), ("inference", 1)])
+    first, second = await missing(site, pair, trainer=4, inference=2, come=[("trainer", 1), ("inference", 1)])
     for error, who in ((first, "trainer rank 1"), (second, "inference rank 1")):
         assert error.code == "rendezvous_timeout"
         assert (
@@ -55,16 +56,14 @@ async def test_init_pair_lists_who_is_missing_on_which_side() -> None:
     assert "; trainer ranks 0, 2-3" in first.message and "missing: inference rank" in first.message
 
 
-@pytest.mark.usefixtures("served")
-async def test_init_pair_alone_names_the_side_of_which_nobody_came() -> None:
-    [error] = await missing(name(), trainer=2, inference=1, come=[("trainer", 0)])
+async def test_init_pair_alone_names_the_side_of_which_nobody_came(site: Site) -> None:
+    [error] = await missing(site, name(), trainer=2, inference=1, come=[("trainer", 0)])
     assert error.missing == {"trainer": (1,), "inference": (0,)}
     assert error.message.endswith("missing: trainer rank 1; everybody of inference")
 
 
-@pytest.mark.usefixtures("served")
-async def test_who_gave_up_can_come_again() -> None:
-    async with Sides(name()) as sides:
+async def test_who_gave_up_can_come_again(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         for _ in range(2):
             with pytest.raises(RendezvousTimeoutError):
                 await sides.init(("trainer", 0), timeout=0.2)
@@ -77,9 +76,8 @@ async def test_who_gave_up_can_come_again() -> None:
         assert {p.epoch for p in sides.pairs.values()} == {1}
 
 
-@pytest.mark.usefixtures("served")
-async def test_register_tensors_lists_who_is_missing() -> None:
-    async with Sides(name(), trainer=3, inference=2) as sides:
+async def test_register_tensors_lists_who_is_missing(site: Site) -> None:
+    async with Sides(site, name(), trainer=3, inference=2) as sides:
         await sides.meet(trainer={"device_mesh": (3,)}, inference={"device_mesh": (2,)}, placements=[Replicate()])
         come = [("trainer", 0), ("trainer", 2), ("inference", 1)]
         began = time.monotonic()
@@ -101,9 +99,8 @@ async def test_register_tensors_lists_who_is_missing() -> None:
         assert all(handle.plan["tensors"] == 1 for handle in again), "it left nothing behind"
 
 
-@pytest.mark.usefixtures("served")
-async def test_a_cancelled_registration_leaves_nothing_behind() -> None:
-    async with Sides(name()) as sides:
+async def test_a_cancelled_registration_leaves_nothing_behind(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         here, there = sides.clients["trainer", 0], sides.clients["inference", 0]
         for turn in range(12):
@@ -148,37 +145,39 @@ async def test_redis_where_nobody_listens(runtime: Path) -> None:
     assert "secret" not in log_of(runtime)
 
 
-async def test_redis_that_goes_away_and_comes_back(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_redis_that_goes_away_and_comes_back(way: Way, tmp_path: Path) -> None:
     port = free_port()
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret"]
-    command += ["--save", "", "--appendonly", "no", "--dir", str(runtime)]
+    command += ["--save", "", "--appendonly", "no", "--dir", str(tmp_path)]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     server = start()
-    monkeypatch.setenv("ETHA_REDIS_URL", f"redis://:secret@127.0.0.1:{port}")
     try:
-        async with Sides("p") as sides:
-            await sides.meet(device_mesh=(1,), placements=[Replicate()])
-            handles = await sides.register("b", lambda side, rank: ({"w": torch.full((2,), 1.0 + rank)}, {}))
-            server.kill()
-            server.wait()
-            client = sides.clients["trainer", 0]
-            for call in (
-                client.init_pair("q", "trainer", "inference", timeout=1),
-                client.register_tensors("c", {"w": torch.zeros(2)}, pair_name="p", timeout=1),
-            ):
-                with pytest.raises(
-                    RedisUnavailableError, match=r"Redis at redis://:\*\*\*@127\.0\.0\.1:\d+ "
-                ) as caught:
-                    await call
-                assert "secret" not in str(caught.value) and ("'q'" in str(caught.value) or "'c'" in str(caught.value))
-            results = await sides.move(handles)
-            assert [r.seq for r in results.values()] == [1, 1], "an outage of Redis leaves transfers alone"
-            server = start()
-            again = await sides.register("c", lambda side, rank: ({"w": torch.zeros(2)}, {}))
-            assert all(h.plan["tensors"] == 1 for h in again.values())
+        with open_site(way, redis=f"redis://:secret@127.0.0.1:{port}") as site:
+            async with Sides(site, "p") as sides:
+                await sides.meet(device_mesh=(1,), placements=[Replicate()])
+                handles = await sides.register("b", lambda side, rank: ({"w": torch.full((2,), 1.0 + rank)}, {}))
+                server.kill()
+                server.wait()
+                client = sides.clients["trainer", 0]
+                for call in (
+                    client.init_pair("q", "trainer", "inference", timeout=1),
+                    client.register_tensors("c", {"w": torch.zeros(2)}, pair_name="p", timeout=1),
+                ):
+                    with pytest.raises(
+                        RedisUnavailableError, match=r"Redis at redis://:\*\*\*@127\.0\.0\.1:\d+ "
+                    ) as caught:
+                        await call
+                    assert "secret" not in str(caught.value) and (
+                        "'q'" in str(caught.value) or "'c'" in str(caught.value)
+                    )
+                results = await sides.move(handles)
+                assert [r.seq for r in results.values()] == [1, 1], "an outage of Redis leaves transfers alone"
+                server = start()
+                again = await sides.register("c", lambda side, rank: ({"w": torch.zeros(2)}, {}))
+                assert all(h.plan["tensors"] == 1 for h in again.values())
     finally:
         server.kill()
         server.wait()

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from etha.errors import (
 
 from .jobs import Job, tell, wait_for
 from .sides import Member, Sides
+from .sites import Site
+from .ways import Way
 
 BIG = 1 << 24
 
@@ -47,9 +48,8 @@ def tensor_of(handle: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.usefixtures("served")
-async def test_both_sides_sending_fails_at_once() -> None:
-    async with Sides(name(), timeout=math.inf) as sides:
+async def test_both_sides_sending_fails_at_once(site: Site) -> None:
+    async with Sides(site, name(), timeout=math.inf) as sides:
         handles = await simple(sides)
         found = await asyncio.gather(*(h.transfer("send") for h in handles.values()), return_exceptions=True)
         for error in found:
@@ -59,18 +59,16 @@ async def test_both_sides_sending_fails_at_once() -> None:
         assert [r.seq for r in (await sides.move(handles)).values()] == [1, 1]
 
 
-@pytest.mark.usefixtures("served")
-async def test_version_on_recv_is_refused() -> None:
-    async with Sides(name()) as sides:
+async def test_version_on_recv_is_refused(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         handles = await simple(sides)
         with pytest.raises(TransferError, match="version= is a label that the sender sets; recv learns it") as caught:
             await handles["inference", 0].transfer("recv", version=3)
         assert caught.value.outcome == "withdrawn"
 
 
-@pytest.mark.usefixtures("served")
-async def test_senders_that_disagree_on_the_version() -> None:
-    async with Sides(name(), trainer=2) as sides:
+async def test_senders_that_disagree_on_the_version(site: Site) -> None:
+    async with Sides(site, name(), trainer=2) as sides:
         await sides.meet(trainer={"device_mesh": (2,)}, inference={"device_mesh": (1,)}, placements=[Replicate()])
         handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(4)}, {}))
         senders = [handles["trainer", rank].transfer("send", version=rank) for rank in (0, 1)]
@@ -78,9 +76,10 @@ async def test_senders_that_disagree_on_the_version() -> None:
             assert isinstance(error, TransferError) and "different versions, 0, 1" in error.message
 
 
-@pytest.mark.usefixtures("served")
-async def test_a_deadline_before_go_says_who_was_not_ready_and_consumes_nothing() -> None:
-    async with Sides(name(), trainer=2, inference=2) as sides:
+async def test_a_deadline_before_go_says_who_was_not_ready_and_consumes_nothing(site: Site, way: Way) -> None:
+    # Of another agent it is known whether all its workers are ready, not which of them are.
+    one_agent = way == "local"
+    async with Sides(site, name(), trainer=2, inference=2) as sides:
         await sides.meet(device_mesh=(2,), placements=[Shard(0)])
         handles = await sides.register("b", lambda side, rank: ({"w": torch.full((2,), float(rank))}, {}))
         first = handles["inference", 0]
@@ -97,12 +96,14 @@ async def test_a_deadline_before_go_says_who_was_not_ready_and_consumes_nothing(
         with pytest.raises(TransferTimeoutError, match=r"not ready: trainer ranks 0-1$"):
             await first.transfer("recv", timeout=0.3)
         waiting.append(asyncio.ensure_future(handles["trainer", 0].transfer("send")))
-        with pytest.raises(TransferTimeoutError, match=r"not ready: inference rank 0$"):
+        who = "rank 0" if one_agent else "ranks 0-1"
+        with pytest.raises(TransferTimeoutError, match=rf"not ready: inference {who}$"):
             await handles["trainer", 1].transfer("send", timeout=0.3)
         results = await asyncio.gather(*waiting, first.transfer("recv"), handles["trainer", 1].transfer("send"))
         assert [r.seq for r in results] == [1] * 4, "what timed out consumed nothing"
         waiting = [asyncio.ensure_future(first.transfer("recv"))]
-        with pytest.raises(TransferTimeoutError, match=r"trainer rank 1 \(inference rank 0 wait to recv, too\)$"):
+        who = r"trainer rank 1 \(inference rank 0 wait to recv, too\)$" if one_agent else "trainer rank 1"
+        with pytest.raises(TransferTimeoutError, match=who):
             await handles["trainer", 0].transfer("recv", timeout=0.3)
         waiting[0].cancel()
         with pytest.raises(TransferTimeoutError, match=r"wait_offer on batch 'b' .*trainer is not waiting to send"):
@@ -111,9 +112,8 @@ async def test_a_deadline_before_go_says_who_was_not_ready_and_consumes_nothing(
             await first.transfer("recv", timeout=0)
 
 
-@pytest.mark.usefixtures("served")
-async def test_a_registered_tensor_that_moved_is_named() -> None:
-    async with Sides(name()) as sides:
+async def test_a_registered_tensor_that_moved_is_named(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         module = torch.nn.Linear(2, 2)
         module.requires_grad_(False)
@@ -137,9 +137,8 @@ async def test_a_registered_tensor_that_moved_is_named() -> None:
             await handles["trainer", 0].transfer("send")
 
 
-@pytest.mark.usefixtures("served")
-async def test_a_closed_batch_and_a_closed_peer() -> None:
-    async with Sides(name()) as sides:
+async def test_a_closed_batch_and_a_closed_peer(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         handles = await simple(sides)
         waiting = asyncio.ensure_future(handles["inference", 0].transfer("recv"))
         await sides.clients["inference", 0].status()
@@ -175,42 +174,39 @@ def trainer(pair: str, size: int, rounds: int) -> None:
             handle.transfer("send")
 
 
-async def test_a_peer_that_dies_while_others_wait_and_while_bytes_move(served: Path) -> None:
-    pair = name()
-    with Job({"ETHA_RUNTIME_DIR": str(served)}) as job:
-        async with Sides(pair) as sides:
-            client = sides.clients["inference", 0]
-            target = torch.zeros(BIG)
-            for moving in (False, True):
-                worker = job.start(trainer, pair, BIG, 1)
-                await sides.init(("inference", 0), device_mesh=(1,), placements=[Replicate()])
-                handle = await client.register_tensors("b", {"w": target}, pair_name=pair)
-                waiting = asyncio.ensure_future(handle.transfer("recv"))
-                await asyncio.to_thread(worker.told, "registered")
-                if moving:
-                    worker.go("send")
-                    while not waiting.done() and (await client.status())["agent"]["running"] == 0:
-                        pass
-                worker.kill()
-                began = time.monotonic()
-                try:
-                    result = await waiting
-                except PeerLostError as error:
-                    assert time.monotonic() - began < 2
-                    assert (error.reason == "died" and f"pid {worker.pid}" in error.message) or "died" in error.message
-                    assert "trainer rank 0" in error.message and pair in error.message
-                    assert moving or error.outcome == "withdrawn"
-                    with pytest.raises(PeerLostError) as caught:
-                        await handle.transfer("recv")
-                    assert caught.value.reason == "died"
-                else:
-                    assert moving and result.seq == 1, "it died too late to spoil anything"
-                await handle.close()
+async def test_a_peer_that_dies_while_others_wait_and_while_bytes_move(guests: Job, site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        client = sides.clients["inference", 0]
+        target = torch.zeros(BIG)
+        for moving in (False, True):
+            worker = guests.start(trainer, pair, BIG, 1, at=("trainer", 0))
+            await sides.init(("inference", 0), device_mesh=(1,), placements=[Replicate()])
+            handle = await client.register_tensors("b", {"w": target}, pair_name=pair)
+            waiting = asyncio.ensure_future(handle.transfer("recv"))
+            await asyncio.to_thread(worker.told, "registered")
+            if moving:
+                worker.go("send")
+                while not waiting.done() and (await client.status())["agent"]["running"] == 0:
+                    pass
+            worker.kill()
+            began = time.monotonic()
+            try:
+                result = await waiting
+            except PeerLostError as error:
+                assert time.monotonic() - began < 2
+                assert (error.reason == "died" and f"pid {worker.pid}" in error.message) or "died" in error.message
+                assert "trainer rank 0" in error.message and pair in error.message
+                assert moving or error.outcome == "withdrawn"
+                with pytest.raises(PeerLostError) as caught:
+                    await handle.transfer("recv")
+                assert caught.value.reason == "died"
+            else:
+                assert moving and result.seq == 1, "it died too late to spoil anything"
+            await handle.close()
 
 
-@pytest.mark.usefixtures("served")
-async def test_a_torn_target_is_not_sent_from_until_received_in_full() -> None:
-    async with Sides(name()) as sides:
+async def test_a_torn_target_is_not_sent_from_until_received_in_full(site: Site) -> None:
+    async with Sides(site, name()) as sides:
         handles = await simple(sides, size=BIG)
         send, recv = handles["trainer", 0], handles["inference", 0]
         assert (await sides.move(handles))["trainer", 0].seq == 1  # the first one lays out the program
@@ -243,8 +239,8 @@ async def tear(send: Any, recv: Any) -> bool:
     return False
 
 
-async def test_the_agent_dies(runtime: Path) -> None:
-    async with Sides("p") as sides:
+async def test_the_agent_dies(rough: Site) -> None:
+    async with Sides(rough, name()) as sides:
         handles = await simple(sides)
         await sides.move(handles)
         client = sides.clients["inference", 0]
@@ -261,7 +257,7 @@ async def test_the_agent_dies(runtime: Path) -> None:
         for call in (
             handles["inference", 0].transfer("recv"),
             handles["inference", 0].wait_offer(),
-            client.register_tensors("c", {"w": torch.zeros(4)}, pair_name="p"),
+            client.register_tensors("c", {"w": torch.zeros(4)}, pair_name=sides.pair),
         ):
             with pytest.raises(AgentLostError, match="call init_pair and register_tensors again"):
                 await call
@@ -270,8 +266,8 @@ async def test_the_agent_dies(runtime: Path) -> None:
         assert [r.seq for r in (await sides.move(again)).values()] == [2, 2], "numbers go on"
 
 
-async def test_a_frozen_agent_says_unknown_and_whether_it_may_still_write(runtime: Path) -> None:
-    async with Sides("p") as sides:
+async def test_a_frozen_agent_says_unknown_and_whether_it_may_still_write(rough: Site) -> None:
+    async with Sides(rough, name()) as sides:
         handles = await simple(sides)
         await sides.move(handles)
         client = sides.clients["inference", 0]

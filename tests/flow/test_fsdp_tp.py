@@ -25,6 +25,7 @@ import etha
 
 from .jobs import Job
 from .truth import cut
+from .ways import Way
 
 VERSIONS = 3
 
@@ -70,7 +71,9 @@ def local(tensor: torch.Tensor) -> Any:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
 
 
-def trainer(rank: int, world: int, store: str, meshes: dict[str, dict[str, int]]) -> dict[str, list[dict[str, Any]]]:
+def trainer(
+    rank: int, world: int, store: str, pair: str, meshes: dict[str, dict[str, int]]
+) -> dict[str, list[dict[str, Any]]]:
     """Trains a model on each mesh, {size: {axis: ranks}}, and sends the version after each step.
 
     A mesh of fewer ranks lies on the first of them. Returns what this rank held of each model at each version.
@@ -78,21 +81,21 @@ def trainer(rank: int, world: int, store: str, meshes: dict[str, dict[str, int]]
     join_world(rank, world, store)
     held: dict[str, list[dict[str, Any]]] = {}
     with etha.TensorBusClient(timeout=20) as client:
-        client.init_pair("weights", "trainer", "inference")
+        client.init_pair(pair, "trainer", "inference")
         for size, axes in meshes.items():
             n = math.prod(axes.values())
             mesh = DeviceMesh("cpu", torch.arange(n).reshape(*axes.values()), mesh_dim_names=tuple(axes))
-            held[size] = list(train(client, size, mesh if rank < n else None))
+            held[size] = list(train(client, pair, size, mesh if rank < n else None))
     dist.destroy_process_group()
     return held
 
 
-def train(client: etha.TensorBusClient, size: str, mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
+def train(client: etha.TensorBusClient, pair: str, size: str, mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
     torch.manual_seed(1)
     model = Model(*SIZES[size]) if mesh is None else shard_model(Model(*SIZES[size]), mesh)
     tensors = {} if mesh is None else dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with client.register_tensors(size, tensors, pair_name="weights") as handle:
+    with client.register_tensors(size, tensors, pair_name=pair) as handle:
         for version in range(VERSIONS):
             yield {name: local(p) for name, p in tensors.items()}
             handle.transfer("send", version=version)
@@ -107,20 +110,20 @@ def train(client: etha.TensorBusClient, size: str, mesh: DeviceMesh | None) -> I
             optimizer.zero_grad()
 
 
-def inference(rank: int, world: int, store: str) -> dict[str, list[dict[str, Any]]]:
+def inference(rank: int, world: int, store: str, pair: str) -> dict[str, list[dict[str, Any]]]:
     """Tensor-parallel over all ranks: linear layers as DTensors, the rest as plain replicas with placements."""
     join_world(rank, world, store)
     mesh = init_device_mesh("cpu", (world,))
     held: dict[str, list[dict[str, Any]]] = {size: [] for size in SIZES}
     with etha.TensorBusClient(timeout=20) as client:
-        client.init_pair("weights", "inference", "trainer", device_mesh=mesh, placements=[Replicate()])
+        client.init_pair(pair, "inference", "trainer", device_mesh=mesh, placements=[Replicate()])
         for size, sizes in SIZES.items():
             tensors: dict[str, torch.Tensor] = {}
             for name, p in reversed(list(Model(*sizes).named_parameters())):
                 tensors[name] = torch.zeros(p.shape)
                 if name in TP_DIM:
                     tensors[name] = distribute_tensor(tensors[name], mesh, [Shard(TP_DIM[name])])
-            with client.register_tensors(size, tensors, pair_name="weights", direction="recv") as handle:
+            with client.register_tensors(size, tensors, pair_name=pair, direction="recv") as handle:
                 for version in range(VERSIONS):
                     result = handle.transfer("recv")
                     assert (result.version, handle.version, result.seq) == (version, version, version + 1)
@@ -152,19 +155,23 @@ def check_versions(sent: list[Any], got: list[Any], sizes: tuple[int, int, int],
                 assert torch.equal(torch.from_numpy(held[version][name]), truth), (version, name, rank)
 
 
-def test_fsdp_by_tensor_parallel_to_tensor_parallel_version_by_version(job: Job, tmp_path: Path) -> None:
+@pytest.mark.ways(*Way)
+def test_fsdp_by_tensor_parallel_to_tensor_parallel_version_by_version(guests: Job, pair: str, tmp_path: Path) -> None:
     both = {"dp": 2, "tp": 2}
-    trainers = job.side(trainer, 4, str(tmp_path / "t"), {"even": both, "uneven": both, "ragged": both})
-    receivers = job.side(inference, 2, str(tmp_path / "i"))
-    sent, got = job.results(trainers), job.results(receivers)
+    trainers = guests.side(
+        "trainer", trainer, 4, str(tmp_path / "t"), pair, {"even": both, "uneven": both, "ragged": both}
+    )
+    receivers = guests.side("inference", inference, 2, str(tmp_path / "i"), pair)
+    sent, got = guests.results(trainers), guests.results(receivers)
     for size in SIZES:
         check_versions([rank[size] for rank in sent], [rank[size] for rank in got], SIZES[size], 2, 2)
 
 
-def test_plain_fully_shard_on_three_ranks_and_on_two_of_them(job: Job, tmp_path: Path) -> None:
-    trainers = job.side(trainer, 3, str(tmp_path / "t"), {"even": {"dp": 2}, "uneven": {"dp": 3}, "ragged": {"dp": 3}})
-    receivers = job.side(inference, 1, str(tmp_path / "i"))
-    sent, got = job.results(trainers), job.results(receivers)
+def test_plain_fully_shard_on_three_ranks_and_on_two_of_them(guests: Job, pair: str, tmp_path: Path) -> None:
+    meshes = {"even": {"dp": 2}, "uneven": {"dp": 3}, "ragged": {"dp": 3}}
+    trainers = guests.side("trainer", trainer, 3, str(tmp_path / "t"), pair, meshes)
+    receivers = guests.side("inference", inference, 1, str(tmp_path / "i"), pair)
+    sent, got = guests.results(trainers), guests.results(receivers)
     check_versions([rank["even"] for rank in sent[:2]], [rank["even"] for rank in got], SIZES["even"], 2, 1)
     for size in ("uneven", "ragged"):
         check_versions([rank[size] for rank in sent], [rank[size] for rank in got], SIZES[size], 3, 1)
@@ -173,18 +180,18 @@ def test_plain_fully_shard_on_three_ranks_and_on_two_of_them(job: Job, tmp_path:
 # ---- parameters that are no place to send from ----------------------------------------------------
 
 
-def after_a_forward(store: str) -> dict[str, Any]:
+def after_a_forward(store: str, pair: str) -> dict[str, Any]:
     """One rank; a forward without gradient leaves the root's parameters unsharded until reshard()."""
     join_world(0, 1, store)
     model = shard_model(Model(*SIZES["even"]), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long))
     with etha.TensorBusClient(timeout=20) as client:
-        client.init_pair("weights", "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
+        client.init_pair(pair, "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
         with pytest.raises(etha.RegistrationError) as caught:
-            client.register_tensors("model", dict(model.named_parameters()), pair_name="weights", direction="send")
+            client.register_tensors("model", dict(model.named_parameters()), pair_name=pair, direction="send")
         model.reshard()
-        handle = client.register_tensors("model", dict(model.named_parameters()), pair_name="weights", direction="send")
+        handle = client.register_tensors("model", dict(model.named_parameters()), pair_name=pair, direction="send")
         handle.transfer("send")
         # Registered while sharded, unsharded by the next forward: the module's own affair, the handle has the shards.
         with torch.no_grad():
@@ -194,22 +201,22 @@ def after_a_forward(store: str) -> dict[str, Any]:
     return {"code": caught.value.code, "text": str(caught.value), "violations": caught.value.violations}
 
 
-def beside_it() -> tuple[Any, bool]:
+def beside_it(pair: str) -> tuple[Any, bool]:
     tensors = {name: torch.zeros(p.shape) for name, p in Model(*SIZES["even"]).named_parameters()}
     with etha.TensorBusClient(timeout=20) as client:
-        client.init_pair("weights", "inference", "trainer", 1, (1,), [Replicate()], rank=0)
+        client.init_pair(pair, "inference", "trainer", 1, (1,), [Replicate()], rank=0)
         with pytest.raises(etha.RegistrationError) as caught:
-            client.register_tensors("model", tensors, pair_name="weights")
-        handle = client.register_tensors("model", tensors, pair_name="weights")
+            client.register_tensors("model", tensors, pair_name=pair)
+        handle = client.register_tensors("model", tensors, pair_name=pair)
         handle.transfer("recv")
         first = tensors["up.weight"].clone()
         handle.transfer("recv")
         return caught.value.violations, bool(first.any()) and torch.equal(first, tensors["up.weight"])
 
 
-def test_unsharded_fsdp_parameters_are_refused_by_name_with_the_way_out(job: Job, tmp_path: Path) -> None:
-    told = job.start(after_a_forward, str(tmp_path / "t"))
-    other = job.start(beside_it)
+def test_unsharded_fsdp_parameters_are_refused_by_name_with_the_way_out(guests: Job, pair: str, tmp_path: Path) -> None:
+    told = guests.start(after_a_forward, str(tmp_path / "t"), pair, at=("trainer", 0))
+    other = guests.start(beside_it, pair, at=("inference", 0))
     refused = told.result()
     assert refused["code"] == "registration"
     assert {v.name for v in refused["violations"]} == set(NAMES)

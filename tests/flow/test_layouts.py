@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .team import Seat, Team, bits
 from .truth import cut, stale, whole
+from .ways import Way
+
+pytestmark = pytest.mark.ways(*Way)
 
 Cases = dict[str, tuple[tuple[int, ...], Placement, Placement]]
 

@@ -13,8 +13,9 @@ import pytest
 import etha
 
 from .acts import die_half_way, init, is_old, lost, recv, register, register_large, send, transfer
-from .jobs import Job, tell, wait_gone
+from .jobs import tell, wait_gone
 from .puppets import Puppet, Stage, together
+from .ways import Way
 
 #: Seconds within which everybody has heard of a death.
 SOON = 1.0
@@ -121,9 +122,8 @@ def registering(me: SimpleNamespace) -> None:
     register(me)
 
 
-def test_the_agent_is_killed_and_all_works_again_after_init_pair_and_register(job: Job) -> None:
-    stage = Stage(job, "weights")
-    trainer, inference = stage.puppet("trainer", 0, 1), stage.puppet("inference", 0, 1)
+def test_the_agent_is_killed_and_all_works_again_after_init_pair_and_register(rough_stage: Stage, way: Way) -> None:
+    trainer, inference = rough_stage.puppet("trainer", 0, 1), rough_stage.puppet("inference", 0, 1)
     meet([trainer, inference])
     trainer.begin(send, 1)
     assert inference.do(recv) == (1, 1)
@@ -134,12 +134,17 @@ def test_the_agent_is_killed_and_all_works_again_after_init_pair_and_register(jo
     killed = time.monotonic()
     os.kill(agent, signal.SIGKILL)
     failed = trainer.fails()
-    assert (failed.kind, failed.code, failed.data["outcome"]) == ("AgentLostError", "agent_lost", "unknown")
-    assert failed.at - killed < SOON
+    if way == "local":
+        assert (failed.kind, failed.code, failed.data["outcome"]) == ("AgentLostError", "agent_lost", "unknown")
+        assert failed.at - killed < SOON
+    else:  # the other side's agent
+        check(failed, killed, "inference rank 0")
+        assert failed.data["outcome"] == "withdrawn"
     assert inference.do(lost)[0] == "died"
     for puppet in (trainer, inference):
         failed = puppet.begin(register).fails()
-        assert failed.kind == "AgentLostError" and "init_pair" in failed.text
+        own = way == "local" or puppet is inference
+        assert failed.kind == ("AgentLostError" if own else "PeerLostError") and "init_pair" in failed.text
 
     together([trainer, inference], init)
     together([trainer, inference], register)
@@ -149,9 +154,8 @@ def test_the_agent_is_killed_and_all_works_again_after_init_pair_and_register(jo
     assert inference.do(agent_pid) != agent
 
 
-def test_the_agent_is_killed_during_rendezvous(job: Job) -> None:
-    stage = Stage(job, "weights")
-    trainer, inference = stage.puppet("trainer", 0, 1), stage.puppet("inference", 0, 1)
+def test_the_agent_is_killed_during_rendezvous(rough_stage: Stage) -> None:
+    trainer, inference = rough_stage.puppet("trainer", 0, 1), rough_stage.puppet("inference", 0, 1)
     trainer.do(connect)
     agent = trainer.do(agent_pid)
     trainer.begin(init)
@@ -166,10 +170,10 @@ def connect(me: SimpleNamespace) -> None:
     me.client.status()
 
 
-def test_a_client_that_comes_while_the_agent_leaves_is_served_by_another(job: Job) -> None:
+@pytest.mark.ways("local", reason="it is about one agent and the next at its place")
+def test_a_client_that_comes_while_the_agent_leaves_is_served_by_another(rough_stage: Stage) -> None:
     """SIGTERM, and at once the next clients: they wait for the end of the old agent and start a new one."""
-    stage = Stage(job, "weights")
-    trainer, inference = stage.puppet("trainer", 0, 1), stage.puppet("inference", 0, 1)
+    trainer, inference = rough_stage.puppet("trainer", 0, 1), rough_stage.puppet("inference", 0, 1)
     trainer.do(connect)
     agent = trainer.do(agent_pid)
     os.kill(agent, signal.SIGTERM)

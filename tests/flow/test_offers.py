@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import Replicate
 
 from .sides import Sides
+from .sites import Site
 
 
-async def test_an_offer_is_heard_although_a_recv_takes_it_up_at_once(served: Path) -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_an_offer_is_heard_although_a_recv_takes_it_up_at_once(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(4)}, {}))
         send, recv = handles["trainer", 0], handles["inference", 0]

@@ -155,12 +155,12 @@ def test_an_async_server_outlives_its_trainers(stage: Stage) -> None:
 # ---- replicas -----------------------------------------------------------------------------------
 
 
-def replica(name: str) -> int:
+def replica(name: str, pair: str) -> int:
     """An inference job of one worker that receives until it is killed."""
     target = torch.zeros(7, 6)
     with etha.TensorBusClient(timeout=20) as client:
-        client.init_pair(f"to-{name}", name, "trainer", 1, (1,), [Replicate()], rank=0)
-        with client.register_tensors(f"for-{name}", {"w": target}, pair_name=f"to-{name}") as handle:
+        client.init_pair(pair, name, "trainer", 1, (1,), [Replicate()], rank=0)
+        with client.register_tensors(f"for-{name}", {"w": target}, pair_name=pair) as handle:
             for version in (1, 2):
                 assert handle.transfer("recv").version == version
                 assert torch.equal(target, whole((7, 6), version))
@@ -168,12 +168,13 @@ def replica(name: str) -> int:
     return version
 
 
-def feed(names: list[str]) -> list[Any]:
-    """A trainer with one pair for each replica; one of them dies between the versions."""
+def feed(to: dict[str, str]) -> list[Any]:
+    """A trainer with one pair for each replica, {name: pair}; the first of them dies between the versions."""
+    names = list(to)
     with etha.TensorBusClient(timeout=20) as client:
-        pairs = {n: client.init_pair(f"to-{n}", "trainer", n, 1, (1,), [Replicate()], rank=0) for n in names}
+        pairs = {n: client.init_pair(to[n], "trainer", n, 1, (1,), [Replicate()], rank=0) for n in names}
         source = torch.zeros(7, 6)
-        handles = {n: client.register_tensors(f"for-{n}", {"w": source}, pair_name=f"to-{n}") for n in names}
+        handles = {n: client.register_tensors(f"for-{n}", {"w": source}, pair_name=to[n]) for n in names}
         ends: list[Any] = []
         for version in (1, 2):
             source.copy_(whole((7, 6), version))
@@ -190,9 +191,10 @@ def feed(names: list[str]) -> list[Any]:
     return ends
 
 
-def test_replicas_with_a_pair_each_live_and_die_on_their_own(guests: Job) -> None:
-    trainer = guests.start(feed, ["replica0", "replica1"])
-    first, second = guests.start(replica, "replica0"), guests.start(replica, "replica1")
+def test_replicas_with_a_pair_each_live_and_die_on_their_own(guests: Job, pair: str) -> None:
+    pairs = {name: f"{name}.{pair}"[:100] for name in ("replica0", "replica1")}
+    trainer = guests.start(feed, pairs, at=("trainer", 0))
+    first, second = (guests.start(replica, name, to, at=(name, 0)) for name, to in pairs.items())
     assert first.told("received") == second.told("received") == 1
     trainer.told("sent one")
     first.kill()

@@ -1,9 +1,10 @@
-"""Two jobs of real processes, one agent: versions arrive in the other job's layout, exact."""
+"""Two jobs of real processes: versions arrive in the other job's layout, exact."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
@@ -11,6 +12,7 @@ import etha
 from etha.plan import Layout
 
 from .jobs import Job
+from .ways import Way
 
 
 def whole(shape: tuple[int, ...], version: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,11 +45,11 @@ def layouts(side: str, world: int) -> dict[str, Layout]:
     return {"a": lay(Shard(1)), "b": lay(Replicate()), "c": lay(Replicate()), "d": lay(Shard(0)), "e": lay(Shard(1))}
 
 
-def worker(rank: int, world: int, side: str, versions: int) -> list[Any]:
+def worker(rank: int, world: int, side: str, versions: int, pair_name: str) -> list[Any]:
     other = "inference" if side == "trainer" else "trainer"
     mine = layouts(side, world)
     with etha.TensorBusClient() as client:
-        pair = client.init_pair("weights", side, other, world, device_mesh=(world,), rank=rank)
+        pair = client.init_pair(pair_name, side, other, world, device_mesh=(world,), rank=rank)
         assert pair.epoch == 1
         tensors = {
             name: part(whole(shape, 0), mine[name], rank)
@@ -58,7 +60,7 @@ def worker(rank: int, world: int, side: str, versions: int) -> list[Any]:
         placements = {name: layout.placements for name, layout in mine.items()}
         results = []
         with client.register_tensors(
-            "step_0", tensors, pair_name="weights", placements=placements, shapes=SHAPES
+            "step_0", tensors, pair_name=pair_name, placements=placements, shapes=SHAPES
         ) as handle:
             for version in range(versions):
                 if side == "trainer":
@@ -74,9 +76,10 @@ def worker(rank: int, world: int, side: str, versions: int) -> list[Any]:
         return results
 
 
-def test_uneven_layouts_of_plain_tensors_three_to_two(job: Job) -> None:
-    trainers = job.side(worker, 3, "trainer", 3)
-    inference = job.side(worker, 2, "inference", 3)
-    sent = job.results(trainers)
-    got = job.results(inference)
+@pytest.mark.ways(*Way)
+def test_uneven_layouts_of_plain_tensors_three_to_two(guests: Job, pair: str) -> None:
+    trainers = guests.side("trainer", worker, 3, "trainer", 3, pair)
+    inference = guests.side("inference", worker, 2, "inference", 3, pair)
+    sent = guests.results(trainers)
+    got = guests.results(inference)
     assert sum(r[0] for r in sent) == sum(r[0] for r in got) > 0

@@ -14,16 +14,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from etha.errors import RegistrationError, Violation
 
 from .sides import Member, Sides
-
-pytestmark = pytest.mark.usefixtures("served")
+from .sites import Site
 
 
 class Odd(torch.Tensor):
     """A subclass of which nobody knows where its values lie."""
 
 
-def two_by_two() -> Sides:
-    return Sides(f"p-{uuid.uuid4().hex[:8]}", trainer=2, inference=2)
+def two_by_two(site: Site) -> Sides:
+    return Sides(site, f"p-{uuid.uuid4().hex[:8]}", trainer=2, inference=2)
 
 
 async def meet(sides: Sides) -> None:
@@ -47,8 +46,8 @@ def short(violations: Iterable[Violation]) -> set[tuple[str, str, str, int | Non
     return {(v.code, v.name, v.side, v.rank) for v in violations}
 
 
-async def test_all_kinds_of_all_ranks_in_one_error() -> None:
-    async with two_by_two() as sides:
+async def test_all_kinds_of_all_ranks_in_one_error(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -99,8 +98,8 @@ async def test_all_kinds_of_all_ranks_in_one_error() -> None:
         assert not {name for _, name, _, _ in found} & {"good"}
 
 
-async def test_a_tensor_with_two_faults_has_both_told() -> None:
-    async with two_by_two() as sides:
+async def test_a_tensor_with_two_faults_has_both_told(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -132,8 +131,8 @@ UNSUPPORTED = {
 }
 
 
-async def test_what_is_no_plain_tensor_is_refused_by_name() -> None:
-    async with two_by_two() as sides:
+async def test_what_is_no_plain_tensor_is_refused_by_name(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -149,16 +148,16 @@ async def test_what_is_no_plain_tensor_is_refused_by_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*quantize.*")
 @pytest.mark.filterwarnings("ignore:.*TypedStorage.*")
-async def test_quantized() -> None:
+async def test_quantized(site: Site) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         [v] = refused(await sides.register("b", lambda side, rank: ({"w": quantized} if side == "trainer" else {}, {})))
         assert "quantized tensor; register its int_repr() and scales" in v.text
 
 
-async def test_a_dtype_that_etha_does_not_know() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_a_dtype_that_etha_does_not_know(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         pairs = [
             (torch.float32, torch.int32),
@@ -179,8 +178,8 @@ async def test_a_dtype_that_etha_does_not_know() -> None:
             assert str(here).removeprefix("torch.") in v.text
 
 
-async def test_layouts_that_disagree() -> None:
-    async with two_by_two() as sides:
+async def test_layouts_that_disagree(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -205,8 +204,8 @@ async def test_layouts_that_disagree() -> None:
         assert all(v.side == "trainer" for v in violations)
 
 
-async def test_a_global_shape_that_cannot_be_told() -> None:
-    async with two_by_two() as sides:
+async def test_a_global_shape_that_cannot_be_told(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -221,8 +220,8 @@ async def test_a_global_shape_that_cannot_be_told() -> None:
         assert "sizes 3, 4 all fit" in v.text and "give the global shape in shapes=" in v.text
 
 
-async def test_forms_and_pairs_must_agree() -> None:
-    async with two_by_two() as sides:
+async def test_forms_and_pairs_must_agree(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -235,8 +234,8 @@ async def test_forms_and_pairs_must_agree() -> None:
         assert "use the same form on both sides" in forms[0].text
 
 
-async def test_one_memory_under_two_names() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_one_memory_under_two_names(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         tied = torch.arange(4.0)
 
@@ -257,8 +256,8 @@ async def test_one_memory_under_two_names() -> None:
         assert [r.seq for r in results.values()] == [1, 1]
 
 
-async def test_a_direction_is_proven_now_or_by_its_first_transfer() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_a_direction_is_proven_now_or_by_its_first_transfer(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
 
         def given(**directions: str) -> Any:
@@ -284,8 +283,8 @@ async def test_a_direction_is_proven_now_or_by_its_first_transfer() -> None:
         assert all(h.plan for h in (await sides.register("b", given(trainer="send", inference="recv"))).values())
 
 
-async def test_after_a_refusal_the_id_is_free() -> None:
-    async with two_by_two() as sides:
+async def test_after_a_refusal_the_id_is_free(site: Site) -> None:
+    async with two_by_two(site) as sides:
         await meet(sides)
 
         def given(size: int) -> Any:
@@ -301,8 +300,8 @@ async def test_after_a_refusal_the_id_is_free() -> None:
                 await handle.close()
 
 
-async def test_an_open_id_with_other_tensors() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_an_open_id_with_other_tensors(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         mine = {side: torch.zeros(2) for side in sides.worlds}
         handles = await sides.register("b", lambda side, rank: ({"w": mine[side]}, {}))
@@ -314,8 +313,8 @@ async def test_an_open_id_with_other_tensors() -> None:
             await sides.clients["trainer", 0].register_tensors("b", {"w": torch.zeros(2)}, pair_name=sides.pair)
 
 
-async def test_a_long_list_is_whole_in_violations() -> None:
-    async with Sides(f"p-{uuid.uuid4().hex[:8]}") as sides:
+async def test_a_long_list_is_whole_in_violations(site: Site) -> None:
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         answers = await sides.register(
             "b",

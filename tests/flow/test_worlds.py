@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import etha
 
 from .jobs import Job
+from .sites import Site
 from .truth import cut, whole
 
 
@@ -40,8 +41,10 @@ def one_world(rank: int, world: int, store: str, pair: str) -> Any:
     return peers
 
 
-def test_both_sides_in_one_torch_world(guests: Job, tmp_path: Path) -> None:
-    workers = guests.side(one_world, 3, str(tmp_path / "store"), "one-world")
+def test_both_sides_in_one_torch_world(guests: Job, pair: str, tmp_path: Path) -> None:
+    members = [("trainer", 0), ("inference", 0), ("inference", 1)]
+    store = str(tmp_path / "store")
+    workers = [guests.start(one_world, rank, 3, store, pair, at=at) for rank, at in enumerate(members)]
     to_inference, *to_trainer = guests.results(workers)
     assert to_inference == (("inference", 0), ("inference", 1))
     assert to_trainer == [(("trainer", 0),)] * 2
@@ -61,12 +64,12 @@ def turned(rank: int, world: int, store: str, pair: str) -> None:
     dist.destroy_process_group()
 
 
-async def test_explicit_ranks_translate_meshes(guests: Job, served: Path, tmp_path: Path) -> None:
-    workers = guests.side(turned, 2, str(tmp_path / "store"), "turned")
-    async with etha.AsyncTensorBusClient(timeout=20) as client:
-        await client.init_pair("turned", "inference", "trainer", 1, (1,), [Replicate()], rank=0)
+async def test_explicit_ranks_translate_meshes(guests: Job, site: Site, pair: str, tmp_path: Path) -> None:
+    workers = guests.side("trainer", turned, 2, str(tmp_path / "store"), pair)
+    async with site.client("inference", 0, timeout=20) as client:
+        await client.init_pair(pair, "inference", "trainer", 1, (1,), [Replicate()], rank=0)
         target = torch.zeros(5, 4)
-        async with await client.register_tensors("b", {"w": target}, pair_name="turned") as handle:
+        async with await client.register_tensors("b", {"w": target}, pair_name=pair) as handle:
             await handle.transfer("recv")
         assert torch.equal(target, whole((5, 4), 3))
     guests.results(workers)

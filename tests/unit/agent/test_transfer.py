@@ -256,6 +256,7 @@ def test_survivors_commit_what_one_of_them_knows_to_be_committed() -> None:
 def test_survivors_that_know_nothing_abort_and_the_coordinator_does_not_commit() -> None:
     world, keys = voted(FAN, done=("b", "c"))
     world.lose("b", "a")
+    world.deliver("b", "c")  # before COMMIT, which is on its way to c
     world.drain()
     assert outcome(world, keys["b"]) == outcome(world, keys["c"]) == "aborted"
     assert keys["a"] in world.waiting
