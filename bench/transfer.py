@@ -1,11 +1,12 @@
 """Throughput and latency of transfers in all three ways, beside the machine's limits and gloo, all in one run.
 
-    python bench/transfer.py [--sizes 256 1024] [--runs 7] [--ways local,host,tcp]
+    python bench/transfer.py [--sizes 256 1024] [--runs 7] [--ways local,host,tcp] [--verify sample|full]
 
 The sides are on one agent (local), on two agents of one host (host), or on two "hosts", two agents with a host id each
 (tcp over this machine's loopback). GB/s is payload (the whole tensor once) over wall time from the first rank's call to
 the last rank's return, the median of several runs after one that warms up. "of limit" is the ratio to memmove with two
-threads, for tcp to a copy over as many plain sockets as a pair of agents has.
+threads, for tcp to a copy over as many plain sockets as a pair of agents has. --verify measures each case once more
+with checksums compared at both ends; "of unverified" is its rate over that without, in the same run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Literal
 
 import harness
 import latency
@@ -47,6 +49,7 @@ class Case:
     target: Placement
     mib: int
     memory: str
+    verify: Literal["sample", "full"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,7 +98,9 @@ def etha_rank(
                 placements=[Shard(0)],
             )
             placements = {"w": [Shard(0) if side == "source" else case.target]}
-            with client.register_tensors(f"b{number}", {"w": tensor}, pair_name=pair, placements=placements) as batch:
+            with client.register_tensors(
+                f"b{number}", {"w": tensor}, pair_name=pair, placements=placements, verify=case.verify
+            ) as batch:
                 verb = "send" if side == "source" else "recv"
                 times: Times = []
                 for _ in range(runs + 1):
@@ -218,6 +223,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], metavar="MIB")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--small", type=int, default=1000, help="4 KiB transfers of each kind; 0: none")
+    parser.add_argument("--verify", choices=["sample", "full"], help="also with checksums compared at both ends")
     parser.add_argument("--ways", type=ways, default=list(harness.WAYS), help="some of local,host,tcp")
     args = parser.parse_args()
     print(harness.machine())
@@ -225,11 +231,12 @@ def main() -> None:
     limits = Limits(args.runs, args.sizes, [1, STREAMS] if "tcp" in args.ways else [])
     limits.measure()
     cases = [
-        Case(ranks=ranks, target=target, mib=mib, memory=memory)
+        Case(ranks=ranks, target=target, mib=mib, memory=memory, verify=verify)
         for mib in args.sizes
         for ranks in (1, 2)
         for target in (Shard(0), Shard(1))
         for memory in ("etha.empty", "plain")
+        for verify in ([None, args.verify] if args.verify else [None])
     ]
     barriers = {ranks: multiprocessing.get_context("fork").Barrier(2 * ranks) for ranks in (1, 2)}
     with harness.private_host() as directory:
@@ -252,14 +259,19 @@ def main() -> None:
             print(f"{what:30} {mib:5} MiB".ljust(44), f"{rate:7.2f}")
         print(
             f"\n{'transfer, plain source':44} {'target':12} {'way':6}"
-            f"{'GB/s':>7} {'best':>7} {'of limit':>9} {'of send/recv':>13}"
+            f"{'GB/s':>7} {'best':>7} {'of limit':>9} {'of send/recv':>13} {'of unverified' if args.verify else '':>14}"
         )
+        plain: dict[str, float] = {}
         for number, case in enumerate(cases):
             nbytes = case.mib * harness.MIB
             peer, _ = gloo[case.ranks]["send/recv"][args.sizes.index(case.mib)]
             for way, ranks in told.items():
                 rate, best = gb_per_s(nbytes, [rank[number] for rank in ranks if rank[number]])
                 ratios = f"{rate / limits.of(way, case.mib):9.2f} {rate / peer:13.1f}"
+                if case.verify is None:
+                    plain[way] = rate
+                else:  # it stands behind its case without
+                    ratios += f" {rate / plain[way]:14.2f}  {case.verify}"
                 print(f"{case.label:44} {case.memory:12} {way:6}{rate:7.2f} {best:7.2f} {ratios}")
         print(f"\n{'gloo, plain tensors':44} {'':19}{'GB/s':>7} {'best':>7} {'of limit':>9}")
         for ranks, found in gloo.items():

@@ -222,6 +222,7 @@ def registered(evaluation: Evaluation, member: Member) -> Registered:
     summary = {
         "tensors": evaluation.tensors,
         "bucket_size": evaluation.bucket_size,
+        "verify": evaluation.verify,
         "directions": {
             name: {"bytes": evaluation.nbytes(source), "digest": evaluation.digests[source]}
             for name, source in directions.items()

@@ -12,6 +12,7 @@ from math import prod
 
 from etha.agent.effects import Member
 from etha.agent.roster import Described, Manifest, Record
+from etha.bus.messages import Verify
 from etha.errors import LayoutError, Violation
 from etha.plan import (
     Layout,
@@ -43,6 +44,7 @@ class Evaluation:
     refused: tuple[Violation, ...]
     atomic: bool
     bucket_size: int | None
+    verify: Verify | None
     seq: int
     tensors: int
     sizes: Mapping[str, int]
@@ -107,10 +109,16 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         # Who only sends has nothing to keep whole, so only a receiver's wish counts.
         atomic=any(record.atomic and record.direction != "send" for record in records.values()),
         bucket_size=min(sizes, default=None),
+        verify=_strongest(records),
         seq=max((record.seq for record in records.values()), default=0),
         tensors=len(specs[first].keys() | specs[second].keys()),
         sizes={source: _target_bytes(plan) for source, plan in plans.items()},
     )
+
+
+def _strongest(records: Mapping[Member, Record]) -> Verify | None:
+    wishes = {record.verify for record in records.values()}
+    return "full" if "full" in wishes else "sample" if "sample" in wishes else None
 
 
 def _follows(found: Violation, told: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:

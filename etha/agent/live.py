@@ -16,6 +16,7 @@ from etha.agent.exhibition import Exhibition
 from etha.agent.gauge import Gauge
 from etha.agent.move import Move, Part
 from etha.agent.session import Session
+from etha.agent.tally import Tally
 from etha.agent.transfer import Transfers
 from etha.agent.verdict import Terms
 from etha.errors import EthaError, PeerLostError
@@ -84,6 +85,7 @@ class Live:
     terms: Terms = field(default_factory=Terms)
     transport: TcpTransport | None = None
     exhibition: Exhibition = field(default_factory=Exhibition)
+    tally: Tally = field(default_factory=Tally)
     #: What other agents said before this one knew that the batch stands.
     early: list[tuple[str, Message]] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)

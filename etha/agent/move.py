@@ -1,6 +1,6 @@
 """One agent's part of a transfer while it moves: copies on the lane and streams, side by side.
 
-Part   what this agent does in a direction of a batch: a program of its own copies, and what it exchanges
+Part   what this agent does in a direction of a batch: a program of its own copies, what it exchanges, its checks
 Move   one run of it; ``over`` is told once, when nothing touches memory any more, whatever ended it
 """
 
@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from etha.agent.inspection import Inspection
 from etha.agent.lane import Lane, Running
 from etha.agent.pipeline import Execution
+from etha.agent.verify import Checks
 from etha.errors import TransferError
 from etha.memory.revocation import Guard
 from etha.transport.flows import WireProgram
@@ -29,13 +31,17 @@ Over = Callable[[BaseException | None, bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """``nbytes`` and ``peers`` of each ("source" | "target", rank) of this agent, whatever way they go."""
+    """``nbytes`` and ``peers`` of each ("source" | "target", rank) of this agent, whatever way they go.
+
+    ``checks`` is None where nothing is verified.
+    """
 
     near: Program
     nbytes: Mapping[Member, int]
     peers: Mapping[Member, tuple[Member, ...]]
     wire: WireProgram | None = None
     key: bytes = b""
+    checks: Checks | None = None
 
     @property
     def work(self) -> int:
@@ -58,6 +64,7 @@ class Move:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         progress: Callable[[int], None],
         over: Over,
+        inspection: Inspection | None = None,
     ) -> None:
         self._part, self._seq, self._guards = part, seq, guards
         self._lane, self._plane, self._transport = lane, plane, transport
@@ -67,10 +74,42 @@ class Move:
         self._near = self._far = 0
         self._touched = False
         self._error: BaseException | None = None
+        self._inspection = inspection
+        self._inspected = inspection is None
         self.peak_staging = 0
 
     def start(self) -> None:
         """Begin; returns at once."""
+        if self._inspection is None:
+            self._begin()
+        else:
+            self._spawn(self._after_reading(self._inspection))
+
+    def stop(self) -> None:
+        """End it soon; idempotent, returns at once."""
+        self._fail(TransferError("stopped"))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    async def _after_reading(self, inspection: Inspection) -> None:
+        try:
+            await inspection.before()
+        except Exception as raised:
+            self._fail(raised)
+        if self._error is None:
+            self._begin()
+        else:
+            self._end()
+
+    async def _inspect(self, inspection: Inspection) -> None:
+        error: BaseException | None = None
+        try:
+            await inspection.after()
+        except Exception as raised:
+            error = raised
+        self._half(error)
+
+    def _begin(self) -> None:
         part, job = self._part, Execution(self._part.near, self._guards)
         self.peak_staging = part.near.peak_staging(self._lane.threads)
         if part.wire is not None and not part.wire.empty:
@@ -93,12 +132,6 @@ class Move:
             self._left = 1
             self._submit(job, self._half)
 
-    def stop(self) -> None:
-        """End it soon; idempotent, returns at once."""
-        self._fail(TransferError("stopped"))
-
-    # ---- inside -------------------------------------------------------------------------------
-
     def _submit(self, job: Execution, done: Callable[[BaseException | None], None]) -> None:
         self._running = self._lane.submit(job, on_progress=self._copied, on_done=done)
         if self._error is not None:
@@ -112,6 +145,8 @@ class Move:
             self._running.abort(error)
         if self._transport is not None:
             self._transport.stop(error)
+        if self._inspection is not None:
+            self._inspection.stop(error)
 
     def _here(self, job: Execution) -> None:
         """Run a short program on the loop, in the place of one thread more than the lane has."""
@@ -128,8 +163,9 @@ class Move:
     async def _exchange(self, run: WireRun, transport: TcpTransport) -> None:
         error: BaseException | None = None
         try:
-            self._touched = self._touched or bool(run.program.receives)
-            await transport.run(run, self._carried)
+            if self._error is None:  # or it was stopped before this task began: the transport would not know
+                self._touched = self._touched or bool(run.program.receives)
+                await transport.run(run, self._carried)
         except Exception as raised:
             error = raised
         self._half(error)
@@ -164,8 +200,19 @@ class Move:
         self._left -= 1
         if self._left:
             return
+        if not self._inspected and self._inspection is not None and self._error is None:
+            self._inspected, self._left = True, 1
+            self._spawn(self._inspect(self._inspection))
+            return
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing touches memory any more."""
         if self._running is not None and self._running.next > 0:
             self._touched = True
         if self._part.wire is not None and self._plane is not None:
             self.peak_staging += self._plane.peak_staging
+        if self._inspection is not None:
+            # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
+            self.peak_staging = max(self.peak_staging, self._inspection.close())
         self._tell(self._error, self._touched)

@@ -43,7 +43,7 @@ from etha.errors import (
     RegistrationError,
     TransferError,
 )
-from etha.peer.introductions import Copied
+from etha.peer.introductions import Copied, Sums
 from etha.peer.messages import Message
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
@@ -114,10 +114,13 @@ class Movers:
         assert live.transfers is not None
         self._perform(live, live.transfers.end(key, expired=expired))
 
-    def hear(self, live: Live, agent: str, message: Message) -> None:
+    def hear(self, live: Live, agent: str, message: Message | Sums) -> None:
         """What another agent of the batch says."""
         assert live.transfers is not None
-        self._perform(live, live.transfers.hear(agent, message))
+        if isinstance(message, Sums):
+            live.tally.take(agent, message)
+        else:
+            self._perform(live, live.transfers.hear(agent, message))
 
     def lose_agent(self, live: Live, agent: str) -> None:
         """The link to an agent of the batch is lost."""
@@ -207,6 +210,7 @@ class Movers:
             spawn=self._spawn,
             progress=lambda done: self._progress(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
+            inspection=self.parts.inspection(live, current.seq, part, guards, self._lane),
         )
         current.move.start()
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from etha.agent.inspection import Inspection
+from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Live
 from etha.agent.move import Part
+from etha.agent.verify import Checks
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
+from etha.memory.revocation import Guard
 from etha.memory.views import View
 from etha.transport.base import Peer
 from etha.transport.flows import BUCKET
 from etha.transport.host import compile_host
 from etha.transport.local import compile_local
+from etha.transport.program import Member
 from etha.transport.tcp import TcpTransport
 from etha.transport.ways import account
 from etha.transport.wire import compile_wire
@@ -40,6 +46,22 @@ class Parts:
             ]
             await live.transport.open(peers)
         return part
+
+    def inspection(
+        self, live: Live, seq: int, part: Part, guards: Mapping[Member, Guard], lane: Lane
+    ) -> Inspection | None:
+        """The checks of transfer ``seq``, None where nothing is verified."""
+        if part.checks is None:
+            return None
+        return Inspection(
+            part.checks,
+            seq,
+            guards,
+            lane=lane,
+            budget=self._links.plane.budget,
+            tally=live.tally,
+            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+        )
 
     def transport(self) -> TcpTransport:
         """Of one batch, over this agent's data plane."""
@@ -74,24 +96,42 @@ def _resolve(
 def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
     assert live.evaluation is not None
     plan = live.evaluation.plans[source]
+    checks = _checks(live, source, sources, targets)
     if live.machine.alone:
         near = compile_local(plan, sources, targets)
-        return Part(near=near, nbytes=near.nbytes, peers=near.peers)
+        return Part(near=near, nbytes=near.nbytes, peers=near.peers, checks=checks)
     ways = live.ways(source)
     nbytes, peers = account(plan, ways)
     name = f"{live.scope} from {source}"
+    wire = compile_wire(
+        plan,
+        ways,
+        sources,
+        targets,
+        staging=live.terms.staging,
+        bucket_size=live.evaluation.bucket_size or BUCKET,
+        streams=live.terms.streams,
+    )
     return Part(
         near=compile_host(plan, ways, sources, targets),
         nbytes=nbytes,
         peers=peers,
-        wire=compile_wire(
-            plan,
-            ways,
-            sources,
-            targets,
-            staging=live.terms.staging,
-            bucket_size=live.evaluation.bucket_size or BUCKET,
-            streams=live.terms.streams,
-        ),
+        wire=wire if checks is None else replace(wire, witness=checks.witness),
         key=hashlib.sha256(name.encode()).digest(),
+        checks=checks,
+    )
+
+
+def _checks(live: Live, source: str, sources: Views, targets: Views) -> Checks | None:
+    assert live.evaluation is not None
+    if live.evaluation.verify is None:
+        return None
+    return Checks(
+        live.evaluation.plans[source],
+        live.ways(source),
+        sources,
+        targets,
+        sides=(source, live.other(source)),
+        staging=live.terms.staging,
+        full=live.evaluation.verify == "full",
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from etha.bus.messages import Refusal, Register
+from etha.bus.messages import Refusal, Register, Verify
 from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout, dtypes
 
@@ -123,6 +123,7 @@ class Record:
     direction: Direction | None
     bucket_size: int | None
     atomic: bool
+    verify: Verify | None
     seq: int
 
     @classmethod
@@ -135,15 +136,14 @@ class Record:
             direction=register.direction,
             bucket_size=register.bucket_size,
             atomic=register.atomic,
+            verify=register.verify,
             seq=register.seq,
         )
 
     def to_json(self) -> str:
         """Short JSON, as ``redis-cli`` shows it."""
-        return json.dumps(
-            [self.manifest, self.form, self.pairs, self.direction, self.bucket_size, self.atomic, self.seq],
-            separators=(",", ":"),
-        )
+        options = [self.direction, self.bucket_size, self.atomic, self.verify]
+        return json.dumps([self.manifest, self.form, self.pairs, *options, self.seq], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, key: str, text: str) -> Record:
@@ -156,6 +156,7 @@ class Record:
                 None | "send" | "recv" | "both" as direction,
                 None | int() as bucket,
                 bool(atomic),
+                None | "sample" | "full" as verify,
                 int(seq),
             ] if all(isinstance(pair, str) for pair in pairs) and seq >= 0:
                 return cls(
@@ -165,6 +166,7 @@ class Record:
                     direction=direction,
                     bucket_size=bucket,
                     atomic=atomic,
+                    verify=verify,
                     seq=seq,
                 )
         _wrong(key, text)

@@ -17,6 +17,8 @@ from etha.memory.handles import TensorHandle
 
 #: Tensors one worker may register in one batch.
 MAX_TENSORS = 200_000
+#: How much of a transfer is compared at both ends before it is committed.
+Verify = Literal["sample", "full"]
 
 Verb = Literal["send", "recv"]
 
@@ -109,7 +111,7 @@ class Refusal:
 class Register:
     """Register a batch, collectively over both sides. -> Registered.
 
-    ``seqs`` is the highest seq that this client has seen for the batch, so that a number given by an
+    ``seq`` is the highest seq that this client has seen for the batch, so that a number given by an
     agent that died is not given again.
     """
 
@@ -123,6 +125,7 @@ class Register:
     direction: Literal["send", "recv", "both"] | None
     bucket_size: int | None
     atomic: bool
+    verify: Verify | None
     seq: int
 
 

@@ -11,7 +11,7 @@ import torch
 
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
-from etha.bus.messages import AttachShadows, CloseBatch, Entry, Register, Registered
+from etha.bus.messages import AttachShadows, CloseBatch, Entry, Register, Registered, Verify
 from etha.client.batch import Registration, Stage
 from etha.client.connection import Connection
 from etha.client.manifest import Manifest
@@ -30,6 +30,7 @@ async def register(
     direction: Literal["send", "recv", "both"] | None,
     bucket_size: int | None,
     atomic: bool,
+    verify: Verify | None,
     seq: int,
     timeout: Callable[[], float],
 ) -> Registration:
@@ -63,6 +64,7 @@ async def register(
         direction=direction,
         bucket_size=bucket_size,
         atomic=atomic,
+        verify=verify,
         seq=seq,
     )
     answers: list[Answer | None] = []

@@ -264,6 +264,7 @@ class TensorBusClient:
         direction: Literal["send", "recv", "both"] | None = None,
         bucket_size: int | None = None,
         atomic: bool = False,
+        verify: Literal["sample", "full"] | None = None,
         timeout: float | None = None,
     ) -> BatchHandle:
         """Name the tensors that move together; see ``AsyncTensorBusClient.register_tensors``."""
@@ -277,6 +278,7 @@ class TensorBusClient:
                 direction=direction,
                 bucket_size=bucket_size,
                 atomic=atomic,
+                verify=verify,
                 timeout=timeout,
             )
         )

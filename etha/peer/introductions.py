@@ -4,6 +4,7 @@ Meet  -->  here I am in this epoch; find this token in my memory if you can
 <--  Met   I hold this epoch too, and I can (or cannot) read your host's processes
 Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: what opens data connections
+Copied, Sums: how far a copy is, and what was copied or sent, for who verifies it
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from etha.memory.handles import TensorHandle
 MAX_TOKENS = 64
 #: Tensors in one Exhibits: some 1.5 MB.
 MAX_TENSORS = 8192
+#: Checksums in one Sums: a megabyte.
+MAX_SUMS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,18 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Checksums ``first``, first + 1, ... of the chunks that I have given you in transfer ``seq``, 8 bytes each.
+
+    Little-endian, in the order of ``transport.checks``; several messages where there are many.
+    """
+
+    seq: int
+    first: int
+    sums: Annotated[bytes, Bounds(max=8 * MAX_SUMS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskMissing:
     """Who is not ready for a transfer from side ``source``, which you coordinate?"""
 
@@ -104,4 +119,4 @@ class TellMissing:
     missing: tuple[tuple[str, int], ...]
 
 
-Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | AskMissing | TellMissing
+Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | Sums | AskMissing | TellMissing

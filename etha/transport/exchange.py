@@ -82,9 +82,12 @@ class Exchange:
         self._states = {p.number: _State(len(p.far)) for p in program.parts}
         #: Of each wave: values to be made and results to be sent; it is over when none is left.
         self._left: dict[int, int] = defaultdict(int)
+        #: Parts of slots of which others want a part: nothing comes for these, and nobody is sent them.
+        self._own = [p for p in program.parts if not p.far and not program.values[p.number].sends]
         for part in program.parts:
-            self._left[part.wave] += 1 + program.values[part.number].sends
+            self._left[part.wave] += 0 if part in self._own else 1 + program.values[part.number].sends
         self._wave = 0
+        self._pass_waves()
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -182,6 +185,14 @@ class Exchange:
             self._check()
         return self._result(part)
 
+    def rest(self) -> None:
+        """Make the parts that no stream waits for, once all streams are done; fails the run where that fails."""
+        try:
+            for part in self._own:
+                self._make(part)
+        except Exception as error:
+            self.error = self.error or error
+
     def sent(self, part: Part) -> None:
         """One of the part's results is on its way, its value needed once less."""
         with self._changed:
@@ -202,7 +213,8 @@ class Exchange:
                     self._budget.take(-self.program.scratch)
         with self._changed:
             self._states[part.number].ready = True
-            self._release(part)
+            if part not in self._own:
+                self._release(part)
             self._changed.notify_all()
 
     def _reduce(self, part: Part, desk: Desk) -> None:
@@ -210,6 +222,7 @@ class Exchange:
         slot, work = part.slot, self.program.values[part.number]
         places = {index: place for place, index in enumerate(part.far)}
         total: torch.Tensor | None = None
+        witness = self.program.witness
         with torch.no_grad():
             for index in range(slot.count):
                 if index in places:
@@ -219,12 +232,16 @@ class Exchange:
                     end, dense = work.near[index], dense_view(given)
                     assert end.view is not None, "a contribution that lies nowhere"
                     desk.run([Op(tile, end.view, dense, offset, at) for tile, offset, at in end.steps])
+                if witness is not None:
+                    witness.given(part, index, given)
                 term = given.to(slot.accumulate, copy=True)
                 if slot.op == "norm":
                     term = term**slot.p
                 total = term if total is None else combine(total, term, slot)
             assert total is not None, "a slot without contributions"
             value = finish(total, slot).to(work.wire)
+            if witness is not None:
+                witness.value(part, value)
         if work.sends:
             self._result(part).copy_(value)
         done = dense_view(value)
@@ -232,9 +249,17 @@ class Exchange:
 
     def _release(self, part: Part) -> None:
         self._left[part.wave] -= 1
+        self._pass_waves()
+        self._changed.notify_all()
+
+    def _pass_waves(self) -> None:
         while self._left.get(self._wave) == 0:
             self._wave += 1
-            self._changed.notify_all()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether ``rest`` has something to do."""
+        return bool(self._own) and self.error is None
 
     def _check(self) -> None:
         if self.error is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -98,6 +98,18 @@ class Flow:
         return tuple(sum(span.wire for span in lane) for lane in self.lanes)
 
 
+class Observer(Protocol):
+    """Who looks at reductions while they are made (``witness``); any thread."""
+
+    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+        """A contribution as it enters the reduction."""
+        ...
+
+    def value(self, part: Part, flat: torch.Tensor) -> None:
+        """What it came to, in the wire dtype."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WireProgram:
     """All that this agent exchanges with others in one transfer of one batch; run by one transfer at a time.
@@ -105,7 +117,7 @@ class WireProgram:
     ``early`` are copies out of memory that source and target share, to be made before anything is written
     (``aliased``: also run the program of the lane first). ``slabs``: bytes of the even and of the odd waves.
     ``scratch`` is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk``
-    the most that a stream packs or unpacks at once.
+    the most that a stream packs or unpacks at once. ``witness`` is shown every reduction.
     """
 
     sends: Mapping[str, Flow]
@@ -118,6 +130,7 @@ class WireProgram:
     scratch: int = 0
     slabs: tuple[int, int] = (0, 0)
     chunk: int = 0
+    witness: Observer | None = None
 
     @property
     def total(self) -> int:

@@ -71,6 +71,11 @@ class Chunk:
             self._buffer = Buffer(rounded)
         return memoryview(self._buffer.typed(torch.uint8).numpy())[:nbytes]  # type: ignore[arg-type, unused-ignore]
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return self._buffer.nbytes
+
     def view(self, dtype: torch.dtype) -> View:
         """The whole buffer as a flat tensor of ``dtype``."""
         found = self._views.get(dtype)

@@ -61,6 +61,8 @@ class TcpTransport:
         self._running.add(exchange)
         try:
             await self._over(exchange)
+            if exchange.unfinished:
+                await self._rest(exchange)
         finally:
             self._running.discard(exchange)
             self._plane.finish(exchange)
@@ -91,6 +93,17 @@ class TcpTransport:
                 except asyncio.CancelledError:
                     continue  # cancelled again: the memory is still in use
             raise
+
+    async def _rest(self, exchange: Exchange) -> None:
+        rest = asyncio.get_running_loop().run_in_executor(None, exchange.rest)
+        cancelled: asyncio.CancelledError | None = None
+        while not rest.done():
+            try:
+                await asyncio.shield(rest)
+            except asyncio.CancelledError as error:
+                cancelled = error  # the memory is still in use
+        if cancelled is not None:
+            raise cancelled
 
     def stop(self, cause: BaseException) -> None:
         """The transfer is aborted: end what runs with ``cause``; returns at once, idempotent.

@@ -30,6 +30,7 @@ def evaluation(refused: tuple[Violation, ...] = ()) -> Evaluation:
         refused=refused,
         atomic=False,
         bucket_size=None,
+        verify=None,
         seq=4,
         tensors=1,
         sizes={},

@@ -34,7 +34,8 @@ class Roster:
         self.manifests: dict[str, Manifest] = {}
 
     def rank(self, side: str, rank: int, refusals: tuple[Refusal, ...] = (), given: Any = None, **tensors: Any) -> None:
-        options = {"form": "map", "direction": None, "bucket_size": None, "atomic": False, "seq": 0, **(given or {})}
+        plain = {"direction": None, "bucket_size": None, "atomic": False, "verify": None, "seq": 0}
+        options = {"form": "map", **plain, **(given or {})}
         digest = f"{side}{rank}"
         self.manifests[digest] = Manifest(tensors=tensors, refusals=refusals)
         self.records[side, rank] = Record(manifest=digest, pairs=("p",), **options)
@@ -114,6 +115,15 @@ def test_options_of_some_ranks_count_for_all() -> None:
     roster.rank("i", 0, w=tensor())
     roster.rank("t", 0, given={"atomic": True, "direction": "send"}, w=tensor())
     assert not roster.evaluate().atomic, "who only sends has nothing to keep whole"
+
+
+def test_the_strongest_verification_of_any_rank_counts() -> None:
+    roster = Roster().sides({"w": tensor()}, {"w": tensor()})
+    assert roster.evaluate().verify is None
+    roster.rank("t", 1, given={"verify": "sample"}, w=tensor())
+    assert roster.evaluate().verify == "sample"
+    roster.rank("i", 0, given={"verify": "full", "direction": "recv"}, w=tensor())
+    assert roster.evaluate().verify == "full"
 
 
 def test_a_refused_tensor_is_not_also_unknown_or_uncovered() -> None:

@@ -35,6 +35,7 @@ def register(*entries: Entry, refusals: tuple[Refusal, ...] = ()) -> Register:
         direction="send",
         bucket_size=None,
         atomic=False,
+        verify="full",
         seq=3,
     )
 
@@ -92,7 +93,15 @@ def test_a_record_survives_redis() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[1]", '["d","tree",["p"],null,null,false,0]', '["d","map",[1],null,null,false,0]']
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        '["d","tree",["p"],null,null,false,null,0]',
+        '["d","map",[1],null,null,false,null,0]',
+        '["d","map",["p"],null,null,false,"some",0]',
+    ],
 )
 def test_a_record_that_nobody_wrote(text: str) -> None:
     with pytest.raises(ProtocolError, match="field 'key' of a registration is not what an agent writes"):
