@@ -22,11 +22,14 @@ def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def status_tables(found: dict[str, Any]) -> Group:
-    """Agents, pairs and batches, one table each; what is left out here is in the JSON."""
+    """Agents, their links, pairs and batches, one table each; what is left out here is in the JSON."""
     agents = [one["agent"] for one in found.get("agents", [found])]
+    links = [link for agent in agents for link in agent.get("links", ())]
+    link = ["agent", "host", "address", "state", "silent", "round_trip", "missed", "bytes_sent", "bytes_received"]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
     return Group(
         dict_table("agents", agents, ["device", "namespace", "pid", "workers", "running", "redis", "version"]),
+        *([dict_table("links", links, link)] if links else []),
         dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
     )

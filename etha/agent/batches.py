@@ -13,7 +13,6 @@ from etha.agent.chronicle import quietly
 from etha.agent.effects import Answer, CallKey, Fail, Member
 from etha.agent.evaluate import Evaluation
 from etha.agent.footing import footing, lost_since
-from etha.agent.inquiries import Inquiries
 from etha.agent.library import Library
 from etha.agent.links import Links
 from etha.agent.live import Field, Key, Live, Tensors
@@ -46,7 +45,6 @@ class Batches:
         self._library = Library(store)
         self.live: dict[Key, Live] = {}
         self._mailbox = Mailbox()
-        self.inquiries = Inquiries(links)
 
     # ---- what workers ask ---------------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class Batches:
         elif isinstance(message, Exhibits):
             live.exhibition.take(agent, message)
         elif isinstance(message, AskMissing | TellMissing):
-            self.inquiries.hear(agent, live, message)
+            self._movers.inquiries.hear(agent, live, message)
         elif isinstance(message, Copied):
             self._movers.copied(live, agent, message)
         elif live.transfers is None:
@@ -289,7 +287,8 @@ class Batches:
         self._perform(live, live.machine.evaluated(evaluation, verdict))
 
     def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
-        live.stand(evaluation, terms, None if live.machine.alone else self._movers.parts.transport())
+        transport = None if live.machine.alone else self._movers.parts.transport()
+        live.stand(evaluation, terms, transport, lambda: self._movers.turns.hold(live))
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports

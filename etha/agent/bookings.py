@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from etha.peer.messages import Ticket
 
+#: Of a lane that is held for calls which may wait for hours: gives way to every ticket.
+YOUNGEST: Ticket = (1 << 62, "", "")
+
 
 @dataclass(frozen=True, slots=True)
 class Granted:
@@ -44,6 +47,14 @@ class Bookings:
         before = self.free(key)
         self._tickets[key] = ticket
         return [*before, *self._turn()]
+
+    def hold(self, key: Hashable) -> bool:
+        """Take the lane for ``key`` if nobody has or wants it, younger than any ticket; whether it was free."""
+        if self._tickets:
+            return False
+        self._tickets[key] = YOUNGEST
+        self.holder, self.begun, self._recalled = key, False, False
+        return True
 
     def begin(self, key: Hashable) -> None:
         """GO was said to ``key``: it runs to its end now."""

@@ -10,7 +10,7 @@ one of its participants and is told by the same messages. A batch on one agent b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from etha.peer.messages import (
     Recall,
     Refused,
     Stood,
+    Unbook,
     Unready,
     Version,
 )
@@ -108,6 +109,8 @@ class Coordinator(Machine[Phase]):
                 return self._go() if self.reservation.complete else []
             case Recall(side=self.source) if self.state is Phase.BOOKING:
                 return [*self.reservation.recall(agent, message)]
+            case Recall(side=self.source) if self.state is Phase.COLLECTING:
+                return self._give_way(agent, message)
             case Done(seq=seq) if self._current(seq, Phase.MOVING):
                 self.votes.add(agent)
                 return self._decide()
@@ -182,7 +185,16 @@ class Coordinator(Machine[Phase]):
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
+        self.ready = {key: replace(message, lane=False) for key, message in self.ready.items()}
         return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.gone]
+
+    def _give_way(self, agent: str, message: Recall) -> Letters:
+        """An agent wants a lane back that came with its READY: another transfer can begin before this one."""
+        for key, found in self.ready.items():
+            if key[0] == agent and found.lane and found.held_number == message.number:
+                self.ready[key] = replace(found, lane=False)
+                return [(agent, Unbook(side=self.source, number=message.number))]
+        return []
 
     def _conflict(self) -> EthaError | None:
         if self.wanted <= self.ready.keys() and all(m.verb == "send" for m in self.ready.values()):
@@ -214,7 +226,9 @@ class Coordinator(Machine[Phase]):
         if len(self.peers) == 1:
             return self._go()
         self.move(Phase.BOOKING)
-        return [*self._offer(), *self.reservation.ask(self.peers, (self.now(), self.me, self.batch))]
+        held = {agent: message.held_number for (agent, _), message in self.ready.items() if message.lane}
+        letters = self.reservation.ask(self.peers, (self.now(), self.me, self.batch), held)
+        return self._go() if self.reservation.complete else [*self._offer(), *letters]
 
     def _go(self) -> Letters:
         self.seq += 1

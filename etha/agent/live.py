@@ -6,7 +6,7 @@ State only; ``batches`` is the shell that drives it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from etha.agent.batch import Batch
@@ -161,7 +161,9 @@ class Live:
                     found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else "tcp")
         return "+".join(sorted(found))
 
-    def stand(self, evaluation: Evaluation, terms: Terms, transport: TcpTransport | None) -> None:
+    def stand(
+        self, evaluation: Evaluation, terms: Terms, transport: TcpTransport | None, hold: Callable[[], bool]
+    ) -> None:
         """The registration is agreed: its transfers can begin. ``transport`` where several agents take part."""
         self.evaluation, self.terms, self.transport = evaluation, terms, transport
         self.transfers = Transfers(
@@ -171,6 +173,7 @@ class Live:
             digests=evaluation.digests,
             seq=max(self.seq, evaluation.seq, terms.seq),
             atomic=evaluation.atomic,
+            hold=hold,
         )
 
     def check_epoch(self, epoch: int) -> None:

@@ -23,6 +23,7 @@ from etha.agent.effects import (
     WantLane,
 )
 from etha.agent.gauge import Gauge
+from etha.agent.inquiries import Inquiries
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Ask, Current, Live
@@ -63,7 +64,8 @@ class Movers:
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
         self.parts = Parts(links)
         self.offers = Offers(calls)
-        self._turns = Turns(self._perform)
+        self.inquiries = Inquiries(links)
+        self.turns = Turns(self._perform)
         self.chronicle = Chronicle(store, spawn)
         self.running = 0
         #: Set while no transfer moves on this agent.
@@ -112,7 +114,15 @@ class Movers:
 
     def _ended(self, live: Live, key: CallKey, expired: bool) -> None:
         assert live.transfers is not None
-        self._perform(live, live.transfers.end(key, expired=expired))
+        if expired and not live.machine.alone:
+            self._spawn(self._expire(live, key))
+        else:
+            self._perform(live, live.transfers.end(key, expired=expired))
+
+    async def _expire(self, live: Live, key: CallKey) -> None:
+        assert live.transfers is not None
+        await self.inquiries.learn(live, key)
+        self._perform(live, live.transfers.end(key, expired=True))
 
     def hear(self, live: Live, agent: str, message: Message | Sums) -> None:
         """What another agent of the batch says."""
@@ -157,11 +167,11 @@ class Movers:
                 case Doubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
                 case WantLane(ticket=ticket):
-                    self._turns.want(live, ticket)
+                    self.turns.want(live, ticket)
                 case BeginLane():
-                    self._turns.begin(live)
+                    self.turns.begin(live)
                 case FreeLane():
-                    self._turns.free(live)
+                    self.turns.free(live)
 
     def _undecided(self, live: Live, seq: int) -> None:
         assert live.transfers is not None

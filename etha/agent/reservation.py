@@ -1,14 +1,17 @@
 """A coordinator's booking of the lane of every agent of its batch, from all READY to GO; pure.
 
-Book --> Booked                          all booked: GO
+READY with a lane, or Book --> Booked    all booked: GO
 Recall --> Unbook, Book (same ticket)    an older transfer goes first on that agent
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from etha.peer.messages import Book, Booked, Recall, Ticket, Unbook
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 class Reservation:
@@ -26,10 +29,14 @@ class Reservation:
         """Every agent that was asked has granted its lane."""
         return bool(self._numbers) and self._booked == self._numbers.keys()
 
-    def ask(self, agents: Iterable[str], ticket: Ticket) -> list[tuple[str, Book | Unbook]]:
-        """Book the lanes of ``agents`` under ``ticket``."""
+    def ask(
+        self, agents: Iterable[str], ticket: Ticket, held: Mapping[str, int] = _NOBODY
+    ) -> list[tuple[str, Book | Unbook]]:
+        """Book the lanes of ``agents`` under ``ticket``; those ``held`` (agent -> number) came with READY."""
         self.ticket = ticket
-        return [(agent, self._book(agent, ticket)) for agent in agents]
+        self._numbers |= held
+        self._booked |= held.keys()
+        return [(agent, self._book(agent, ticket)) for agent in agents if agent not in held]
 
     def booked(self, agent: str, message: Booked) -> None:
         """An agent granted its lane, if it is the one that was asked for last."""

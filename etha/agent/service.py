@@ -276,7 +276,7 @@ class Agent:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request")
 
     async def _status(self, peer: Peer, request_id: int) -> None:
-        await self.batches.inquiries.refresh(list(self.batches.live.values()))
+        await self.movers.inquiries.refresh(list(self.batches.live.values()))
         peer.reply(request_id, Status(report=report(self)))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:

@@ -77,6 +77,7 @@ class Standing(Machine[Moving]):
         seq: int,
         atomic: bool,
         now: Callable[[], int] = time.time_ns,
+        hold: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(f"batch {name}", Moving.IDLE)
         self.me, self.agents, self.digests, self.atomic = me, agents, digests, atomic
@@ -88,7 +89,7 @@ class Standing(Machine[Moving]):
             for side in agents
             if agents[side][0] == me
         }
-        self.seq = seq
+        self.seq, self._hold = seq, hold
         self.memory = Memory()
         self.queues = Queues(me, agents)
         self.sides = self.queues.sides
@@ -100,6 +101,8 @@ class Standing(Machine[Moving]):
         self._inbox: deque[Message | Settle] = deque()
         self._out: list[TransferEffect] = []
         self._want: WantLane | None = None
+        #: Source side -> who was missing when its coordinator, another agent, last said so.
+        self._heard: dict[str, tuple[Member, ...]] = {}
 
     # ---- questions ----------------------------------------------------------------------------
 
@@ -139,10 +142,10 @@ class Standing(Machine[Moving]):
         self._out.append(Fail(call=call.key, error=error))
 
     def _told(self, call: Call) -> tuple[Member, ...]:
-        """Who is not ready for ``call``, if this agent coordinates its direction."""
+        """Who is not ready for ``call``, if this agent coordinates its direction; else as its coordinator last said."""
         source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
         coordinator = self.coordinators.get(source)
-        return coordinator.missing() if coordinator is not None else ()
+        return coordinator.missing() if coordinator is not None else self._heard.get(source, ())
 
     def _gone(self, error: PeerLostError) -> PeerLostError:
         return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
@@ -151,6 +154,10 @@ class Standing(Machine[Moving]):
         """``to_others``: others of the batch have lost it, whatever this agent's own link says."""
         text = f"{name_agents(self.agents, agents)} {'lost to other agents of the batch' if to_others else 'gone'}"
         return PeerLostError(text, reason="died")
+
+    def told(self, source: str, missing: tuple[Member, ...]) -> None:
+        """What the coordinator of the direction from ``source``, another agent, says of who is not ready."""
+        self._heard[source] = missing
 
     # ---- READY --------------------------------------------------------------------------------
 
@@ -172,7 +179,13 @@ class Standing(Machine[Moving]):
         state.standing = verb
         digest = self.digests.get(side if verb == "send" else self.other[side], "")
         version = next(iter(labels.values()), None)
-        message = Ready(side=side, verb=verb, attempt=state.attempt, version=version, digest=digest)
+        lane = len(self.members) > 1 and self.booking is None and self._hold()
+        message = Ready(side=side, verb=verb, attempt=state.attempt, version=version, digest=digest, lane=lane)
+        if lane:
+            source = side if verb == "send" else self.other[side]
+            self.booking = Booking(
+                agent=self.agents[source][0], side=source, number=message.held_number, ready=side, granted=True
+            )
         self._tell_coordinators(message)
 
     def _withdraw(self, call: Call, cause: EthaError) -> None:
@@ -194,6 +207,8 @@ class Standing(Machine[Moving]):
         # Both coordinators answer, but GO can come only from the one whose direction the verb fits:
         # only its word ends the race. (On one agent the first answer does: GO would be here already.)
         if agent == self._coordinating(side.standing, message.side):
+            source = message.side if side.standing == "send" else self.other[message.side]
+            self._heard[source] = message.missing
             self._stand_down(message.side, message.missing)
 
     def _refused(self, message: Refused) -> None:
@@ -201,6 +216,7 @@ class Standing(Machine[Moving]):
         if side is None or side.standing is None or side.attempt != message.attempt:
             return
         side.standing, side.withdrawing = None, False
+        self._let_go(message.side)
         self._tell_coordinators(Unready(side=message.side, attempt=message.attempt))
         for call in self.queues.heads(message.side) or ():
             self._drop(call, call.cause or message.error)
@@ -220,6 +236,7 @@ class Standing(Machine[Moving]):
     def _stand_down(self, name: str, missing: tuple[Member, ...]) -> None:
         side = self.sides[name]
         side.standing, side.withdrawing = None, False
+        self._let_go(name)
         for call in self.queues.of(name):
             if call.cause is not None:
                 self._drop(call, self.queues.named(call, call.cause, missing))
@@ -233,6 +250,11 @@ class Standing(Machine[Moving]):
         self._unbook()
         self.booking = Booking(agent=agent, side=message.side, number=message.number)
         self._want = WantLane(message.ticket)
+
+    def _let_go(self, side: str) -> None:
+        """READY of ``side`` stands no more, nor does the booking that came with it."""
+        if self.booking is not None and self.booking.ready == side and not self.booking.begun:
+            self._unbook()
 
     def _unbook(self) -> None:
         if self._want is not None:

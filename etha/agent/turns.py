@@ -23,6 +23,13 @@ class Turns:
         self._booked[live.key] = live
         self._tell(self._bookings.want(live.key, ticket))
 
+    def hold(self, live: Live) -> bool:
+        """A batch's calls are ready here: its lane, if it is free."""
+        held = self._bookings.hold(live.key)
+        if held:
+            self._booked[live.key] = live
+        return held
+
     def begin(self, live: Live) -> None:
         """GO: the lane is this batch's until it is freed."""
         self._bookings.begin(live.key)

@@ -53,11 +53,15 @@ class Current:
 
 @dataclass(slots=True, kw_only=True)
 class Booking:
-    """This agent's lane as ``agent``, coordinator of the direction from ``side``, asked for it under ``number``."""
+    """This agent's lane as ``agent``, coordinator of the direction from ``side``, has it under ``number``.
+
+    ``ready``: the side with whose READY it was held, None where the coordinator asked for it.
+    """
 
     agent: str
     side: str
     number: int
+    ready: str | None = None
     granted: bool = False
     begun: bool = False
 

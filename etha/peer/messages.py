@@ -25,13 +25,22 @@ Known = Literal["committed", "aborted", "fenced"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction."""
+    """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
+
+    ``lane``: my lane was free and is booked for this already, as young as can be; see ``held_number``.
+    """
 
     side: str
     verb: Verb
     attempt: int
     version: Version
     digest: str
+    lane: bool = False
+
+    @property
+    def held_number(self) -> int:
+        """What the booking that comes with READY is called: below all that a coordinator gives."""
+        return -1 - 2 * self.attempt - (self.verb == "send")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ TABLE: tuple[KeyKind, ...] = (
             "device": "`cpu` or `cuda-GPU-<uuid>`",
             "pid": "process id on its host",
             "address": "HOST:PORT of its links (data on PORT+1)",
-            "public_key": "CURVE public key, hex",
+            "public_key": "CURVE public key, z85 text",
             "started_at": "seconds since 1970",
             "version": "version of Etha",
             "beats": "how often the lease was renewed",

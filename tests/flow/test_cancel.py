@@ -64,9 +64,9 @@ class Link:
         sending = asyncio.create_task(self.send.transfer("send", version=self.version, **deadlines))
         return sending, asyncio.create_task(self.recv.transfer("recv", **deadlines))
 
-    def quiet(self) -> bool:
-        """No lane thread of the agent is inside the tensors of either worker."""
-        pages = [handle._registration.connection.page for handle in (self.send, self.recv)]
+    def quiet(self, *handles: etha.BatchHandle) -> bool:
+        """No lane thread of an agent is inside the tensors of these workers, whose calls have returned."""
+        pages = [handle._registration.connection.page for handle in handles]
         return not any(page._inside(slot) for page in pages for slot in range(1, SLOTS))
 
 
@@ -116,7 +116,7 @@ async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(si
             await asyncio.sleep(dice.uniform(0, 1.2 * took))
             receiving.cancel()
             got = await ended(receiving)
-            assert link.quiet(), "a lane is inside the tensors of a call that has returned"
+            assert link.quiet(link.recv), "a lane is inside the tensors of a call that has returned"
             if atomic:
                 value = float(link.target[0])
                 assert value in (before, link.version) and torch.all(link.target == value), "old or new, never both"
@@ -150,7 +150,7 @@ async def test_a_sender_cancelled_at_any_moment_may_change_its_tensors(site: Sit
             await asyncio.sleep(dice.uniform(0, 1.2 * took))
             sending.cancel()
             await ended(sending)
-            assert link.quiet()
+            assert link.quiet(link.send)
             link.source.fill_(POISON)
             got = await asyncio.gather(asyncio.wait_for(receiving, 0.3), return_exceptions=True)
             match got[0]:
@@ -183,7 +183,7 @@ async def test_a_task_cancelled_twice_still_waits_until_nothing_writes(site: Sit
                 receiving.cancel()
                 await asyncio.sleep(0)
             await ended(receiving)
-            assert link.quiet()
+            assert link.quiet(link.recv)
             link.target.fill_(POISON)
             if isinstance(sent := await ended(sending), TransferError):
                 aborted.append(sent)
@@ -211,7 +211,7 @@ async def test_a_deadline_after_go_aborts_for_all(site: Site, atomic: bool) -> N
             receiving = asyncio.create_task(link.recv.transfer("recv", **({} if turn % 2 else late)))
             first, second = (sending, receiving) if turn % 2 else (receiving, sending)
             error = await ended(first)
-            assert link.quiet() or not isinstance(error, TransferError)
+            assert link.quiet(link.send if turn % 2 else link.recv) or not isinstance(error, TransferError)
             if isinstance(error, TransferError) and error.outcome == "withdrawn":
                 assert isinstance(error, TransferTimeoutError)
                 second.cancel()
@@ -241,7 +241,7 @@ async def test_a_client_closed_while_its_transfer_moves(site: Site) -> None:
             await asyncio.sleep(delay)
             await sides.clients["inference", 0].close()
             got = await ended(receiving)
-            assert link.quiet()
+            assert link.quiet(link.recv)
             link.target.fill_(POISON)
             sent = await ended(sending)
             await asyncio.gather(there.status(), sides.clients["trainer", 0].status())

@@ -28,13 +28,15 @@ from etha.peer.messages import Message, Verb
 class World:
     """``agents``: side -> agent of each rank. Outcomes are kept by call.
 
-    ``lanes``: agent -> its bookings, shared by the worlds of several batches; ``worlds``: those, by batch.
+    ``lanes``: agent -> its bookings, shared by the worlds of several batches; ``worlds``: those, by batch. ``held``: a
+    free lane is taken with READY.
     """
 
     agents: dict[str, tuple[str, ...]]
     atomic: bool = False
     batch: str = "b"
     now: Callable[[], int] = lambda: 0
+    held: bool = False
     lanes: dict[str, Bookings] = field(default_factory=dict)
     worlds: dict[str, World] = field(default_factory=dict)
     machines: dict[str, Transfers] = field(default_factory=dict)
@@ -51,10 +53,17 @@ class World:
     def __post_init__(self) -> None:
         names = sorted({a for ranks in self.agents.values() for a in ranks})
         for name in names:
+            lane = self.lanes.setdefault(name, Bookings())
             self.machines[name] = Transfers(
-                self.batch, me=name, agents=self.agents, digests={}, seq=0, atomic=self.atomic, now=self.now
+                self.batch,
+                me=name,
+                agents=self.agents,
+                digests={},
+                seq=0,
+                atomic=self.atomic,
+                now=self.now,
+                hold=lambda lane=lane: self.held and lane.hold(self.batch),
             )
-            self.lanes.setdefault(name, Bookings())
             for other in names:
                 self.links[name, other] = deque()
         self.worlds[self.batch] = self

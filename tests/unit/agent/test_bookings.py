@@ -62,6 +62,16 @@ def test_equal_starts_are_ordered_by_agent_then_batch() -> None:
     assert lane.want("y", ticket(1, "b", "b0")) == [Recalled("x")]
 
 
+def test_a_lane_held_for_calls_that_wait_gives_way_to_any_ticket() -> None:
+    lane = Bookings()
+    assert lane.hold("x") and not lane.hold("y") and not lane.hold("x")
+    assert lane.want("y", ticket(9)) == [Recalled("x")]
+    assert lane.free("x") == [Granted("y")]
+    lane.begin("y")
+    assert not lane.hold("z")
+    assert lane.free("y") == [] and lane.hold("z")
+
+
 AGENTS = ["a", "b", "c", "d"]
 batches = st.lists(
     st.tuples(st.sampled_from(AGENTS), st.lists(st.sampled_from(AGENTS), min_size=1, max_size=3)),
@@ -70,13 +80,15 @@ batches = st.lists(
 )
 
 
-@given(batches=batches, data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_transfers_over_shared_agents_all_end(batches: list[tuple[str, list[str]]], data: st.DataObject) -> None:
+@given(batches=batches, held=st.booleans(), data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_transfers_over_shared_agents_all_end(
+    batches: list[tuple[str, list[str]]], held: bool, data: st.DataObject
+) -> None:
     ticks, lanes, worlds = count(), {}, {}
     for number, (sender, receivers) in enumerate(batches):
         agents = {"t": (sender,), "i": tuple(receivers)}
-        World(agents, batch=f"b{number}", now=lambda: next(ticks) // 2, lanes=lanes, worlds=worlds)
+        World(agents, batch=f"b{number}", now=lambda: next(ticks) // 2, lanes=lanes, worlds=worlds, held=held)
     todo = [(w, m, v) for w in worlds.values() for m, v in w.verbs() for _ in range(2)]
     keys = []
     while True:

@@ -37,6 +37,23 @@ def test_two_agents_whose_lanes_come_late_and_are_recalled() -> None:
     assert Walk(TWO, ends=1, cuts=(AB,), crash=("a", "b"), recalls=2).go().states > 4_000
 
 
+def test_two_agents_whose_lanes_are_held_with_ready_and_recalled() -> None:
+    walk = Walk(TWO, held=True, ends=2, cuts=(AB,), crash=("a", "b"), recalls=2).go()
+    assert walk.states > 4_000
+    assert {("result", "result"), ("withdrawn", "withdrawn"), ("aborted", "aborted")} <= walk.outcomes
+
+
+def test_two_agents_with_lanes_held_and_a_second_transfer_behind_the_first() -> None:
+    walk = Walk(TWO, held=True, calls_each=2, ends=1, fails=1, recalls=1).go()
+    assert walk.states > 4_000
+    assert ("result",) * 4 in walk.outcomes
+
+
+@three
+def test_three_agents_whose_calls_come_and_go_with_lanes_held(agents: dict[str, Any]) -> None:
+    assert Walk(agents, held=True, ends=1, recalls=1).go().states > 5_000
+
+
 def test_two_agents_and_a_second_transfer_behind_the_first() -> None:
     walk = Walk(TWO, calls_each=2, ends=1, fails=1, cuts=(AB,), crash=("a", "b")).go()
     assert walk.states > 20_000

@@ -38,6 +38,8 @@ CONSTANT = {
     "peers",
     "me",
     "atomic",
+    "_hold",
+    "_heard",
 }
 
 
@@ -98,6 +100,11 @@ class Agent:
     broken: bool = False
     dead: bool = False
 
+    def hold(self) -> bool:
+        """Whether the lane was free; it is taken."""
+        free, self.lane = self.lane == "free", "granted" if self.lane == "free" else self.lane
+        return free
+
     def key(self) -> Hashable:
         rest = (tuple(self.calls.items()), self.running, self.timer, self.lane, self.lost, self.broken, self.dead)
         return (frozen(self.machine), *rest)
@@ -129,7 +136,7 @@ class Walk:
     crash (one of them does); ``cuts``: links that may be lost; ``breaks``: how many agents may be told that the pair
     is lost at any time, or anyone after it has lost somebody. ``eager``: timers go off whenever they like, else
     only when nothing else is left to happen. ``made``: all calls wait from the beginning; ``moved``: all agents
-    have just moved their part, and their votes are on the way.
+    have just moved their part, and their votes are on the way. ``held``: a free lane is held when READY is said.
     """
 
     agents: dict[str, tuple[str, ...]]
@@ -137,6 +144,7 @@ class Walk:
     ends: int = 0
     fails: int = 0
     recalls: int = 0
+    held: bool = False
     breaks: int = 0
     crash: tuple[str, ...] = ()
     cuts: tuple[tuple[str, str], ...] = ()
@@ -208,6 +216,7 @@ class Walk:
         """One event at one agent, for the first time."""
         agent: Agent = copy.deepcopy(self.at[name].things[number])
         machine = agent.machine
+        machine._hold = lambda: self.held and agent.hold()
         sent: list[tuple[int, int]] = []
         match event:
             case ("call", i):
@@ -414,7 +423,8 @@ class Walk:
                 raise Violation(f"{name} is left in a transfer: {agent.machine.history}")
             if "ended" in agent.calls.values():
                 raise Violation(f"a call of {name} hangs past its deadline: {agent.calls}")
-            if agent.lane != "free":
+            held = agent.machine.booking is not None and agent.machine.booking.ready is not None
+            if agent.lane != "free" and not (held and agent.lane == "granted"):  # READY holds it until it is recalled
                 raise Violation(f"the lane of {name} is {agent.lane} for ever")
             if agent.broken and "waiting" in agent.calls.values():
                 raise Violation(f"a call of {name} waits in a batch that is broken")
