@@ -33,6 +33,8 @@ from etha.errors import AgentLostError, ConfigError, RegistrationError
 
 #: Called after COMMIT, before this worker's tensors change.
 OnCommit = Callable[[], Awaitable[None] | None]
+#: Seconds within which the kernel's word of an agent's death has come.
+_NEWS = 1.0
 #: (bytes done, bytes total) of this worker.
 OnProgress = Callable[[int, int], None]
 
@@ -122,7 +124,6 @@ class AsyncTensorBusClient:
             defaults.default_layout()
         elif defaults.placements is not None:
             raise ConfigError("init_pair(placements=...) needs device_mesh=")
-        connection = await self._connect(deadline.left)
         message = InitPair(
             pair=pair_name,
             side=local_name,
@@ -131,8 +132,7 @@ class AsyncTensorBusClient:
             rank=place.rank,
             launch=place.launch,
         )
-        formed = await connection.link.request(message, timeout=deadline.left)
-        assert isinstance(formed, PairFormed)
+        formed = await self._ask_for_pair(message, deadline)
         known = self._pairs.get(pair_name)
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
             self._pairs[pair_name] = (known[0], defaults)
@@ -364,6 +364,23 @@ class AsyncTensorBusClient:
             self._connection = connection
             connection.link.lost.add_done_callback(self._agent_lost)
             return connection
+
+    async def _ask_for_pair(self, message: InitPair, deadline: Deadline) -> PairFormed:
+        connection = await self._connect(deadline.left)
+        try:
+            formed = await connection.link.request(message, timeout=deadline.left)
+        except AgentLostError:
+            lost = connection.link.lost
+            if lost.done():
+                raise
+            # It took no message: it had died before it was asked, and this client is about to hear so.
+            await asyncio.wait({lost}, timeout=min(_NEWS, deadline.left))
+            if not lost.done() or deadline.left <= 0:
+                raise
+            connection = await self._connect(deadline.left)
+            formed = await connection.link.request(message, timeout=deadline.left)
+        assert isinstance(formed, PairFormed)
+        return formed
 
     def _require(self) -> Connection:
         self._check_usable()
