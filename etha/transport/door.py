@@ -14,7 +14,8 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from etha.errors import EthaError, PeerLostError, ProtocolError
+from etha.errors import EthaError, ProtocolError
+from etha.transport.base import StreamLost
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ async def knock(agent: str, address: DataAddress, opening: bytes, count: int) ->
             conn.close()
         where = f"{address.host}:{address.port}"
         why = {EOFError: "it closed the connection", TimeoutError: "it does not answer"}.get(type(error), str(error))
-        raise PeerLostError(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
+        raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
     except BaseException:
         for conn in opened:
             conn.close()

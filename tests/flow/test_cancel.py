@@ -252,6 +252,7 @@ async def test_a_client_closed_while_its_transfer_moves(site: Site) -> None:
 
 
 def blocking(pair: str, interrupts: int) -> list[Any]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
     target = torch.zeros(SIZE)
     seen: list[Any] = []
     with etha.TensorBusClient() as client:
