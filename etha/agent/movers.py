@@ -68,7 +68,7 @@ class Movers:
         self.turns = Turns(self._perform)
         self.chronicle = Chronicle(store, spawn)
         self.running = 0
-        #: Set while no transfer moves on this agent.
+        #: Set while no transfer of this agent is between GO and its end.
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -189,7 +189,7 @@ class Movers:
         try:
             part = await self.parts.compile(live, current.source)
         except EthaError as error:
-            self._over(live, current, error, False)
+            self._moved(live, current, error, False)
             return
         except Exception as error:
             log.exception("batch %s: compiling failed", live.name)
@@ -259,9 +259,6 @@ class Movers:
 
     def _over(self, live: Live, current: Current, error: EthaError | None, touched: bool) -> None:
         current.late = None
-        self.running -= 1
-        if not self.running:
-            self.idle.set()
         assert live.transfers is not None
         self._perform(live, live.transfers.moved(current.seq, error, touched=touched))
 
@@ -281,6 +278,9 @@ class Movers:
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
             self.chronicle.tell(pair, live.name, fields)
+        self.running -= 1
+        if not self.running:
+            self.idle.set()
 
     def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
         part = live.parts[effect.source]

@@ -219,6 +219,14 @@ class Pair(Machine[Standing]):
         found = self.members().get((side, rank))
         return found is not None and found.is_same(holder)
 
+    def _superseded(self, asked: Asked, view: PairView) -> bool:
+        """Whether somebody has the rank of a caller that had it, or its launch is not the one that counts."""
+        side = view.sides.get(asked.side)
+        if side is None:
+            return False
+        newer = asked.launch is not None and side.launch is not None and side.launch != asked.launch
+        return newer or asked.rank in side.members
+
     def _admit(self, view: PairView) -> list[PairEffect]:
         out: list[PairEffect] = []
         for key in list(self._inside):
@@ -235,6 +243,10 @@ class Pair(Machine[Standing]):
             elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
                 # Redis took this for a repeated call: it has not heard that the epoch is over.
                 out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
+            elif not inside and not self._superseded(asked, view):
+                # Redis lost its data, or took our agent for dead before it had put its record back.
+                self._inside.discard(key)
+                out.append(Join(asked=asked))
             elif not inside:
                 self._forget(key)
                 text = f"pair {self.pair!r}: {asked.side} rank {asked.rank} was evicted by a newer launch of its side"

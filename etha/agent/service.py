@@ -143,8 +143,9 @@ class Agent:
         leaving = AgentLostError("the agent is leaving; init_pair and register_tensors again start another")
         for key in self.calls:
             self.calls.fail(key, leaving)
-        for session in list(self.sessions.values()):
-            self.gone(session.peer, "closed")
+        sessions, self.sessions = list(self.sessions.values()), {}  # none of them is told that another has closed
+        for session in sessions:
+            self._part(session, "closed")
         try:
             await self.movers.chronicle.write()
             await self.store.withdraw_agent(timeout=2.0)
@@ -229,10 +230,11 @@ class Agent:
 
     def gone(self, peer: Peer, reason: Reason) -> None:
         """A worker's connection is over."""
-        session = self.sessions.pop(peer.key, None)
-        if session is None:
-            return
-        self.calls.drop(peer)
+        if (session := self.sessions.pop(peer.key, None)) is not None:
+            self._part(session, reason)
+
+    def _part(self, session: Session, reason: Reason) -> None:
+        self.calls.drop(session.peer)
         self.pairs.gone(session, reason)
         self.batches.gone(session, reason)
         self.spawn(self._release(session))
@@ -280,8 +282,7 @@ class Agent:
         peer.reply(request_id, Status(report=report(self)))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
-        key = (peer.key, request.id)
-        if key in self.calls:
+        if (key := (peer.key, request.id)) in self.calls:
             self.calls.fail(key, error)
         else:
             peer.fail(request.id, error, None)

@@ -5,6 +5,10 @@
 local pair_key, own_key, far_key = KEYS[1], KEYS[2], KEYS[3]
 local side, remote, rank = req.side, req.remote, string.format('%d', req.rank)
 local me = req.member
+-- Redis has lost its data and this agent has not noticed: nobody could link to it, and others would let it go.
+if redis.call('EXISTS', PREFIX .. 'agent:' .. me.agent) == 0 then
+  return refuse('unpublished', 'agent ' .. me.agent .. ' is not listed: Redis has lost its record')
+end
 local P = hash(pair_key)
 local worlds, launches, formed = object(P.world_sizes), object(P.launches), object(P.formed_launches)
 local retired, autos, sides = object(P.retired), object(P.autos), object(P.sides)

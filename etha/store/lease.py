@@ -12,7 +12,7 @@ import logging
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
 from etha.store.batches import Batches
 from etha.store.connect import Client
-from etha.store.keys import AGENT_BEAT, AGENT_LEASE, REGISTRATION_LEASE
+from etha.store.keys import AGENT_BEAT, REGISTRATION_LEASE
 from etha.store.pairs import Pairs
 from etha.store.records import AgentRecord
 
@@ -24,7 +24,6 @@ _RENEW_REGISTRATIONS = 600.0
 class Lease(Pairs, Batches):
     """The agent's own record, and the task that keeps it."""
 
-    identity: str = ""
     _run_id: str | None = None
     _may_ask_run_id: bool = True
     _renewed_registrations: float = 0.0
@@ -48,20 +47,6 @@ class Lease(Pairs, Batches):
             values = dict(zip(flat[::2], flat[1::2], strict=True))
             records.append(AgentRecord.from_redis(f"{self.keys.prefix}agent:{agent}", agent, values))
         return sorted(records, key=lambda record: record.id)
-
-    async def _agent(self, act: str, record: AgentRecord, timeout: float) -> bool:
-        keys = [self.keys.agent(record.id), self.keys.agents, self.keys.server]
-        request = {
-            "act": act,
-            "id": record.id,
-            "record": record.to_redis(),
-            "lease": int(AGENT_LEASE * 1000),
-            "server": self.identity,
-        }
-        done = await self._keeper.script("agent", keys, request, timeout)
-        if "server" in done:
-            self.identity = str(done["server"])
-        return bool(done["here"])
 
     async def _keep(self) -> None:
         """Renew until cancelled."""
@@ -88,7 +73,8 @@ class Lease(Pairs, Batches):
         if record is None:
             return
         here = await self._agent("renew", record, timeout)
-        if restarted or not here:
+        if restarted or not here or self._forgotten:
+            self._forgotten = False
             await self._restore(timeout)
         await self._renew_registrations(timeout)
 

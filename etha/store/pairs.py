@@ -15,6 +15,7 @@ from etha.config import check_name
 from etha.errors import ConfigError
 from etha.store.connect import Client, Refused
 from etha.store.process import alive
+from etha.store.reading import Reader
 from etha.store.records import MAX_WORLD, Member, PairState, PairView, Reason, side_names
 from etha.store.session import Membership, Session
 
@@ -68,6 +69,12 @@ class Pairs(Session):
                 done = await self._connection.script("join", keys, request, deadline - loop.time())
                 break
             except Refused as refusal:
+                if refusal.code == "unpublished":
+                    if (record := self._owned.agent) is None:
+                        raise ConfigError(f"agent {member.agent} joins pair {pair} while it leaves") from None
+                    await self._agent("publish", record, deadline - loop.time())
+                    self._forgotten = True
+                    continue
                 dead = await self._dead(refusal.held, member.host, deadline)
                 if not dead:
                     raise refusal.as_error() from None
@@ -155,8 +162,9 @@ class Pairs(Session):
         found: dict[str, bool] = {}
         verdicts: dict[str, bool] = {}
         for holder in held:
-            agent, pid, start = holder["agent"], int(holder["pid"]), int(holder["start"])
-            if holder["host"] == host:
+            read = Reader(self.keys.prefix + "pair", holder)  # as a script found it in some side's hash
+            agent, pid, start = read.name("agent"), read.integer("pid", least=1), read.integer("start")
+            if read.text("host") == host:
                 gone = not alive(pid, start)
             else:
                 if agent not in verdicts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etha.store.connect import Connection, Refused
-from etha.store.keys import Keys
+from etha.store.keys import AGENT_LEASE, Keys
 from etha.store.records import AgentRecord, Member, PairView
 from etha.store.watch import Watches
 
@@ -63,7 +63,11 @@ class Owned:
 
 
 class Session:
-    """Base of the store's parts."""
+    """Base of the store's parts; ``identity`` is the id of the Redis that has this agent's record."""
+
+    identity: str = ""
+    #: Redis has shown that it lost our data; the next beat puts it back.
+    _forgotten: bool = False
 
     def __init__(
         self, connection: Connection, keeper: Connection, keys: Keys, watches: Watches, timeout: float
@@ -86,6 +90,20 @@ class Session:
             return await self._connection.script(name, keys, request, self._limit(timeout))
         except Refused as refusal:
             raise refusal.as_error() from None
+
+    async def _agent(self, act: str, record: AgentRecord, timeout: float) -> bool:
+        keys = [self.keys.agent(record.id), self.keys.agents, self.keys.server]
+        request = {
+            "act": act,
+            "id": record.id,
+            "record": record.to_redis(),
+            "lease": int(AGENT_LEASE * 1000),
+            "server": self.identity,
+        }
+        done = await self._keeper.script("agent", keys, request, timeout)
+        if "server" in done:
+            self.identity = str(done["server"])
+        return bool(done["here"])
 
     async def _prune(self, key: str, name: str, timeout: float | None) -> None:
         """Remove a name from an index whose hash is gone; whoever writes that hash adds it again."""

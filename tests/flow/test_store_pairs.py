@@ -265,7 +265,7 @@ async def test_a_lease_that_is_not_renewed_is_waited_out(
     server: Server, others: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespace = fresh_namespace()
-    monkeypatch.setattr("etha.store.lease.AGENT_LEASE", 1.5)
+    monkeypatch.setattr("etha.store.session.AGENT_LEASE", 1.5)
     monkeypatch.setattr("etha.store.lease.AGENT_BEAT", 0.4)
     async with agent(server.url, namespace, "far", host="far-away") as other:
         await trainer(other, dead(agent="far", host="far-away"))

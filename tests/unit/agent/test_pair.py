@@ -260,10 +260,25 @@ def test_who_is_evicted_hears_it() -> None:
     world = World()
     key = world.ask(("t", 0))
     world.drain()
-    del world.redis.members["t", 0]
+    world.redis.members["t", 0] = replace(world.redis.members["t", 0], pid=99)
     world.look()
     assert isinstance(world.errors[key], PeerLostError) and world.errors[key].reason == "relaunched"
     assert "t rank 0 was evicted by a newer launch of its side" in world.errors[key].message
+
+
+def test_who_waits_joins_again_when_redis_has_forgotten_it() -> None:
+    world = World()
+    key = world.ask(("t", 0))
+    world.drain()
+    del world.redis.members["t", 0]
+    world.look()
+    assert key not in world.errors
+    world.drain()
+    assert ("t", 0) in world.redis.members
+    for member in MEMBERS[1:]:
+        world.ask(member)
+    world.drain()
+    assert world.answers[key] == 1
 
 
 def test_an_older_view_is_ignored() -> None:
