@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from etha.agent.roster import Manifest, digest_of
-from etha.errors import ProtocolError
+from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
 from etha.store.registry import Store
 
@@ -45,10 +45,7 @@ class Library:
                     raise ProtocolError(f"Redis: manifest {digest} is missing or not what its digest says")
                 missing = Manifest.layout_digests(fields) - self._layouts.keys()
                 for name, text in (await self._store.layouts(missing)).items():
-                    layout = Layout.from_plain(json.loads(text))
-                    if layout.digest() != name:
-                        raise ProtocolError(f"Redis: layout {name} is not what its digest says")
-                    self._layouts[name] = layout
+                    self._layouts[name] = _layout(name, text)
                 self._keep(digest, Manifest.from_fields(fields, self._layouts))
             out[digest] = self._manifests[digest]
             self._manifests.move_to_end(digest)
@@ -58,3 +55,14 @@ class Library:
         self._manifests[digest] = manifest
         while len(self._manifests) > _KEPT:
             self._manifests.popitem(last=False)
+
+
+def _layout(digest: str, text: str) -> Layout:
+    """The layout that Redis holds under a digest; ProtocolError for another one or none."""
+    try:
+        layout = Layout.from_plain(json.loads(text))
+    except (ValueError, RecursionError, LayoutError):
+        layout = None
+    if layout is None or layout.digest() != digest:
+        raise ProtocolError(f"Redis: layout {digest} is not what its digest says: {text[:120]!r}")
+    return layout

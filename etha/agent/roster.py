@@ -17,6 +17,7 @@ from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout, dtypes
 
 Direction = Literal["send", "recv", "both"]
+_MAX_INT = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ class Record:
                 bool(atomic),
                 None | "sample" | "full" as verify,
                 int(seq),
-            ] if all(isinstance(pair, str) for pair in pairs) and seq >= 0:
+            ] if all(isinstance(pair, str) for pair in pairs) and 0 <= seq <= _MAX_INT and _size(bucket):
                 return cls(
                     manifest=manifest,
                     form=form,
@@ -182,10 +183,14 @@ def _predict(layout: Layout, shape: tuple[int, ...] | None, rank: int) -> tuple[
         return None
 
 
+def _size(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 < value <= _MAX_INT)
+
+
 def _json(key: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         _wrong(key, text)
 
 

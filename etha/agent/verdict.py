@@ -44,7 +44,7 @@ class Verdict:
                     return cls(
                         digest=digest, reads=tuple(reads), shared=shared, staging=staging, streams=streams, seq=seq
                     )
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             pass
         raise ProtocolError(f"Redis: what agent {agent} says of a registration is not a verdict: {text[:120]!r}")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped, unused-ignore]
 
-from etha.bus.schema import MAX_BYTES, MAX_NODES, MAX_STRING, STRUCTS, Bounds, Checker, Mismatch, plain, struct
+from etha.bus.schema import MAX_NODES, MAX_STRING, STRUCTS, Bounds, Checker, Mismatch, plain, shown, struct
 from etha.errors import EthaError, ProtocolError, from_wire
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "decode",
     "encode",
     "message",
+    "unpack",
 ]
 
 PROTOCOL = 1
@@ -41,6 +42,8 @@ MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.
 MAX_TEXT = 1 << 20
 _MAX_ID = (1 << 63) - 1
+#: Characters of what is said about a malformed message: it goes back to its sender and into the log.
+_MAX_COMPLAINT = 1000
 
 T = TypeVar("T")
 
@@ -100,7 +103,7 @@ class Malformed(ProtocolError):
     """Bytes that are no message of ours; ``id`` is the request's, where at least that could be read."""
 
     def __init__(self, message: str, id: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message[:_MAX_COMPLAINT])
         self.id = id
 
 
@@ -172,29 +175,46 @@ def decode(data: bytes | memoryview, now: float = 0.0) -> Envelope:
     """
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
-    try:
-        wire = msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            max_str_len=MAX_BYTES,
-            max_bin_len=MAX_BYTES,
-            max_array_len=MAX_NODES,
-            max_map_len=MAX_NODES,
-            max_ext_len=0,
-        )
-    except ValueError as error:  # msgpack's own errors and bad UTF-8 are all ValueErrors
-        raise Malformed(f"not msgpack: {error}") from None
+    wire = unpack(data, MAX_NODES)
     if type(wire) is not dict:
         raise Malformed(f"not a message: {type(wire).__name__} instead of a map")
     id, version = wire.pop("id", None), wire.pop("v", None)
     if type(id) is not int or not 0 <= id <= _MAX_ID:
         raise Malformed("not a message: no id")
     if version != PROTOCOL or type(version) is not int:
-        raise Malformed(f"the other end speaks protocol {version!r}, this one {PROTOCOL}: use one version of etha", id)
+        text = f"the other end speaks protocol {shown(version)}, this one {PROTOCOL}: use one version of etha"
+        raise Malformed(text, id)
     try:
         return _envelope(id, wire, now)
     except Mismatch as error:
         raise Malformed(f"malformed message {id}: {error}", id) from None
+
+
+def unpack(data: bytes | memoryview, most: int) -> Any:
+    """The one msgpack value in ``data``, none of its collections of more than ``most`` items; Malformed.
+
+    msgpack allocates an array as long as its header says. So where one may be long, the whole is walked
+    first without building anything: what is promised and does not follow costs nothing.
+    """
+    raw = bytes(data)
+    try:
+        if b"\xdc" in raw or b"\xdd" in raw:  # heads of arrays of 16 items and more
+            walk = msgpack.Unpacker(max_buffer_size=len(raw))
+            walk.feed(raw)
+            walk.skip()
+        return msgpack.unpackb(
+            raw,
+            strict_map_key=True,
+            max_str_len=len(raw),
+            max_bin_len=len(raw),
+            max_array_len=most,
+            max_map_len=most,
+            max_ext_len=0,
+        )
+    except msgpack.OutOfData:
+        raise Malformed("not msgpack: it ends too early") from None
+    except ValueError as error:  # msgpack's other errors and bad UTF-8 are all ValueErrors
+        raise Malformed(f"not msgpack: {error}") from None
 
 
 def _envelope(id: int, wire: dict[str, Any], now: float) -> Envelope:
@@ -204,11 +224,11 @@ def _envelope(id: int, wire: dict[str, Any], now: float) -> Envelope:
             raise Mismatch("a request needs an id above 0")
         left = wire["left"]
         if left is not None and (type(left) not in (float, int) or not math.isfinite(left)):
-            raise Mismatch(f"left: expected seconds or null, got {left!r}")
+            raise Mismatch(f"left: expected seconds or null, got {shown(left)}")
         deadline = math.inf if left is None else now + max(0.0, left)
         return Request(id, left, _message(wire["op"], wire["args"]), deadline)
     if len(wire) != 1:
-        raise Mismatch(f"no envelope has the fields {sorted(map(str, keys))[:8]}")
+        raise Mismatch(f"no envelope has the fields {sorted(map(shown, keys))[:8]}")
     ((kind, body),) = wire.items()
     match kind:
         case "ok" | "push":
@@ -220,13 +240,13 @@ def _envelope(id: int, wire: dict[str, Any], now: float) -> Envelope:
             return _failure(id, body)
         case "cancel" if body is True:
             return Cancel(id)
-    raise Mismatch(f"no envelope has the field {str(kind)[:40]!r}")
+    raise Mismatch(f"no envelope has the field {shown(kind)}")
 
 
 def _message(op: Any, args: Any) -> Any:
     found = _BY_OP.get(op) if type(op) is str else None
     if found is None:
-        raise Mismatch(f"unknown operation {str(op)[:100]!r}")
+        raise Mismatch(f"unknown operation {shown(op)}")
     try:
         return found[1](args)
     except Mismatch as error:
@@ -246,4 +266,4 @@ def _failure(id: int, body: Any) -> Failure:
     try:
         return Failure(id, from_wire(body, traceback), traceback)
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # data that its class does not take
-        raise Mismatch(f"error.data of {code!r}: {error}") from None
+        raise Mismatch(f"error.data of {shown(code)}: {error}") from None

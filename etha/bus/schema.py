@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from etha.errors import EthaError
@@ -49,7 +50,10 @@ class Mismatch(Exception):
         return f"{''.join(reversed(self.path)).lstrip('.') or 'message'}: {self.text}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """An untrusted value in at most 60 characters; what is large or nested is not looked at."""
+    if isinstance(value, str | bytes):
+        value = value[:60]
     text = repr(value) if isinstance(value, str | bytes | int | float | None) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -57,7 +61,7 @@ def _shown(value: object) -> str:
 def _scalar(kind: type, name: str) -> Checker:
     def check(value: Any) -> Any:
         if type(value) is not kind:
-            raise Mismatch(f"expected {name}, got {_shown(value)}")
+            raise Mismatch(f"expected {name}, got {shown(value)}")
         return value
 
     return check
@@ -70,14 +74,14 @@ def _number(value: Any) -> float:
         try:
             return float(value)
         except OverflowError:
-            raise Mismatch(f"expected float, got {_shown(value)}") from None
-    raise Mismatch(f"expected float, got {_shown(value)}")
+            raise Mismatch(f"expected float, got {shown(value)}") from None
+    raise Mismatch(f"expected float, got {shown(value)}")
 
 
 def _sized(kind: type[str] | type[bytes], name: str, limit: int) -> Checker:
     def check(value: Any) -> Any:
         if type(value) is not kind:
-            raise Mismatch(f"expected {name}, got {_shown(value)}")
+            raise Mismatch(f"expected {name}, got {shown(value)}")
         if len(value) > limit:
             raise Mismatch(f"{len(value)} long, at most {limit} allowed")
         return value
@@ -91,7 +95,7 @@ def _literal(allowed: tuple[Any, ...]) -> Checker:
 
     def check(value: Any) -> Any:
         if type(value) not in (str, int, bool, bytes, types.NoneType) or (type(value), value) not in known:
-            raise Mismatch(f"expected one of {', '.join(map(repr, allowed))}, got {_shown(value)}")
+            raise Mismatch(f"expected one of {', '.join(map(repr, allowed))}, got {shown(value)}")
         return value
 
     return check
@@ -100,7 +104,7 @@ def _literal(allowed: tuple[Any, ...]) -> Checker:
 def _items(item: Checker, limit: int) -> Checker:
     def check(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise Mismatch(f"expected an array, got {_shown(value)}")
+            raise Mismatch(f"expected an array, got {shown(value)}")
         if len(value) > limit:
             raise Mismatch(f"{len(value)} items, at most {limit} allowed")
         index = 0
@@ -118,7 +122,7 @@ def _items(item: Checker, limit: int) -> Checker:
 def _record(items: Sequence[Checker]) -> Checker:
     def check(value: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(items):
-            got = f"{len(value)} items" if type(value) is list else _shown(value)
+            got = f"{len(value)} items" if type(value) is list else shown(value)
             raise Mismatch(f"expected an array of {len(items)}, got {got}")
         index = 0
         try:
@@ -135,16 +139,16 @@ def _record(items: Sequence[Checker]) -> Checker:
 def _mapping(item: Checker, limit: int) -> Checker:
     def check(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
-            raise Mismatch(f"expected a map, got {_shown(value)}")
+            raise Mismatch(f"expected a map, got {shown(value)}")
         if len(value) > limit:
             raise Mismatch(f"{len(value)} items, at most {limit} allowed")
         for key, element in value.items():
             if type(key) is not str or len(key) > MAX_STRING:
-                raise Mismatch(f"expected text of at most {MAX_STRING} as a key, got {_shown(key)}")
+                raise Mismatch(f"expected text of at most {MAX_STRING} as a key, got {shown(key)}")
             try:
                 value[key] = item(element)
             except Mismatch as error:
-                error.path.append(f"[{_shown(key)}]")
+                error.path.append(f"[{shown(key)}]")
                 raise
         return value
 
@@ -167,7 +171,7 @@ def plain(value: Any) -> Any:
         elif kind is list:
             stack += [(element, depth + 1) for element in item]
         elif (kind is str and len(item) > MAX_BYTES) or kind not in (str, bytes, int, float, bool, types.NoneType):
-            raise Mismatch(f"not plain data: {_shown(item)}")
+            raise Mismatch(f"not plain data: {shown(item)}")
     return value
 
 
@@ -183,7 +187,7 @@ def _union(arms: Sequence[tuple[Checker, frozenset[type]]], hint: Any) -> tuple[
         arm = by_type.get(type(value))
         if arm is None:
             names = ", ".join(sorted(kind.__name__ for kind in by_type))
-            raise Mismatch(f"expected one of {names}, got {_shown(value)}")
+            raise Mismatch(f"expected one of {names}, got {shown(value)}")
         return arm(value)
 
     return check, frozenset(by_type)
@@ -234,7 +238,7 @@ def _compile(hint: Any, bounds: Bounds | None = None) -> tuple[Checker, frozense
 def _bounded_plain(limit: int) -> Checker:
     def check(value: Any) -> dict[str, Any]:
         if type(value) is not dict or len(value) > limit:
-            raise Mismatch(f"expected a map of at most {limit}, got {_shown(value)}")
+            raise Mismatch(f"expected a map of at most {limit}, got {shown(value)}")
         return typing.cast("dict[str, Any]", plain(value))
 
     return check
@@ -256,10 +260,10 @@ def struct(cls: type) -> Checker:
 
     def check(value: Any) -> Any:
         if type(value) is not dict:
-            raise Mismatch(f"expected a map, got {_shown(value)}")
+            raise Mismatch(f"expected a map, got {shown(value)}")
         if value.keys() != expected:
             missing = sorted(expected - value.keys())
-            unknown = sorted(_shown(key) for key in value.keys() - expected)
+            unknown = sorted(map(shown, islice(value.keys() - expected, 8)))
             raise Mismatch(f"fields missing: {missing or 'none'}, unknown: {unknown or 'none'}")
         name = ""
         try:

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import msgpack  # type: ignore[import-untyped, unused-ignore]
 
-from etha.bus.codec import Malformed
-from etha.bus.schema import MAX_ITEMS, STRUCTS, Bounds, Checker, Mismatch, plain, struct
+from etha.bus.codec import Malformed, unpack
+from etha.bus.schema import MAX_ITEMS, STRUCTS, Bounds, Checker, Mismatch, plain, shown, struct
 from etha.config import check_name
 from etha.errors import EthaError, ProtocolError, from_wire
 from etha.peer.introductions import Introduction
@@ -151,7 +151,7 @@ def _error_from_wire(wire: _Error) -> EthaError:
         plain(wire.data)
         return from_wire({"code": wire.code, "text": wire.text, "data": wire.data}, wire.traceback)
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # data that its class does not take
-        raise Mismatch(f"data of error {wire.code!r}: {error}") from None
+        raise Mismatch(f"data of error {shown(wire.code)}: {error}") from None
 
 
 def _checker(cls: type) -> Checker:
@@ -212,26 +212,15 @@ def decode(data: bytes | memoryview) -> Envelope:
     """The message in ``data``; Malformed (a ProtocolError that names the field) for anything else than one."""
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
-    most = min(len(data), MAX_ITEMS)  # a header that promises more items than bytes follow allocates nothing
-    try:
-        wire = msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            max_str_len=MAX_MESSAGE,
-            max_bin_len=MAX_MESSAGE,
-            max_array_len=most,
-            max_map_len=most,
-            max_ext_len=0,
-        )
-    except ValueError as error:  # msgpack's own errors and bad UTF-8 are all ValueErrors
-        raise Malformed(f"not msgpack: {error}") from None
+    wire = unpack(data, MAX_ITEMS)
     if type(wire) is not dict or wire.keys() != {"v", "op", "scope", "args"}:
         raise Malformed("not a message between agents")
     if type(wire["v"]) is not int or wire["v"] != PROTOCOL:
-        raise Malformed(f"the other agent speaks protocol {wire['v']!r}, this one {PROTOCOL}: use one version of etha")
+        theirs = shown(wire["v"])
+        raise Malformed(f"the other agent speaks protocol {theirs}, this one {PROTOCOL}: use one version of etha")
     found = _BY_OP.get(wire["op"]) if type(wire["op"]) is str else None
     if found is None:
-        raise Malformed(f"unknown message {str(wire['op'])[:100]!r}")
+        raise Malformed(f"unknown message {shown(wire['op'])}")
     cls, check = found
     try:
         scope = _scope(wire["scope"])

@@ -50,7 +50,7 @@ class Reader:
         value = self.values.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, str) and value.isascii() and value.lstrip("-").isdigit() and len(value) <= 20:
+        if isinstance(value, str) and value.isascii() and value.removeprefix("-").isdigit() and len(value) <= 20:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.wrong(name, f"a whole number from {least} to {most}")
@@ -80,7 +80,7 @@ class Reader:
         """Whatever JSON the field holds."""
         try:
             return json.loads(self.text(name, default=default))
-        except ValueError:
+        except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             raise self.wrong(name, "JSON") from None
 
     def json_object(self, name: str) -> Reader:

@@ -75,7 +75,7 @@ def version_from_text(text: str) -> int | str | None:
     if text[0] == '"':
         try:
             return str(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     digits = text.removeprefix("-")
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 4000 else text
@@ -101,16 +101,13 @@ class Roster:
             if kind == "agent":
                 verdicts[rest] = read.text(name, most=1000)
             elif kind in ("", "closed") and slash:
-                if (
-                    NAME.fullmatch(side) is None
-                    or not (rank.isascii() and rank.isdigit())
-                    or int(rank[:20]) >= MAX_WORLD
-                ):
-                    raise read.wrong(name, "a field named SIDE/RANK")
+                number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) <= 20 else MAX_WORLD
+                if NAME.fullmatch(side) is None or number >= MAX_WORLD:
+                    raise read.wrong(name[:200], "a field named SIDE/RANK")
                 if kind == "closed":
-                    closed.add((side, int(rank)))
+                    closed.add((side, number))
                 else:
-                    entries[side, int(rank)] = read.text(name)
+                    entries[side, number] = read.text(name)
         return cls(
             generation=generation, entries=dict(sorted(entries.items())), verdicts=verdicts, closed=frozenset(closed)
         )
