@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof fuzz faults bench gpu clean
+.PHONY: install demo test lint proof fuzz faults chaos bench gpu clean
 
 install: $(STAMP)
 
@@ -33,13 +33,13 @@ lint: install
 	$(BIN)/mypy --strict etha
 
 test: lint
-	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults" $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults and not chaos" $(PYTEST)
 
 # 10,000 random layout pairs against enumerated truth (the suite takes 1,000), and Redis away for 30 s.
 proof: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow/test_redis_away.py -m proof $(PYTEST)
 
-# A million mutated messages (docs/security.md says which); the suite sends 20,000. ETHA_FUZZ_SEED repeats a run.
+# A million mutated messages (docs/security.md says which); the suite sends 60,000. ETHA_FUZZ_SEED repeats a run.
 fuzz: install
 	@$(PRIVATE) ETHA_FUZZ_MESSAGES=$${ETHA_FUZZ_MESSAGES:-1000000} $(BIN)/python -m pytest tests/fuzz $(PYTEST)
 
@@ -48,6 +48,10 @@ faults: install
 	@$(PRIVATE) for signals in "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" STOP STOP; do \
 		$(BIN)/python -m pytest tests/faults -k "$$signals" $(PYTEST) || exit 1; \
 	done
+
+# 2,000 transfers a way, atomic and not, 300 of them disturbed: cancelled, out of time, a client or an agent gone.
+chaos: install
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_chaos.py -m chaos -s $(PYTEST)
 
 bench: install
 	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes; do \

@@ -61,9 +61,10 @@ class Chaos:
 
     async def open(self) -> None:
         """The pair and the batch, formed (again) by all; targets keep what they hold."""
-        await self.sides.meet(
-            device_mesh=(2,), trainer={"placements": [Shard(0)]}, inference={"placements": [Shard(1)]}, timeout=60
-        )
+        try:
+            await self.meet()
+        except AgentLostError:  # somebody heard only now that its agent had been killed
+            await self.meet()
         if not self.held:
             whole = torch.zeros_like(PATTERN)
             self.tensors = {m: cut(whole, int(m[0] != "trainer"), 2, m[1]).contiguous() for m in self.sides.members}
@@ -74,6 +75,11 @@ class Chaos:
         for handle in handles.values():
             assert not isinstance(handle, EthaError), handle
         self.handles = handles
+
+    async def meet(self) -> None:
+        await self.sides.meet(
+            device_mesh=(2,), trainer={"placements": [Shard(0)]}, inference={"placements": [Shard(1)]}, timeout=60
+        )
 
     def begin(self, deadlines: dict[Member, float] | None = None) -> dict[Member, asyncio.Task[Any]]:
         self.version += 1

@@ -1,0 +1,25 @@
+"""Two thousand transfers a way, three hundred of them disturbed; about a quarter of an hour each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.flow.chaos import Chaos
+from tests.flow.sides import Sides
+from tests.flow.sites import open_site
+from tests.flow.ways import Way
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("way", [Way.LOCAL, Way.TCP, Way.HOST], ids=lambda way: way.value)
+@pytest.mark.parametrize("atomic", [True, False])
+async def test_every_outcome_of_two_thousand_transfers_is_said_as_it_is(way: Way, atomic: bool) -> None:
+    with open_site(way) as site:
+        async with Sides(site, "chaos", trainer=2, inference=2, timeout=20) as sides:
+            chaos = Chaos(sides, atomic=atomic, seed=2026)
+            await chaos.run(2000)
+        events = sum(chaos.counts[event] for event in ("cancel", "deadline", "close", "kill"))
+        assert events > 250, chaos.counts
+        print(way.value, "atomic" if atomic else "plain", dict(chaos.counts))
