@@ -23,7 +23,7 @@ from tests.unit.peer.agents import until
 from tests.unit.transport.agents import Agent, Job, agents, make_plan, same, transfer
 
 from .mutation import damage
-from .trial import bounded, count, rng_of, seeds
+from .trial import Lines, bounded, count, rng_of, seeds
 
 #: Connections at once: fewer than the door lets wait.
 BURST = 64
@@ -67,11 +67,11 @@ async def said(at: Agent, data: bytes, *, end: bool = True) -> bytes:
 
 
 @pytest.mark.timeout(1800)
-async def test_tokens_that_are_not_good(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tokens_that_are_not_good() -> None:
     async with agents(["a", "b"]) as at:
         await good(at, 1)
         todo = seeds("data port")
-        with bounded():
+        with bounded(), Lines("etha.transport.door", "etha.transport.inlets") as lines:
             while some := list(itertools.islice(todo, BURST)):
                 given = await at["b"].address_for("a").tokens(len(some))
                 knocks = []
@@ -84,15 +84,14 @@ async def test_tokens_that_are_not_good(caplog: pytest.LogCaptureFixture) -> Non
                     count("data port", "refused")
                     knocks.append(said(at["b"], data))
                 assert set(await asyncio.gather(*knocks)) <= {b""}
-                lines = [r for r in caplog.records if "closed a data connection" in r.getMessage()]
-                assert len(lines) == len(knocks), "one line each"
-                assert not [r for r in caplog.records if r.exc_info]
-                caplog.clear()
+                assert len([n for n in lines.said if "closed a data connection" in n]) == len(knocks), "one line each"
+                assert not lines.broken
+                lines.said.clear()
         await good(at, 2)
 
 
 @pytest.mark.timeout(1800)
-async def test_headers_and_spans_after_a_good_token(caplog: pytest.LogCaptureFixture) -> None:
+async def test_headers_and_spans_after_a_good_token() -> None:
     async with agents(["a", "b"]) as at:
         await good(at, 1)
         flow = job().wire("a").sends["b"]
@@ -104,7 +103,7 @@ async def test_headers_and_spans_after_a_good_token(caplog: pytest.LogCaptureFix
 
         at["b"].plane.match = matched  # type: ignore[method-assign]
         todo = seeds("data stream")
-        with bounded():
+        with bounded(), Lines("etha.transport.door", "etha.transport.inlets") as lines:
             while some := list(itertools.islice(todo, BURST)):
                 given = await at["b"].address_for("evil").tokens(len(some))
                 opening, knocks = secrets.token_bytes(OPENING_BYTES), []
@@ -123,8 +122,8 @@ async def test_headers_and_spans_after_a_good_token(caplog: pytest.LogCaptureFix
                     await until(lambda: sum(d.done() for d in heard) + len(waiting) >= len(heard), 20.0)  # noqa: B023
                     at["b"].plane.drop("evil")
                 assert {done.result() for done in heard} <= {b"\1", b""}
-                assert not [r for r in caplog.records if r.exc_info]
-                caplog.clear()
+                assert not lines.broken
+                lines.said.clear()
         at["b"].plane.match = match  # type: ignore[method-assign]
         await good(at, 2)
         await good(at, 3)

@@ -7,6 +7,7 @@ ETHA_FUZZ_SEED       repeats a run; 1 by default
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -84,6 +85,29 @@ def shown(data: Any) -> str:
     if isinstance(data, bytes):
         return data.hex()
     return str(data).encode("utf-8", "backslashreplace").hex()
+
+
+class Lines(logging.Filter):
+    """What modules log while entered, as text and to nobody else: pytest would keep every record with its error."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._loggers = [logging.getLogger(name) for name in names]
+        self.said: list[str] = []
+        self.broken: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        (self.broken if record.exc_info else self.said).append(record.getMessage())
+        return False
+
+    def __enter__(self) -> Lines:
+        for logger in self._loggers:
+            logger.addFilter(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for logger in self._loggers:
+            logger.removeFilter(self)
 
 
 @contextmanager
