@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof fuzz faults chaos bench gpu clean
+.PHONY: install demo test lint proof ways fuzz faults chaos bench gpu clean
 
 install: $(STAMP)
 
@@ -32,14 +32,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict etha
 
+# Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too.
 test: lint
-	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults and not chaos" $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults and not chaos" --ways local,tcp,three $(PYTEST)
+
+ways: install
+	@$(PRIVATE) $(BIN)/python -m pytest tests/flow -m "not proof" --ways local,tcp,host,three $(PYTEST)
 
 # 10,000 random layout pairs against enumerated truth (the suite takes 1,000), and Redis away for 30 s.
 proof: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow/test_redis_away.py -m proof $(PYTEST)
 
-# A million mutated messages (docs/security.md says which); the suite sends 60,000. ETHA_FUZZ_SEED repeats a run.
+# A million mutated messages (docs/security.md says which); the suite sends 20,000. ETHA_FUZZ_SEED repeats a run.
 fuzz: install
 	@$(PRIVATE) ETHA_FUZZ_MESSAGES=$${ETHA_FUZZ_MESSAGES:-1000000} $(BIN)/python -m pytest tests/fuzz $(PYTEST)
 

@@ -1,6 +1,6 @@
 """How many messages each trial gets, how a failing one is told, and what memory a trial may take.
 
-ETHA_FUZZ_MESSAGES   in all, 60,000 by default; `make fuzz` takes a million
+ETHA_FUZZ_MESSAGES   in all, 20,000 by default; `make fuzz` takes a million
 ETHA_FUZZ_SEED       repeats a run; 1 by default
 """
 
@@ -18,7 +18,7 @@ import pytest
 
 from bench.footprint import Footprint, forget_peak
 
-MESSAGES = int(os.environ.get("ETHA_FUZZ_MESSAGES", "60000"))
+MESSAGES = int(os.environ.get("ETHA_FUZZ_MESSAGES", "20000"))
 SEED = int(os.environ.get("ETHA_FUZZ_SEED", "1"))
 #: What a trial gets of every million.
 SHARES = {
