@@ -101,7 +101,7 @@ async def moved(site: Site, pair: str, source: Layout, target: Layout) -> None:
     async with Sides(site, pair, **worlds, timeout=60) as sides:
         agents = Agents(sides)
         pids = await agents.pids()
-        own = [Footprint.of(pid).own for pid in pids]
+        before_all = [Footprint.of(pid) for pid in pids]
         for pid in pids:
             forget_peak(pid)
         meshes = {
@@ -128,9 +128,11 @@ async def moved(site: Site, pair: str, source: Layout, target: Layout) -> None:
         for member, result in results.items():
             if member[0] == "inference":
                 assert result.bytes == sum(x.nbytes for x in move.given[member].values())
-        for pid, idle in zip(pids, own, strict=True):
+        for pid, then in zip(pids, before_all, strict=True):
             now = Footprint.of(pid)
-            assert now.peak - now.shared - idle <= staging + SLACK, f"staging {staging}, idle {idle}, now {now}"
+            # Tensors of earlier tests may still have been mapped when the peak was forgotten.
+            grown = now.peak - max(then.shared, now.shared) - then.own
+            assert grown <= staging + SLACK, f"staging {staging}, before {then}, now {now}"
 
 
 @pytest.mark.ways("tcp")
