@@ -24,6 +24,7 @@ IoVec = npt.NDArray[np.uint64]
 #: Most segments that one call takes (UIO_MAXIOV).
 MAX_SEGMENTS = 1024
 MAX_TOKEN = 256
+_MAX_PID = (1 << 31) - 1
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,6 +70,9 @@ class ProcessMemory:
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self.started = started
+        self._pidfd = -1
+        if not 0 < pid <= _MAX_PID:  # another agent may say anything
+            raise WorkerGoneError(f"there is no process {pid}", pid=pid)
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:

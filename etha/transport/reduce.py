@@ -14,13 +14,14 @@ from math import prod
 import numpy as np
 import torch
 
-from etha.memory.views import CARRIERS, View
+from etha.memory.views import View
 from etha.plan.program import Slot
 from etha.plan.simulate import combine, finish
 from etha.transport import kernels
 from etha.transport.boxes import Ints
 from etha.transport.kernels import Buffer, Workspace
 from etha.transport.segments import Op
+from etha.transport.staging import dense_view
 from etha.transport.tiles import BOUNCE_BYTES, Tile
 
 #: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
@@ -60,7 +61,7 @@ class Reduced:
     def run(self, work: Workspace) -> None:
         """Reduce and write; a ReachError leaves the targets half written."""
         buffer = Buffer(self.numel * self.source.itemsize)
-        part = _view(buffer.typed(self.source))
+        part = dense_view(buffer.typed(self.source))
         with torch.no_grad():
             total: torch.Tensor | None = None
             for steps in self.contributions:
@@ -71,22 +72,8 @@ class Reduced:
                     term = term**self.slot.p
                 total = term if total is None else combine(total, term, self.slot)
             assert total is not None, "a slot without contributions"
-            done = _view(finish(total, self.slot).to(self.wire))
+            done = dense_view(finish(total, self.slot).to(self.wire))
         _run([Op(s.tile, done, s.view, s.at, s.offset) for s in self.results], work)
-
-
-def _view(flat: torch.Tensor) -> View:
-    return View(
-        shape=(flat.numel(),),
-        strides=(1,),
-        dtype=flat.dtype,
-        address=flat.data_ptr(),
-        space="scratch",
-        place=0,
-        nbytes=flat.numel() * flat.itemsize,
-        flat=flat,
-        raw=flat.view(CARRIERS[flat.itemsize]),
-    )
 
 
 def _run(ops: Sequence[Op], work: Workspace) -> None:
