@@ -1,8 +1,11 @@
 """Etha: tensors between two PyTorch jobs, from any layout to any layout. Public names, nothing else."""
 
 from etha.client.aio import AsyncTensorBusClient
+from etha.client.future import TransferFuture
 from etha.client.results import Offer, TransferResult
-from etha.client.sync import BatchHandle, Pair, TensorBusClient, TransferFuture
+from etha.client.sync import TensorBusClient
+from etha.client.sync_handle import BatchHandle
+from etha.client.sync_pair import Pair
 from etha.client.tensors import empty, empty_like, share_module
 from etha.errors import (
     AgentLostError,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
+from etha.client.future import TransferFuture
+from etha.client.results import TransferResult
 
 T = TypeVar("T")
 
@@ -28,9 +30,9 @@ class Portal:
         self._thread.start()
         atexit.register(self.close)
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def submit(self, work: Coroutine[Any, Any, TransferResult]) -> TransferFuture:
+        """Begin a transfer on the loop."""
+        return TransferFuture.of_coroutine(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for it.

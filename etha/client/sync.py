@@ -7,10 +7,8 @@ Every call runs the coroutine of the same name on the process's portal thread. C
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -20,162 +18,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient, OnCommit, OnProgress
+from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
-from etha.client.results import Lost as AsyncLost
 from etha.client.results import Offer, TransferResult, Version
 from etha.client.results import Pair as AsyncPair
+from etha.client.sync_handle import BatchHandle
+from etha.client.sync_pair import Lost, Pair
 from etha.errors import ConfigError
 
 T = TypeVar("T")
-
-
-class Lost:
-    """Set once a pair's epoch is over; as ``threading.Event``, with a ``reason``."""
-
-    def __init__(self, inner: AsyncLost, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        self._inner, self._run = inner, run
-
-    @property
-    def reason(self) -> str | None:
-        """ "relaunched", "closed" or "died"; None while the epoch stands."""
-        return self._inner.reason
-
-    def is_set(self) -> bool:
-        """Whether the epoch is over."""
-        return self._inner.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is, at most ``timeout`` seconds; tells whether it is."""
-        return bool(self._run(self._wait(timeout)))
-
-    async def _wait(self, timeout: float | None) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await self._inner.wait()
-        except TimeoutError:
-            pass
-        return self._inner.is_set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
-
-    name: str
-    local_name: str
-    remote_name: str
-    local_world_size: int
-    remote_world_size: int
-    epoch: int
-    lost: Lost
-
-
-class TransferFuture:
-    """A transfer under way, from ``transfer(..., blocking=False)``."""
-
-    def __init__(self, future: concurrent.futures.Future[TransferResult]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> TransferResult:
-        """Block for the result or raise the transfer's error; TimeoutError after ``timeout`` seconds."""
-        return self._future.result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block for the end; the transfer's error, or None when it went well."""
-        return self._future.exception(timeout)
-
-    def add_done_callback(self, function: Callable[[TransferFuture], None]) -> None:
-        """Call ``function(self)`` at the end, on the client's loop thread, or at once if it is over."""
-        self._future.add_done_callback(lambda _: function(self))
-
-
-class BatchHandle:
-    """A registered batch; ``with`` closes it. Returned by ``register_tensors``."""
-
-    def __init__(self, client: TensorBusClient, inner: AsyncBatchHandle) -> None:
-        self._client, self._inner = client, inner
-
-    @property
-    def batch_id(self) -> str:
-        """The batch's name."""
-        return self._inner.batch_id
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """The plan in short: tensors, and per possible direction its bytes and digest."""
-        return self._inner.plan
-
-    @property
-    def version(self) -> Version:
-        """The label of the last transfer that this worker sent or received: what the tensors hold."""
-        return self._inner.version
-
-    @property
-    def atomic(self) -> bool:
-        """Whether receivers keep the old version until commit."""
-        return self._inner.atomic
-
-    @overload
-    def transfer(
-        self,
-        transfer_type: Literal["send", "recv"],
-        *,
-        blocking: Literal[True] = True,
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-    ) -> TransferResult: ...
-
-    @overload
-    def transfer(
-        self,
-        transfer_type: Literal["send", "recv"],
-        *,
-        blocking: Literal[False],
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-    ) -> TransferFuture: ...
-
-    def transfer(
-        self,
-        transfer_type: Literal["send", "recv"],
-        *,
-        blocking: bool = True,
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-    ) -> TransferResult | TransferFuture:
-        """Move this batch once; see ``TensorBusClient.transfer``."""
-        return self._client._move(
-            self._inner,
-            transfer_type,
-            blocking,
-            {"version": version, "on_commit": on_commit, "timeout": timeout, "progress": progress},
-        )
-
-    def wait_offer(self, *, timeout: float | None = None) -> Offer:
-        """Wait until the other side waits to send this batch."""
-        return self._client._run(self._inner.wait_offer(timeout=timeout))
-
-    def close(self) -> None:
-        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
-        self._client._run_closing(self._inner.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class TensorBusClient:
@@ -399,4 +250,4 @@ class TensorBusClient:
         except BaseException:
             work.close()
             raise
-        return TransferFuture(entered.submit(work))
+        return entered.submit(work)

@@ -1,0 +1,51 @@
+"""A formed pair as blocking code sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from etha.client.results import Lost as AsyncLost
+
+
+class Lost:
+    """Set once a pair's epoch is over; as ``threading.Event``, with a ``reason``."""
+
+    def __init__(self, inner: AsyncLost, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._inner, self._run = inner, run
+
+    @property
+    def reason(self) -> str | None:
+        """ "relaunched", "closed" or "died"; None while the epoch stands."""
+        return self._inner.reason
+
+    def is_set(self) -> bool:
+        """Whether the epoch is over."""
+        return self._inner.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is, at most ``timeout`` seconds; tells whether it is."""
+        return bool(self._run(self._wait(timeout)))
+
+    async def _wait(self, timeout: float | None) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._inner.wait()
+        except TimeoutError:
+            pass
+        return self._inner.is_set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
+
+    name: str
+    local_name: str
+    remote_name: str
+    local_world_size: int
+    remote_world_size: int
+    epoch: int
+    lost: Lost
