@@ -24,10 +24,11 @@ from etha.client.connection import Connection
 from etha.client.deadline import Deadline, check_timeout
 from etha.client.handle import BatchHandle
 from etha.client.manifest import PairDefaults, build_manifest
-from etha.client.place import Place
-from etha.client.register import register
+from etha.client.place import Place, device_of
+from etha.client.register import check_options, register
+from etha.client.report import OnError, check_on_error, reported
 from etha.client.results import Offer, Pair, TransferResult, Version
-from etha.client.transfer import transfer
+from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, RegistrationError
 
@@ -44,8 +45,9 @@ class AsyncTensorBusClient:
 
     ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
     agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
-    none listens; ``timeout``: default deadline of every call in seconds. Raises ConfigError for bad
-    arguments; nothing is connected before the first call.
+    none listens; ``timeout``: default deadline of every call in seconds; ``on_error``: "report" returns
+    failed transfers as results, and skips further ones of the pair until ``init_pair`` has returned again.
+    Raises ConfigError for bad arguments; nothing is connected before the first call.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class AsyncTensorBusClient:
         namespace: str | None = None,
         autostart: bool = True,
         timeout: float = 30.0,
+        on_error: OnError = "raise",
     ) -> None:
         settings = Settings.from_env()
         self._settings = (
@@ -64,9 +67,10 @@ class AsyncTensorBusClient:
         )
         self._agent = agent or self._settings.agent
         self._redis_url = redis_url or self._settings.redis_url
-        self._device = _device(device)
+        self._device = device_of(device)
         self._autostart = autostart
         self._timeout = check_timeout(timeout, "timeout")
+        self._on_error = check_on_error(on_error)
         self._env = LaunchEnv.from_env()
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,16 +118,7 @@ class AsyncTensorBusClient:
         if local_name == remote_name:
             raise ConfigError(f"local_name and remote_name are both {local_name!r}: a pair joins two sides")
         place = Place.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
-        defaults = PairDefaults(
-            name=pair_name,
-            place=place,
-            mesh=device_mesh,
-            placements=None if placements is None else tuple(placements),
-        )
-        if defaults.mesh is not None and defaults.placements is not None:
-            defaults.default_layout()
-        elif defaults.placements is not None:
-            raise ConfigError("init_pair(placements=...) needs device_mesh=")
+        defaults = PairDefaults.of(pair_name, place, device_mesh, placements)
         message = InitPair(
             pair=pair_name,
             side=local_name,
@@ -136,9 +131,10 @@ class AsyncTensorBusClient:
         known = self._pairs.get(pair_name)
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
             self._pairs[pair_name] = (known[0], defaults)
+            known[0].stands()
             return known[0]
         if known is not None:
-            known[0].lost.set("relaunched", f"pair {pair_name!r} is at epoch {formed.epoch} now")
+            known[0].lose("relaunched", f"pair {pair_name!r} is at epoch {formed.epoch} now")
         pair = Pair(
             name=pair_name,
             local_name=local_name,
@@ -178,12 +174,7 @@ class AsyncTensorBusClient:
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_name("batch", batch_id)
-        if direction not in (None, "send", "recv", "both"):
-            raise ConfigError(f"direction={direction!r} must be 'send', 'recv', 'both' or None")
-        if bucket_size is not None and (not isinstance(bucket_size, int) or bucket_size < 1):
-            raise ConfigError(f"bucket_size={bucket_size!r} must be a number of bytes above 0")
-        if verify not in (None, "sample", "full"):
-            raise ConfigError(f"verify={verify!r} must be 'sample', 'full' or None")
+        check_options(direction, bucket_size, verify)
         connection = self._require()
         manifest = build_manifest(
             tensors,
@@ -200,11 +191,10 @@ class AsyncTensorBusClient:
             raise RegistrationError(
                 f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
             )
-        pair = self._pairs[manifest.pairs[0]][0]
         registration = await register(
             connection,
             batch_id,
-            pair,
+            tuple(self._pairs[name][0] for name in manifest.pairs),
             manifest,
             direction=direction,
             bucket_size=bucket_size,
@@ -226,13 +216,15 @@ class AsyncTensorBusClient:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult:
         """Move the batch once, all of it or nothing; waits for every rank of both sides.
 
         ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
         recv, run after commit and before this worker's tensors change. ``progress``: (bytes done, bytes
-        total) of this worker. Raises RegistrationError, TransferError and its subclasses (see
-        ``.outcome`` and ``.torn``), AgentLostError.
+        total) of this worker. ``on_error`` (default: the client's): "report" returns a failed result
+        (``.error``) where "raise" raises TransferError or a subclass (see ``.outcome`` and ``.torn``),
+        AgentLostError or AgentUnavailableError; mistakes (ConfigError, RegistrationError) are always raised.
         """
         return await self.transfer_of(
             self._registration(batch_id),
@@ -241,6 +233,7 @@ class AsyncTensorBusClient:
             on_commit=on_commit,
             timeout=timeout,
             progress=progress,
+            on_error=on_error,
         )
 
     async def transfer_of(
@@ -252,24 +245,32 @@ class AsyncTensorBusClient:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult:
         """What ``transfer`` and ``BatchHandle.transfer`` share."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        mode = self._on_error if on_error is None else check_on_error(on_error)
         self._check_open(registration)
-        batch_id = registration.batch
-        try:
-            result = await transfer(
-                registration,
-                transfer_type,
-                version=version,
-                on_commit=on_commit,
-                timeout=seconds,
-                progress=progress,
-            )
-        finally:
-            (self._torn.add if registration.torn else self._torn.discard)(batch_id)
-        self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
-        return result
+        check_call(registration, transfer_type, version, on_commit)
+
+        async def move() -> TransferResult:
+            self._check_served(registration)
+            batch_id = registration.batch
+            try:
+                result = await transfer(
+                    registration,
+                    transfer_type,
+                    version=version,
+                    on_commit=on_commit,
+                    timeout=seconds,
+                    progress=progress,
+                )
+            finally:
+                (self._torn.add if registration.torn else self._torn.discard)(batch_id)
+            self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
+            return result
+
+        return await reported(mode, registration.pairs, transfer_type, move)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send; returns at once if it already does.
@@ -282,6 +283,7 @@ class AsyncTensorBusClient:
         """What ``wait_offer`` and ``BatchHandle.wait_offer`` share."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         self._check_open(registration)
+        self._check_served(registration)
         message = WaitOffer(batch=registration.batch, epoch=registration.pair.epoch)
         offered = await registration.connection.link.request(message, timeout=seconds)
         assert isinstance(offered, Offered)
@@ -302,7 +304,7 @@ class AsyncTensorBusClient:
         for registration in self._batches.values():
             registration.open = False
         for pair, _ in self._pairs.values():
-            pair.lost.set("closed", "this client was closed")
+            pair.lose("closed", "this client was closed")
         if connection is not None and os.getpid() == self._pid:
             # Transfers that move end first: their memory is free when this returns.
             await connection.link.settle()
@@ -349,21 +351,24 @@ class AsyncTensorBusClient:
             if self._connection is not None:
                 self._connection.abort()
                 self._connection = None
-            connection = await Connection.open(
-                self._settings,
-                agent=self._agent,
-                device=str(self._device),
-                redis_url=self._redis_url,
-                autostart=self._autostart,
-                timeout=timeout,
-                on_push=self._pushed,
-            )
+            connection = await self._open(timeout)
             if self._closed:
                 await connection.close()
                 raise ConfigError("this client was closed while it connected")
             self._connection = connection
             connection.link.lost.add_done_callback(self._agent_lost)
             return connection
+
+    async def _open(self, timeout: float) -> Connection:
+        return await Connection.open(
+            self._settings,
+            agent=self._agent,
+            device=str(self._device),
+            redis_url=self._redis_url,
+            autostart=self._autostart,
+            timeout=timeout,
+            on_push=self._pushed,
+        )
 
     async def _ask_for_pair(self, message: InitPair, deadline: Deadline) -> PairFormed:
         connection = await self._connect(deadline.left)
@@ -402,6 +407,8 @@ class AsyncTensorBusClient:
         self._check_usable()
         if not registration.open:
             raise RegistrationError(f"batch {registration.batch!r} is closed: register it again")
+
+    def _check_served(self, registration: Registration) -> None:
         if registration.connection.lost or registration.connection is not self._connection:
             raise AgentLostError(
                 f"the agent with which batch {registration.batch!r} was registered is gone; "
@@ -412,17 +419,8 @@ class AsyncTensorBusClient:
         if isinstance(message, PairLost):
             known = self._pairs.get(message.pair)
             if known is not None and known[0].epoch == message.epoch:
-                known[0].lost.set(message.reason, message.text)
+                known[0].lose(message.reason, message.text)
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         for pair, _ in self._pairs.values():
-            pair.lost.set("died", lost.result().message)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r}: {error}") from None
+            pair.lose("died", lost.result().message, AgentLostError(lost.result().message))

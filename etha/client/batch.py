@@ -68,6 +68,8 @@ class Registration:
 
     batch: str
     pair: Pair
+    #: All pairs of the batch, ``pair`` among them: what fails one of its transfers fails them all.
+    pairs: tuple[Pair, ...]
     connection: Connection
     manifest: Manifest
     source: Stage

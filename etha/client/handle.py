@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class BatchHandle:
         on_commit: Callable[[], Awaitable[None] | None] | None = None,
         timeout: float | None = None,
         progress: Callable[[int, int], None] | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult:
         """Move this batch once; see ``AsyncTensorBusClient.transfer``."""
         return await self._client.transfer_of(
@@ -56,6 +58,7 @@ class BatchHandle:
             on_commit=on_commit,
             timeout=timeout,
             progress=progress,
+            on_error=on_error,
         )
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:

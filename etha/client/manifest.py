@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,16 @@ class PairDefaults:
     place: Place
     mesh: Mesh | None
     placements: tuple[Placement, ...] | None
+
+    @classmethod
+    def of(cls, name: str, place: Place, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
+        """Checked: LayoutError for a default layout that is none, ConfigError for placements without a mesh."""
+        if placements is not None and mesh is None:
+            raise ConfigError("init_pair(placements=...) needs device_mesh=")
+        defaults = cls(name=name, place=place, mesh=mesh, placements=None if placements is None else tuple(placements))
+        if placements is not None:
+            defaults.default_layout()
+        return defaults
 
     def default_layout(self) -> Layout:
         """The layout of plain tensors without one of their own; LayoutError names the pair."""

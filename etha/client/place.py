@@ -65,3 +65,13 @@ class Place:
                 f"give init_pair ranks={{torch world rank: rank in the side}}"
             )
         return layout
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Whose agent: the given device, else the current CUDA device, else the CPU; ConfigError for no device."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {error}") from None

@@ -16,15 +16,25 @@ from etha.client.batch import Registration, Stage
 from etha.client.connection import Connection
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
-from etha.errors import EthaError
+from etha.errors import ConfigError, EthaError
 from etha.memory.handles import describe, span_nbytes
 from etha.plan import Layout
+
+
+def check_options(direction: object, bucket_size: object, verify: object) -> None:
+    """ConfigError for options of a registration that are wrong."""
+    if direction not in (None, "send", "recv", "both"):
+        raise ConfigError(f"direction={direction!r} must be 'send', 'recv', 'both' or None")
+    if bucket_size is not None and (not isinstance(bucket_size, int) or bucket_size < 1):
+        raise ConfigError(f"bucket_size={bucket_size!r} must be a number of bytes above 0")
+    if verify not in (None, "sample", "full"):
+        raise ConfigError(f"verify={verify!r} must be 'sample', 'full' or None")
 
 
 async def register(
     connection: Connection,
     batch: str,
-    pair: Pair,
+    pairs: tuple[Pair, ...],
     manifest: Manifest,
     *,
     direction: Literal["send", "recv", "both"] | None,
@@ -35,6 +45,7 @@ async def register(
     timeout: Callable[[], float],
 ) -> Registration:
     """Register ``manifest`` with the agent; ``timeout()`` is what is left. Raises what the agent refuses with."""
+    pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
     live = [describe(tensor) for tensor in locals_]
     # What the agent cannot reach is staged by this process in memory that it can.
@@ -78,6 +89,7 @@ async def register(
     registration = Registration(
         batch=batch,
         pair=pair,
+        pairs=pairs,
         connection=connection,
         manifest=manifest,
         source=source,

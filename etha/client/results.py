@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from etha.errors import EthaError, PeerLostError
 
 Version = int | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferResult:
-    """One committed transfer as this worker saw it.
+    """One transfer as this worker saw it: committed, or failed where ``on_error="report"`` was asked for.
 
     ``bytes``: its payload at the wire dtype, local copies included; ``seconds``: GO to COMMIT; ``peers``:
-    sorted (side, rank); ``peak_staging``: bytes of staging that its agent used at most.
+    sorted (side, rank); ``peak_staging``: bytes of staging that its agent used at most. Of a failed one
+    ``error`` says how it failed; ``skipped``: it was not tried, for the error is an earlier one of this pair;
+    nothing was counted (``seq`` 0, ``version`` None, ``peers`` empty).
     """
 
     seq: int
@@ -25,6 +29,28 @@ class TransferResult:
     direction: Literal["send", "recv"]
     peers: tuple[tuple[str, int], ...]
     peak_staging: int
+    error: EthaError | None = None
+    skipped: bool = False
+
+    @classmethod
+    def failed(cls, direction: Literal["send", "recv"], error: EthaError, *, skipped: bool = False) -> Self:
+        """The result of a transfer that failed, or that was not tried because of an earlier ``error``."""
+        return cls(
+            seq=0,
+            version=None,
+            bytes=0,
+            seconds=0.0,
+            direction=direction,
+            peers=(),
+            peak_staging=0,
+            error=error,
+            skipped=skipped,
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was committed: the tensors were sent, or hold what was received."""
+        return self.error is None
 
     @property
     def gb_per_s(self) -> float:
@@ -82,3 +108,27 @@ class Pair:
     remote_world_size: int
     epoch: int
     lost: Lost = field(default_factory=Lost, compare=False, repr=False)
+    _errors: list[EthaError] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    @property
+    def errored(self) -> EthaError | None:
+        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None: there is none.
+
+        With ``on_error="report"`` transfers are skipped while there is one.
+        """
+        return self._errors[0] if self._errors else None
+
+    def fail(self, error: EthaError) -> None:
+        """A transfer of this pair failed."""
+        if not self._errors:
+            self._errors.append(error)
+
+    def lose(self, reason: str, text: str, error: EthaError | None = None) -> None:
+        """The epoch is over; ``error`` where that is not a PeerLostError."""
+        if not self.lost.is_set():
+            self.fail(error or PeerLostError(text, reason=reason, outcome="withdrawn"))
+            self.lost.set(reason, text)
+
+    def stands(self) -> None:
+        """``init_pair`` has found it formed: what failed before is over."""
+        self._errors.clear()

@@ -20,6 +20,7 @@ from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient, OnCommit, OnProgress
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 from etha.client.results import Pair as AsyncPair
 from etha.client.sync_handle import BatchHandle
@@ -34,9 +35,13 @@ class TensorBusClient:
 
     ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
     agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
-    none listens; ``timeout``: default deadline of every call in seconds. Calls raise ConfigError inside a
+    none listens; ``timeout``: default deadline of every call in seconds; ``on_error``: "report" returns
+    failed transfers as results. Calls raise ConfigError inside a
     running event loop: use AsyncTensorBusClient there.
     """
+
+    #: What the facade stands before.
+    _inner: type[AsyncTensorBusClient] = AsyncTensorBusClient
 
     def __init__(
         self,
@@ -47,9 +52,16 @@ class TensorBusClient:
         namespace: str | None = None,
         autostart: bool = True,
         timeout: float = 30.0,
+        on_error: OnError = "raise",
     ) -> None:
-        self._aio = AsyncTensorBusClient(
-            agent, device=device, redis_url=redis_url, namespace=namespace, autostart=autostart, timeout=timeout
+        self._aio = self._inner(
+            agent,
+            device=device,
+            redis_url=redis_url,
+            namespace=namespace,
+            autostart=autostart,
+            timeout=timeout,
+            on_error=on_error,
         )
         self._pid = os.getpid()
         self._portal: portal.Portal | None = None
@@ -92,7 +104,7 @@ class TensorBusClient:
             )
         )
         known = self._pairs.get(pair_name)
-        if known is None or known.lost._inner is not inner.lost:
+        if known is None or known._inner is not inner:
             known = self._pairs[pair_name] = Pair(
                 name=inner.name,
                 local_name=inner.local_name,
@@ -101,6 +113,7 @@ class TensorBusClient:
                 remote_world_size=inner.remote_world_size,
                 epoch=inner.epoch,
                 lost=Lost(inner.lost, self._run),
+                _inner=inner,
             )
         return known
 
@@ -146,6 +159,7 @@ class TensorBusClient:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult: ...
 
     @overload
@@ -159,6 +173,7 @@ class TensorBusClient:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferFuture: ...
 
     def transfer(
@@ -171,6 +186,7 @@ class TensorBusClient:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult | TransferFuture:
         """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``blocking=False``: a TransferFuture."""
         inner = self._aio.handle_of(batch_id)
@@ -178,7 +194,13 @@ class TensorBusClient:
             inner,
             transfer_type,
             blocking,
-            {"version": version, "on_commit": on_commit, "timeout": timeout, "progress": progress},
+            {
+                "version": version,
+                "on_commit": on_commit,
+                "timeout": timeout,
+                "progress": progress,
+                "on_error": on_error,
+            },
         )
 
     def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class BatchHandle:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult: ...
 
     @overload
@@ -62,6 +64,7 @@ class BatchHandle:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferFuture: ...
 
     def transfer(
@@ -73,13 +76,20 @@ class BatchHandle:
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
+        on_error: OnError | None = None,
     ) -> TransferResult | TransferFuture:
         """Move this batch once; see ``TensorBusClient.transfer``."""
         return self._client._move(
             self._inner,
             transfer_type,
             blocking,
-            {"version": version, "on_commit": on_commit, "timeout": timeout, "progress": progress},
+            {
+                "version": version,
+                "on_commit": on_commit,
+                "timeout": timeout,
+                "progress": progress,
+                "on_error": on_error,
+            },
         )
 
     def wait_offer(self, *, timeout: float | None = None) -> Offer:

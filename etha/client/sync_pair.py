@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etha.client.results import Lost as AsyncLost
+from etha.client.results import Pair as AsyncPair
+from etha.errors import EthaError
 
 
 class Lost:
@@ -49,3 +51,12 @@ class Pair:
     remote_world_size: int
     epoch: int
     lost: Lost
+    _inner: AsyncPair = field(compare=False, repr=False)
+
+    @property
+    def errored(self) -> EthaError | None:
+        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None: there is none.
+
+        With ``on_error="report"`` transfers are skipped while there is one.
+        """
+        return self._inner.errored

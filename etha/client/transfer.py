@@ -25,6 +25,21 @@ log = logging.getLogger(__name__)
 _SMALL = 1 << 18
 
 
+def check_call(
+    registration: Registration,
+    verb: Literal["send", "recv"],
+    version: Version,
+    on_commit: Callable[[], Awaitable[None] | None] | None,
+) -> None:
+    """ConfigError for arguments of a transfer that are wrong."""
+    if verb not in ("send", "recv"):
+        raise ConfigError(f"transfer_type={verb!r} must be 'send' or 'recv'")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
+        raise ConfigError(f"version={version!r} must be an int or a str")
+    if on_commit is not None and not (verb == "recv" and registration.atomic):
+        raise ConfigError("on_commit= needs transfer_type='recv' and a batch registered with atomic=True")
+
+
 async def transfer(
     registration: Registration,
     verb: Literal["send", "recv"],
@@ -34,13 +49,7 @@ async def transfer(
     timeout: float,
     progress: Callable[[int, int], None] | None,
 ) -> TransferResult:
-    """Move the batch once; see ``AsyncTensorBusClient.transfer``."""
-    if verb not in ("send", "recv"):
-        raise ConfigError(f"transfer_type={verb!r} must be 'send' or 'recv'")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
-        raise ConfigError(f"version={version!r} must be an int or a str")
-    if on_commit is not None and not (verb == "recv" and registration.atomic):
-        raise ConfigError("on_commit= needs transfer_type='recv' and a batch registered with atomic=True")
+    """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s."""
     registration.check_unmoved()
     if verb == "send" and registration.torn:
         raise TransferError(
