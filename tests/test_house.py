@@ -28,6 +28,8 @@ EDGES: dict[str, set[str]] = {
     "agent": {"errors", "config", "version", "plan", "bus", "store", "peer", "memory", "transport"},
     "client": {"errors", "config", "version", "bus", "memory", "plan"},
     "redistribute": {"errors", "config", "plan"},
+    # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
+    "testing": {"errors", "version", "client", "bus", "memory"},
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},

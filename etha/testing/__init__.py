@@ -1,0 +1,89 @@
+"""Dummies of both clients, for tests of code that uses them: no agent, no Redis, no other side.
+
+    client = DummyTensorBusClient(on_error="report")
+    client.init_pair("weights", "trainer", "inference")
+    client.register_tensors("policy", {"w": torch.zeros(4)}, pair_name="weights")
+    client.fail_next(etha.TransferAbortedError("somebody has failed"))
+    assert not client.transfer("policy", "send").ok
+
+They are the real clients over an agent that is played in this process: arguments are checked as ever.
+Every call completes at once, as if the other side were there with one rank that fits. Nothing moves:
+what is received leaves the tensors as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from etha.client.aio import AsyncTensorBusClient
+from etha.client.connection import Connection
+from etha.client.sync import TensorBusClient
+from etha.errors import ConfigError, EthaError
+from etha.testing.bus import Bus
+from etha.testing.connection import DummyConnection
+
+__all__ = ["AsyncDummyTensorBusClient", "DummyTensorBusClient"]
+
+#: Why a pair is lost, as in PeerLostError.
+Reason = Literal["died", "closed", "relaunched"]
+
+
+class AsyncDummyTensorBusClient(AsyncTensorBusClient):
+    """An AsyncTensorBusClient without agent, Redis and other side; constructor and methods are the same.
+
+    ``init_pair`` forms epoch 1 at once and the next one after a loss; ``transfer`` returns a result with
+    the next ``seq``, its label and the bytes of the registered local tensors, and no peers. ``recv``
+    leaves the tensors as they are; its label is the one given, else that of the last ``send``.
+    """
+
+    _bus: Bus | None = None
+
+    async def _open(self, timeout: float) -> Connection:
+        return DummyConnection(self._played, self._pushed)
+
+    @property
+    def _played(self) -> Bus:
+        if self._bus is None:
+            self._bus = Bus()
+        return self._bus
+
+    def fail_next(self, error: EthaError) -> None:
+        """Let the next transfer that is tried fail with ``error``; several are taken in order.
+
+        A PeerLostError loses the batch's pairs as well, an AgentLostError every pair: as with the real
+        ones, ``init_pair`` and ``register_tensors`` come next.
+        """
+        if not isinstance(error, EthaError):
+            raise ConfigError(f"fail_next({error!r}): a transfer fails with an EthaError")
+        self._played.faults.append(error)
+
+    def lose(self, pair_name: str, reason: Reason = "died") -> None:
+        """Let the other side of a formed pair die, close or be relaunched, while no call is made."""
+        if reason not in get_args(Reason):
+            raise ConfigError(f"reason={reason!r} must be one of {get_args(Reason)}")
+        if pair_name not in self._played.pairs:
+            raise ConfigError(f"pair {pair_name!r} is not formed in this client: call init_pair first")
+        self._pushed(self._played.lose(pair_name, reason))
+
+
+class DummyTensorBusClient(TensorBusClient):
+    """A TensorBusClient without agent, Redis and other side; see ``AsyncDummyTensorBusClient``."""
+
+    _inner = AsyncDummyTensorBusClient
+
+    def fail_next(self, error: EthaError) -> None:
+        """Let the next transfer that is tried fail with ``error``; see ``AsyncDummyTensorBusClient.fail_next``."""
+        self._dummy.fail_next(error)
+
+    def lose(self, pair_name: str, reason: Reason = "died") -> None:
+        """Let the other side of a formed pair die, close or be relaunched, while no call is made."""
+
+        async def lose() -> None:
+            self._dummy.lose(pair_name, reason)
+
+        self._run(lose())
+
+    @property
+    def _dummy(self) -> AsyncDummyTensorBusClient:
+        assert isinstance(self._aio, AsyncDummyTensorBusClient)
+        return self._aio

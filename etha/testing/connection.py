@@ -1,0 +1,112 @@
+"""A client's connection to nobody: a ``Bus`` in this process answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from etha.bus.calls import Answer
+from etha.bus.codec import Failure
+from etha.bus.link import AgentLink
+from etha.bus.messages import CloseBatch, GetStatus, InitPair, Ok, Register, Status, Transfer, WaitOffer
+from etha.client.connection import Connection
+from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError, TransferError
+from etha.memory.handles import TensorHandle
+from etha.memory.revocation import RevocationPage
+from etha.testing.bus import Bus
+
+
+class _Link(AgentLink):
+    """A session with nobody: ``Bus`` answers at once."""
+
+    def __init__(self, bus: Bus, on_push: Callable[[Any], None]) -> None:
+        self._bus, self.on_push = bus, on_push
+        self.lost: asyncio.Future[AgentLostError] = asyncio.get_running_loop().create_future()
+
+    async def request(
+        self,
+        message: Any,
+        *,
+        timeout: float = 0.0,
+        on_push: Callable[[Any], None] | None = None,
+        on_timeout: Callable[[], EthaError] | None = None,
+        on_cancel: Callable[[Answer | None], None] | None = None,
+        patient: bool = False,
+    ) -> Any:
+        try:
+            await asyncio.sleep(0)  # an endless loop of transfers leaves the event loop to others, too
+        except asyncio.CancelledError:
+            if on_cancel is not None:
+                on_cancel(Failure(0, TransferError("cancelled", outcome="withdrawn")))
+            raise
+        if self.lost.done():
+            raise AgentLostError(self.lost.result().message)
+        match message:
+            case InitPair():
+                return self._bus.init_pair(message)
+            case Register():
+                return self._bus.register(message)
+            case Transfer():
+                if self._bus.faults:
+                    await self._fail(message.batch, self._bus.faults.popleft())
+                return self._bus.transfer(message)
+            case WaitOffer():
+                return self._bus.offer(message)
+            case CloseBatch():
+                return Ok()
+            case GetStatus():
+                return Status(report=self._bus.status())
+        raise ProtocolError(f"the dummy knows no {type(message).__name__}")
+
+    async def _fail(self, batch: str, error: EthaError) -> None:
+        """What a real agent's workers hear together with such an error."""
+        if isinstance(error, PeerLostError):
+            for name in self._bus.batches[batch].register.pairs:
+                lost = self._bus.lose(name, error.reason)
+                if self.on_push is not None:
+                    self.on_push(lost)
+        if isinstance(error, AgentLostError):
+            for name in self._bus.pairs:
+                self._bus.lose(name, "died")
+            self.lost.set_result(error)
+            await asyncio.sleep(0)  # the client hears it first
+        raise error
+
+    async def settle(self) -> None:
+        """Nothing is ever pending."""
+
+    async def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(AgentLostError("this client is closed"))
+
+
+class _Page(RevocationPage):
+    """Nobody ever writes into a tensor, so that nothing is lent."""
+
+    def __init__(self) -> None:
+        return
+
+    def open(self) -> int:
+        return 1
+
+    def revoke(self, word: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        return
+
+
+class DummyConnection(Connection):
+    """Shows nothing to anybody."""
+
+    def __init__(self, bus: Bus, on_push: Callable[[Any], None]) -> None:
+        super().__init__(_Link(bus, on_push), _Page())
+        self.reaches = True
+        self.collapser.cancel()
+
+    async def show(self, handles: list[TensorHandle], timeout: float) -> None:
+        return
