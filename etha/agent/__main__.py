@@ -18,6 +18,7 @@ import uvloop
 
 from etha.agent.lane import Lane
 from etha.agent.service import Agent
+from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
 from etha.errors import ConfigError, EthaError
@@ -97,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settle()
     try:
         settings = Settings.from_env()
         if args.namespace:

@@ -22,9 +22,10 @@ from etha.agent.pairs import Pairs, Spawn
 from etha.agent.planning import plan
 from etha.agent.roster import Manifest, Record
 from etha.agent.session import Session
+from etha.agent.snapshots import show
 from etha.agent.verdict import Terms
 from etha.bus.codec import Request
-from etha.bus.messages import AttachShadows, CloseBatch, Ok, Register
+from etha.bus.messages import AttachShadows, AttachSnapshot, CloseBatch, Ok, Register
 from etha.config import check_name
 from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
 from etha.peer.introductions import AskMissing, Copied, Exhibits, TellMissing
@@ -46,8 +47,6 @@ class Batches:
         self.live: dict[Key, Live] = {}
         self._mailbox = Mailbox()
 
-    # ---- what workers ask ---------------------------------------------------------------------
-
     def register(self, session: Session, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
         check_name("batch", message.batch)
@@ -63,13 +62,13 @@ class Batches:
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
-    def attach_shadows(self, session: Session, request: Request, message: AttachShadows) -> None:
-        """Where a worker receives when the batch is atomic."""
+    def attach(self, session: Session, request: Request, message: AttachShadows | AttachSnapshot) -> None:
+        """Where a worker receives when the batch is atomic, or sets aside what it sends."""
         live = self.find(session, message.batch, message.epoch)
-        tensors = live.tensors[session.seats[live.pairs[0]].member]
-        if len(message.handles) != len(tensors.order):
-            raise ProtocolError(f"{len(message.handles)} shadows for {len(tensors.order)} tensors")
-        tensors.shadows = dict(zip(tensors.order, message.handles, strict=True))
+        member = session.seats[live.pairs[0]].member
+        live.tensors[member].attach(message)
+        if isinstance(message, AttachSnapshot):
+            self._spawn(show(live, self._links, member))
         session.peer.reply(request.id, Ok())
 
     def close(self, session: Session, request: Request, message: CloseBatch) -> None:
@@ -133,11 +132,11 @@ class Batches:
         elif live.epoch != scope.epoch or agent not in live.agents:
             log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
-            live.exhibition.take(agent, message)
+            live.show(agent, message)
         elif isinstance(message, AskMissing | TellMissing):
             self._movers.inquiries.hear(agent, live, message)
         elif isinstance(message, Copied):
-            self._movers.copied(live, agent, message)
+            self._movers.pace.heard(live, agent, message)
         elif live.transfers is None:
             live.early.append((agent, message))  # type: ignore[arg-type]
         else:
@@ -260,6 +259,7 @@ class Batches:
                     self._stand(live, evaluation, terms)
         if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
             live.exhibition.close()
+            live.snapshots.close()
         if live.machine.state is Standing.CLOSED and self.live.get(live.key) is live:
             del self.live[live.key]
             self._spawn(self._release(live))
@@ -271,6 +271,7 @@ class Batches:
         self._mailbox.keep(live)
         await self._movers.idle.wait()
         live.exhibition.release()
+        live.snapshots.release()
         live.parts.clear()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:

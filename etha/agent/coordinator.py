@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
+from etha.agent.conflict import conflict
 from etha.agent.doubt import Outcome
 from etha.agent.effects import name_agents
 from etha.agent.machine import Machine
 from etha.agent.reservation import Reservation
-from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
+from etha.errors import EthaError, PeerLostError
 from etha.peer.messages import (
     Abort,
     Booked,
@@ -136,13 +137,16 @@ class Coordinator(Machine[Phase]):
         return [*self._collect(), *self._offer()]
 
     def missing(self) -> tuple[tuple[str, int], ...]:
-        """Ranks whose agent has not said READY with the verb that this direction needs."""
+        """Ranks whose agent has not said READY with the verb that this direction needs, or with an older snapshot."""
         verb = {self.source: "send", self.target: "recv"}
+        newest = self._edition()
         return tuple(
             (side, rank)
             for side in (self.source, self.target)
             for rank, agent in enumerate(self.agents[side])
-            if (found := self.ready.get((agent, side))) is None or found.verb != verb[side]
+            if (found := self.ready.get((agent, side))) is None
+            or found.verb != verb[side]
+            or (found.verb == "send" and found.edition != newest)
         )
 
     def observe(self, go: Go) -> Letters:
@@ -164,8 +168,9 @@ class Coordinator(Machine[Phase]):
     def _ready(self, agent: str, message: Ready) -> Letters:
         if (agent, message.side) not in self.wanted:
             return []
+        self.ready.pop((agent, message.side), None)  # the newest comes last
         self.ready[agent, message.side] = message
-        if error := self._conflict():
+        if error := conflict(self.name, self.source, self.wanted, self.ready):
             refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready.items()]
             self.ready.clear()
             return [*self._collect(), *refused, *self._offer()]
@@ -196,24 +201,14 @@ class Coordinator(Machine[Phase]):
                 return [(agent, Unbook(side=self.source, number=message.number))]
         return []
 
-    def _conflict(self) -> EthaError | None:
-        if self.wanted <= self.ready.keys() and all(m.verb == "send" for m in self.ready.values()):
-            a, b = sorted(self.agents)
-            return TransferError(
-                f"{self.name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
-                outcome="withdrawn",
-            )
-        labels = {str(m.version): m.version for m in self.ready.values() if m.verb == "send" and m.version is not None}
-        if len(labels) > 1:
-            return TransferError(
-                f"{self.name}: the ranks of {self.source} send under different versions, {', '.join(sorted(labels))}; "
-                f"give the same version on every rank, or on one only",
-                outcome="withdrawn",
-            )
-        digests = {m.digest for m in self.ready.values() if m.verb == ("send" if m.side == self.source else "recv")}
-        if len(digests) > 1:
-            return ProtocolError(f"{self.name}: the agents hold different plans ({', '.join(sorted(digests))})")
-        return None
+    def _edition(self) -> str:
+        """Of the snapshots that are offered the one that came last; "" where tensors are sent as they are."""
+        sends = self._sends()
+        return sends[-1].edition if sends else ""
+
+    def _sends(self) -> list[Ready]:
+        """Of the source ranks, in the order in which they came."""
+        return [m for (_, side), m in self.ready.items() if side == self.source and m.verb == "send"]
 
     def _label(self) -> Version:
         found = [m.version for _, m in sorted(self.ready.items()) if m.verb == "send" and m.version is not None]
@@ -233,7 +228,8 @@ class Coordinator(Machine[Phase]):
     def _go(self) -> Letters:
         self.seq += 1
         attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready.items()))
-        go = Go(seq=self.seq, side=self.source, version=self._label(), attempts=attempts)
+        snapshot = bool(self._edition())
+        go = Go(seq=self.seq, side=self.source, version=self._label(), snapshot=snapshot, attempts=attempts)
         self.ready.clear()
         self.votes.clear()
         self.declined.clear()
@@ -244,7 +240,11 @@ class Coordinator(Machine[Phase]):
     def _offer(self) -> Letters:
         """Tell the receivers' agents when the whole source side began or ceased to wait."""
         keys = {(agent, self.source) for agent in self.agents[self.source]}
-        standing = all((found := self.ready.get(key)) is not None and found.verb == "send" for key in keys)
+        newest = self._edition()
+        standing = all(
+            (found := self.ready.get(key)) is not None and found.verb == "send" and found.edition == newest
+            for key in keys
+        )
         if standing == self.offered:
             return []
         self.offered = standing

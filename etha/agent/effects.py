@@ -72,10 +72,14 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMove:
-    """Run this agent's program of transfer ``seq`` from side ``source`` for these calls."""
+    """Run this agent's program of transfer ``seq`` from side ``source`` for these calls.
+
+    ``snapshot``: out of what the source ranks have set aside, not out of their tensors.
+    """
 
     seq: int
     source: str
+    snapshot: bool
     calls: Mapping[Member, CallKey]
 
 

@@ -25,8 +25,11 @@ log = logging.getLogger(__name__)
 Shown = Mapping[Member, tuple[Session, Mapping[str, TensorHandle]]]
 
 
-def exhibits(tensors: Shown) -> list[Exhibits]:
-    """This agent's workers as messages, in parts; one that cannot be shown says so. Reads ``/proc``."""
+def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:
+    """This agent's workers as messages, in parts; one that cannot be shown says so. Reads ``/proc``.
+
+    ``snapshot``: what is shown is where they set their tensors aside.
+    """
     out: list[Exhibits] = []
     for (side, rank), (session, handles) in sorted(tensors.items(), key=lambda item: item[0]):
         try:
@@ -35,6 +38,8 @@ def exhibits(tensors: Shown) -> list[Exhibits]:
             log.info("%s rank %d is not shown to other agents, its tensors will be sent: %s", side, rank, error)
             found = None
         out += _parts(side, rank, found)
+    if snapshot:
+        out = [replace(part, snapshot=True) for part in out]
     return [*out[:-1], replace(out[-1], last=True)] if out else []
 
 
@@ -56,6 +61,31 @@ def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
             handles=tuple(exhibit.tensors[name] for name in some),
             last=False,
         )
+
+
+def open_shown(parts: Sequence[Exhibits]) -> dict[Member, HostMemory]:
+    """The memory of each rank that is shown in ``parts``; all or none. Blocking.
+
+    ReachError, EthaError, OSError: it cannot be opened.
+    """
+    merged: dict[Member, tuple[Exhibits, list[ShownSegment], dict[str, TensorHandle]]] = {}
+    for part in parts:
+        if len(part.names) != len(part.handles):
+            raise ProtocolError(f"{len(part.names)} names with {len(part.handles)} tensors")
+        _, segments, handles = merged.setdefault((part.side, part.rank), (part, [], {}))
+        segments += part.segments
+        handles |= zip(part.names, part.handles, strict=True)
+    opened: dict[Member, HostMemory] = {}
+    try:
+        for member, (part, segments, handles) in merged.items():
+            if part.pid <= 0:
+                raise ReachError("its agent cannot show it")
+            opened[member] = HostMemory(_exhibit(part, segments, handles))
+    except BaseException:
+        for memory in opened.values():
+            memory.close()
+        raise
+    return opened
 
 
 class Exhibition:
@@ -86,27 +116,16 @@ class Exhibition:
 
     def open(self, agent: str, agents: Mapping[str, Sequence[str]]) -> bool:
         """Open all that ``agent`` shows of its ranks; whether it could. ``agents``: side -> agent of each. Blocking."""
-        merged: dict[Member, tuple[Exhibits, list[ShownSegment], dict[str, TensorHandle]]] = {}
-        for part in self._parts.pop(agent, ()):
-            member = (part.side, part.rank)
-            if not _serves(agents, agent, member) or len(part.names) != len(part.handles):
-                log.warning("agent %s shows %s rank %d, which is not its own to show", agent, *member)
+        parts = self._parts.pop(agent, [])
+        for part in parts:
+            if not serves(agents, agent, (part.side, part.rank)):
+                log.warning("agent %s shows %s rank %d, which is not its own to show", agent, part.side, part.rank)
                 return False
-            _, segments, handles = merged.setdefault(member, (part, [], {}))
-            segments += part.segments
-            handles |= zip(part.names, part.handles, strict=True)
-        opened: dict[Member, HostMemory] = {}
         try:
-            for member, (part, segments, handles) in merged.items():
-                if part.pid <= 0:
-                    raise ReachError("its agent cannot show it")
-                opened[member] = HostMemory(_exhibit(part, segments, handles))
+            self._memories |= open_shown(parts)
         except (ReachError, EthaError, OSError) as error:
             log.info("the tensors of agent %s cannot be copied from here and will be sent: %s", agent, error)
-            for memory in opened.values():
-                memory.close()
             return False
-        self._memories |= opened
         return True
 
     def memory(self, member: Member) -> HostMemory:
@@ -126,7 +145,8 @@ class Exhibition:
             self._memories.popitem()[1].close()
 
 
-def _serves(agents: Mapping[str, Sequence[str]], agent: str, member: Member) -> bool:
+def serves(agents: Mapping[str, Sequence[str]], agent: str, member: Member) -> bool:
+    """Whether ``member`` is a rank of ``agent``; ``agents``: side -> agent of each rank."""
     side, rank = member
     return side in agents and 0 <= rank < len(agents[side]) and agents[side][rank] == agent
 

@@ -6,36 +6,58 @@ State only; ``batches`` is the shell that drives it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from etha.agent.batch import Batch
 from etha.agent.effects import CallKey, Member
 from etha.agent.evaluate import Evaluation
-from etha.agent.exhibition import Exhibition
+from etha.agent.exhibition import Exhibition, serves
 from etha.agent.gauge import Gauge
 from etha.agent.move import Move, Part
 from etha.agent.session import Session
+from etha.agent.snapshots import Snapshots
 from etha.agent.tally import Tally
 from etha.agent.transfer import Transfers
 from etha.agent.verdict import Terms
-from etha.errors import EthaError, PeerLostError
+from etha.bus.messages import AttachShadows, AttachSnapshot
+from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.handles import TensorHandle
+from etha.peer.introductions import Exhibits
 from etha.peer.messages import Message, Version
 from etha.peer.wire import Scope
 from etha.store.records import PairView
 from etha.transport.tcp import TcpTransport
 from etha.transport.ways import Ways
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Tensors:
-    """One local rank's tensors by name; ``shadows`` is where it receives instead, when atomic."""
+    """One local rank's tensors by name; ``shadows`` is where it receives instead, when atomic.
+
+    ``snapshot`` is where it sets them aside before it sends, once it has done so.
+    """
 
     session: Session
     handles: Mapping[str, TensorHandle]
     order: tuple[str, ...]
     shadows: Mapping[str, TensorHandle] | None = None
+    snapshot: Mapping[str, TensorHandle] | None = None
+
+    def attach(self, message: AttachShadows | AttachSnapshot) -> None:
+        """More of the worker's memory; ProtocolError for what does not fit its tensors or comes twice."""
+        if len(message.handles) != len(self.order):
+            raise ProtocolError(f"{len(message.handles)} handles for {len(self.order)} tensors")
+        handles = dict(zip(self.order, message.handles, strict=True))
+        if isinstance(message, AttachShadows):
+            self.shadows = handles
+        elif self.snapshot is not None:
+            raise ProtocolError("a registration sets its tensors aside in one place only")
+        else:
+            self.snapshot = handles
 
 
 #: (primary pair, batch, generation)
@@ -55,12 +77,14 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Current:
-    """The program of the transfer that moves now; ``move`` is None until it is compiled."""
+    """The program of the transfer that moves now; ``part`` and ``move`` are None until it is compiled."""
 
     seq: int
     source: str
+    snapshot: bool
     calls: Mapping[Member, CallKey]
     started: float
+    part: Part | None = None
     move: Move | None = None
     gauge: Gauge | None = None
     stopped: bool = False
@@ -85,10 +109,12 @@ class Live:
     terms: Terms = field(default_factory=Terms)
     transport: TcpTransport | None = None
     exhibition: Exhibition = field(default_factory=Exhibition)
+    snapshots: Snapshots = field(default_factory=Snapshots)
     tally: Tally = field(default_factory=Tally)
     #: What other agents said before this one knew that the batch stands.
     early: list[tuple[str, Message]] = field(default_factory=list)
-    parts: dict[str, Part] = field(default_factory=dict)
+    #: By source side, and whether it sends a snapshot.
+    parts: dict[tuple[str, bool], Part] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
     current: Current | None = None
     #: Ranks that the oldest waiting call waits for, as a status report last heard.
@@ -175,6 +201,15 @@ class Live:
             atomic=evaluation.atomic,
             hold=hold,
         )
+
+    def show(self, agent: str, message: Exhibits) -> None:
+        """Another agent shows where a worker of its own has its tensors, or sets them aside."""
+        if not message.snapshot:
+            self.exhibition.take(agent, message)
+        elif serves(self.machine.agents, agent, (message.side, message.rank)):
+            self.snapshots.take(agent, message)
+        else:
+            log.warning("agent %s shows a snapshot of %s rank %d, not its own", agent, message.side, message.rank)
 
     def check_epoch(self, epoch: int) -> None:
         """PeerLostError for a call that means the registration of another epoch."""

@@ -29,6 +29,7 @@ from etha.agent.links import Links
 from etha.agent.live import Ask, Current, Live
 from etha.agent.move import Move, Part
 from etha.agent.offers import Offers
+from etha.agent.pace import Pace
 from etha.agent.pairs import Spawn
 from etha.agent.parts import Parts
 from etha.agent.session import Session
@@ -37,14 +38,15 @@ from etha.agent.translate import translate
 from etha.agent.turns import Turns
 from etha.agent.waiting import Call
 from etha.bus.codec import Request
-from etha.bus.messages import Moved, Progress, Transfer
+from etha.bus.messages import Moved, Transfer
 from etha.errors import (
     EthaError,
     PeerLostError,
+    ProtocolError,
     RegistrationError,
     TransferError,
 )
-from etha.peer.introductions import Copied, Sums
+from etha.peer.introductions import Sums
 from etha.peer.messages import Message
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
@@ -67,6 +69,7 @@ class Movers:
         self.inquiries = Inquiries(links)
         self.turns = Turns(self._perform)
         self.chronicle = Chronicle(store, spawn)
+        self.pace = Pace(links, calls)
         self.running = 0
         #: Set while no transfer of this agent is between GO and its end.
         self.idle = asyncio.Event()
@@ -90,10 +93,17 @@ class Movers:
         if session.revocation is not None and not session.revocation.lends(message.slot):
             # This agent was frozen: the worker waits no more, and nobody is to be bound to its call.
             raise TransferError(f"batch {live.name!r}: the call had ended before it was heard", outcome="withdrawn")
+        if message.edition and (message.verb == "recv" or live.tensors[member].snapshot is None):
+            raise ProtocolError(f"batch {live.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
         live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
-        call = Call(key=key, member=member, verb=message.verb, version=message.version)
+        call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         self._perform(live, live.transfers.wait(call))
+
+    def supersede(self, session: Session, live: Live) -> None:
+        """A worker takes a newer snapshot than the one that it offers."""
+        assert live.transfers is not None
+        self._perform(live, live.transfers.supersede(session.seats[live.pairs[0]].member))
 
     # ---- what happens around ------------------------------------------------------------------
 
@@ -140,21 +150,11 @@ class Movers:
     def _perform(self, live: Live, effects: list[TransferEffect]) -> None:
         for effect in effects:
             match effect:
-                case StartMove(seq=seq, source=source, calls=calls):
-                    self.running += 1
-                    self.idle.clear()
-                    live.current = Current(seq=seq, source=source, calls=calls, started=time.monotonic())
-                    self.offers.tell(live, going=source)
-                    self._start(live, live.current)
+                case StartMove():
+                    self._begin(live, effect)
                 case StopMove():
                     assert live.current is not None
-                    live.current.stopped = True
-                    if live.current.late is not None:
-                        live.current.late.cancel()
-                        loop = asyncio.get_running_loop()
-                        loop.call_soon(self._over, live, live.current, None, live.current.touched)
-                    elif live.current.move is not None:
-                        live.current.move.stop()
+                    self._stop(live, live.current)
                 case Fail(call=key, error=error):
                     live.asks.pop(key, None)
                     self._calls.fail(key, error)
@@ -177,17 +177,33 @@ class Movers:
         assert live.transfers is not None
         self._perform(live, live.transfers.undecided(seq))
 
-    def _start(self, live: Live, current: Current) -> None:
-        part = live.parts.get(current.source)
+    def _begin(self, live: Live, start: StartMove) -> None:
+        self.running += 1
+        self.idle.clear()
+        current = live.current = Current(
+            seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
+        )
+        self.offers.tell(live, going=start.source)
+        part = live.parts.get((start.source, start.snapshot))
         if part is not None:
             self._submit(live, current, part)
         else:
             self._spawn(self._compile(live, current))
 
+    def _stop(self, live: Live, current: Current) -> None:
+        current.stopped = True
+        if current.late is not None:
+            current.late.cancel()
+            asyncio.get_running_loop().call_soon(self._over, live, current, None, current.touched)
+        elif current.move is not None:
+            current.move.stop()
+        else:
+            live.snapshots.wake()  # what is compiled may wait for one that will not be shown
+
     async def _compile(self, live: Live, current: Current) -> None:
         """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
         try:
-            part = await self.parts.compile(live, current.source)
+            part = await self.parts.compile(live, current)
         except EthaError as error:
             self._moved(live, current, error, False)
             return
@@ -196,13 +212,15 @@ class Movers:
             text = f"batch {live.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
             self._over(live, current, TransferError(text), False)
             return
-        live.parts[current.source] = part
+        if part is not None:
+            live.parts[current.source, current.snapshot] = part
         self._submit(live, current, part)
 
-    def _submit(self, live: Live, current: Current, part: Part) -> None:
-        if current.stopped:
+    def _submit(self, live: Live, current: Current, part: Part | None) -> None:
+        if current.stopped or part is None:
             self._over(live, current, None, False)
             return
+        current.part = part
         guards = {}
         for member, key in current.calls.items():
             ask = live.asks[key]
@@ -218,34 +236,11 @@ class Movers:
             plane=self._links.plane,
             transport=live.transport,
             spawn=self._spawn,
-            progress=lambda done: self._progress(live, current, done),
+            progress=lambda done: self.pace.went(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
             inspection=self.parts.inspection(live, current.seq, part, guards, self._lane),
         )
         current.move.start()
-
-    def _progress(self, live: Live, current: Current, done: int) -> None:
-        if live.current is not current or current.gauge is None:
-            return
-        share = current.gauge.own(done)
-        for agent in live.read_from(current.source):
-            self._links.tell(agent, live.scope, Copied(seq=current.seq, share=share))
-        self._push(live, current, current.gauge.fraction)
-
-    def copied(self, live: Live, agent: str, message: Copied) -> None:
-        """An agent that copies from workers here says how far it is."""
-        current = live.current
-        if current is not None and current.seq == message.seq and current.gauge is not None:
-            current.gauge.heard(agent, message.share)
-            self._push(live, current, current.gauge.fraction)
-
-    def _push(self, live: Live, current: Current, fraction: float) -> None:
-        part = live.parts[current.source]
-        for (side, rank), key in current.calls.items():
-            ask = live.asks.get(key)
-            if ask is not None and ask.progress:
-                total = part.nbytes["source" if side == current.source else "target", rank]
-                self._calls.push(key, Progress(done=int(total * fraction), total=total))
 
     def _moved(self, live: Live, current: Current, error: BaseException | None, touched: bool) -> None:
         if isinstance(error, StreamLost) and not current.stopped:
@@ -283,7 +278,8 @@ class Movers:
             self.idle.set()
 
     def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
-        part = live.parts[effect.source]
+        part = current.part
+        assert part is not None
         for (side, rank), key in effect.calls.items():
             live.asks.pop(key, None)
             role = "source" if side == effect.source else "target"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from etha.agent.inspection import Inspection
 from etha.agent.lane import Lane
 from etha.agent.links import Links
-from etha.agent.live import Live
+from etha.agent.live import Current, Live
 from etha.agent.move import Part
 from etha.agent.verify import Checks
 from etha.errors import TransferError
@@ -35,9 +35,17 @@ class Parts:
     def __init__(self, links: Links) -> None:
         self._links = links
 
-    async def compile(self, live: Live, source: str) -> Part:
-        """The part of the direction from side ``source``, off the loop; EthaErrors say what is in the way."""
-        sources, targets = self._views(live, source)
+    async def compile(self, live: Live, current: Current) -> Part | None:
+        """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
+
+        None when it was stopped while it waited for others to show the snapshots that are sent.
+        """
+        source = current.source
+        if current.snapshot:
+            shown = {(source, rank): agent for rank, agent in self._read(live, source).items()}
+            if not await live.snapshots.open(shown, lambda: current.stopped):
+                return None
+        sources, targets = self._views(live, source, current.snapshot)
         part = await asyncio.to_thread(_compile, live, source, sources, targets)
         if part.wire is not None and part.wire.sends:
             assert live.transport is not None
@@ -67,7 +75,13 @@ class Parts:
         """Of one batch, over this agent's data plane."""
         return TcpTransport(self._links.plane)
 
-    def _views(self, live: Live, source: str) -> tuple[Views, Views]:
+    @staticmethod
+    def _read(live: Live, source: str) -> dict[int, str]:
+        """Source ranks of other agents whose memory this one reads."""
+        ways = live.ways(source)
+        return {r: agent for r, agent in enumerate(ways.source) if agent != ways.me and ways.reach(ways.me, agent)}
+
+    def _views(self, live: Live, source: str, snapshot: bool) -> tuple[Views, Views]:
         """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
         assert live.evaluation is not None
         names = live.evaluation.plans[source].names
@@ -78,12 +92,12 @@ class Parts:
             shadows = tensors.shadows if receives and live.evaluation.atomic else None
             if receives and live.evaluation.atomic and shadows is None:
                 raise TransferError(f"{side} rank {rank} has not attached its shadows")
-            handles = shadows or tensors.handles
+            aside = tensors.snapshot if snapshot and not receives else None
+            handles = shadows or aside or tensors.handles
             (targets if receives else sources)[rank] = _resolve(tensors.session.memory.resolve, handles, names)
-        ways = live.ways(source)
-        for rank, agent in enumerate(ways.source):
-            if agent != ways.me and ways.reach(ways.me, agent):
-                sources[rank] = live.exhibition.memory((source, rank)).views(names)
+        for rank in self._read(live, source):
+            shown = live.snapshots if snapshot else live.exhibition
+            sources[rank] = shown.memory((source, rank)).views(names)
         return sources, targets
 
 

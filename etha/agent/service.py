@@ -20,26 +20,16 @@ from typing import Any
 
 from etha.agent.batches import Batches
 from etha.agent.calls import Calls
+from etha.agent.dispatch import dispatch
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.movers import Movers
 from etha.agent.pairs import Pairs
-from etha.agent.report import report
 from etha.agent.session import Session
+from etha.agent.sweep import Sweep
 from etha.bus.codec import Request
 from etha.bus.handshake import Hello, Welcome
-from etha.bus.messages import (
-    AttachShadows,
-    CloseBatch,
-    GetStatus,
-    InitPair,
-    Probe,
-    Probed,
-    Register,
-    Status,
-    Transfer,
-    WaitOffer,
-)
+from etha.bus.messages import GetStatus
 from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
@@ -55,6 +45,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a leaving agent gives to running transfers.
 DRAIN = 30.0
+_LEFT = "the agent is leaving; init_pair and register_tensors again start another"
 _LEAVING = "this agent is leaving and takes no new work"
 
 
@@ -77,6 +68,7 @@ class Agent:
         self._group: asyncio.TaskGroup | None = None
         self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sweep = Sweep()
         self.links = Links(
             me=self.id,
             host=settings.host_id,
@@ -140,9 +132,11 @@ class Agent:
                 await self.movers.idle.wait()
         except TimeoutError:
             log.warning("%d transfers did not end within %.0f s", self.movers.running, DRAIN)
-        leaving = AgentLostError("the agent is leaving; init_pair and register_tensors again start another")
+        moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
         for key in self.calls:
-            self.calls.fail(key, leaving)
+            # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
+            outcome = "unknown" if key in moving else "withdrawn"
+            self.calls.fail(key, AgentLostError(_LEFT, outcome=outcome))
         sessions, self.sessions = list(self.sessions.values()), {}  # none of them is told that another has closed
         for session in sessions:
             self._part(session, "closed")
@@ -153,6 +147,7 @@ class Agent:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
         for task in self._tasks:
             task.cancel()
+        self._sweep.cancel()
         self.lane.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -199,7 +194,7 @@ class Agent:
             session = self._session(peer)
             if self._draining and not isinstance(request.message, GetStatus):
                 raise AgentUnavailableError(_LEAVING)
-            self._dispatch(session, request)
+            dispatch(self, session, request)
         except EthaError as error:
             self._refuse(peer, request, error)
         except Exception as error:
@@ -244,6 +239,7 @@ class Agent:
         """Let go of a worker's memory, once no lane can be inside it."""
         await self.movers.idle.wait()
         session.memory.close()
+        self._sweep.soon()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -252,34 +248,6 @@ class Agent:
         if (session := self.sessions.get(peer.key)) is None:
             raise AgentUnavailableError(_LEAVING)
         return session
-
-    def _dispatch(self, session: Session, request: Request) -> None:
-        peer = session.peer
-        match request.message:
-            case InitPair() as message:
-                self.pairs.init(session, request, message)
-            case Register() as message:
-                self.batches.register(session, request, message)
-            case AttachShadows() as message:
-                self.batches.attach_shadows(session, request, message)
-            case Transfer() as message:
-                live = self.batches.find(session, message.batch, message.epoch)
-                self.movers.transfer(session, request, message, live)
-            case WaitOffer(batch=batch, epoch=epoch):
-                self.movers.offers.wait(session, request, self.batches.find(session, batch, epoch))
-            case CloseBatch() as message:
-                self.batches.close(session, request, message)
-            case Probe(address=address, token=token):
-                text = session.probe(address, token)
-                peer.reply(request.id, Probed(reaches=not text, text=text))
-            case GetStatus():
-                self.spawn(self._status(peer, request.id))
-            case _:
-                raise ProtocolError(f"{type(request.message).__name__} is not a request")
-
-    async def _status(self, peer: Peer, request_id: int) -> None:
-        await self.movers.inquiries.refresh(list(self.batches.live.values()))
-        peer.reply(request_id, Status(report=report(self)))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
         if (key := (peer.key, request.id)) in self.calls:

@@ -141,6 +141,10 @@ class Standing(Machine[Moving]):
         self.queues.calls[call.member].remove(call)
         self._out.append(Fail(call=call.key, error=error))
 
+    def _drop_all(self, calls: list[Call], text: str) -> None:
+        for call in calls:
+            self._drop(call, TransferError(text, outcome="withdrawn"))
+
     def _told(self, call: Call) -> tuple[Member, ...]:
         """Who is not ready for ``call``, if this agent coordinates its direction; else as its coordinator last said."""
         source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
@@ -169,18 +173,30 @@ class Standing(Machine[Moving]):
         if len(verbs) > 1 or any(call.cause for call in heads):
             return
         labels = {str(c.version): c.version for c in heads if c.version is not None}
-        verb = heads[0].verb
+        verb, editions = heads[0].verb, {call.edition for call in heads}
+        if "" not in editions and len(editions) > 1:
+            return  # a rank is still to come with the snapshot that another has taken already
+        if verb == "send" and len(editions) > 1:
+            self._drop_all(heads, f"{self.name}: some ranks of {side} send a snapshot, others what their tensors hold")
+            return
         if verb == "send" and len(labels) > 1:
-            for call in heads:
-                text = f"{self.name}: ranks of {side} send under different versions, {', '.join(sorted(labels))}"
-                self._drop(call, TransferError(text, outcome="withdrawn"))
+            listed = ", ".join(sorted(labels))
+            self._drop_all(heads, f"{self.name}: ranks of {side} send under different versions, {listed}")
             return
         state.attempt += 1
         state.standing = verb
         digest = self.digests.get(side if verb == "send" else self.other[side], "")
         version = next(iter(labels.values()), None)
         lane = len(self.members) > 1 and self.booking is None and self._hold()
-        message = Ready(side=side, verb=verb, attempt=state.attempt, version=version, digest=digest, lane=lane)
+        message = Ready(
+            side=side,
+            verb=verb,
+            attempt=state.attempt,
+            version=version,
+            digest=digest,
+            edition=heads[0].edition,
+            lane=lane,
+        )
         if lane:
             source = side if verb == "send" else self.other[side]
             self.booking = Booking(

@@ -81,7 +81,8 @@ class Transfers(Standing):
     def end(self, key: CallKey, *, expired: bool) -> list[TransferEffect]:
         """A call's deadline passed (``expired``) or its worker cancelled it."""
         call = self.find(key)
-        if call is not None and call.cause is None:
+        if call is not None and (call.cause is None or call.yields):
+            call.yields = False
             side, rank = call.member
             what = "its deadline passed" if expired else "it was cancelled"
             kind = TransferTimeoutError if expired else TransferAbortedError
@@ -93,6 +94,16 @@ class Transfers(Standing):
                 self._spoil(call.member, error)
             else:
                 self._withdraw(call, error)
+        return self._flush()
+
+    def supersede(self, member: Member) -> list[TransferEffect]:
+        """A worker takes a newer snapshot: the ones that it still offers end, unless GO takes them before."""
+        for call in list(self.queues.calls[member]):
+            if call.edition and call.cause is None:
+                side, rank = member
+                text = f"{self.name}: the snapshot of {side} rank {rank} was superseded by a newer one"
+                call.yields = True
+                self._withdraw(call, TransferAbortedError(text, outcome="withdrawn"))
         return self._flush()
 
     def hear(self, agent: str, message: Message) -> list[TransferEffect]:
@@ -265,7 +276,7 @@ class Transfers(Standing):
         self.current.begun = True
         self.move(Moving.MOVING)
         keys = {member: call.key for member, call in calls.items()}
-        self._out.append(StartMove(seq=seq, source=message.side, calls=keys))
+        self._out.append(StartMove(seq=seq, source=message.side, snapshot=message.snapshot, calls=keys))
         for member, call in calls.items():
             if call.cause is not None:  # withdrawn too late: GO has overtaken it
                 self._spoil(member, call.cause)

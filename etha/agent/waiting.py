@@ -14,13 +14,18 @@ from etha.peer.messages import Verb, Version
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A worker's waiting call; ``cause`` is set once it wants to end."""
+    """A worker's waiting call; ``cause`` is set once it wants to end, ``yields`` if GO goes before that.
+
+    ``edition`` names the snapshot that it sends, "" what its tensors hold.
+    """
 
     key: CallKey
     member: Member
     verb: Verb
     version: Version = None
+    edition: str = ""
     cause: EthaError | None = None
+    yields: bool = False
 
 
 @dataclass(slots=True)
@@ -116,7 +121,11 @@ class Queues:
     def take(self) -> dict[Member, Call]:
         """GO: each rank's oldest call leaves its queue, and every READY is used up."""
         self.rest()
-        return {member: queue.popleft() for member, queue in self.calls.items()}
+        taken = {member: queue.popleft() for member, queue in self.calls.items()}
+        for call in taken.values():
+            if call.yields:
+                call.cause, call.yields = None, False
+        return taken
 
     def rest(self) -> None:
         """No READY stands any more."""

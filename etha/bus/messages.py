@@ -1,6 +1,7 @@
 """What a worker and its agent say to each other, one dataclass a message.
 
-    worker -> agent   Probe InitPair Register AttachShadows Transfer WaitOffer CloseBatch GetStatus
+    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Transfer WaitOffer CloseBatch
+                      GetStatus
     agent -> worker   the reply that each one's docstring names
     agent -> worker, unasked   PairLost, Progress
 
@@ -155,10 +156,32 @@ class AttachShadows:
     handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
 
 
+@message("attach_snapshot")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachSnapshot:
+    """Where this worker sets its tensors aside before it sends them, by entry; once a registration. -> Ok."""
+
+    batch: str
+    epoch: int
+    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+
+
+@message("supersede")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supersede:
+    """The snapshot that this worker offers, if it still does, is withdrawn: it takes a newer one. -> Ok."""
+
+    batch: str
+    epoch: int
+
+
 @message("transfer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word."""
+    """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word.
+
+    ``edition`` names the snapshot that is sent, alike on all ranks of the side; "": what the tensors hold.
+    """
 
     batch: str
     epoch: int
@@ -166,6 +189,7 @@ class Transfer:
     version: int | str | None
     slot: int
     progress: bool
+    edition: str = ""
 
 
 @message("moved")

@@ -55,6 +55,7 @@ class Exhibits:
     """Tensors of ``side`` ``rank``, whose worker is process ``pid``; ``last`` of all ranks of the sender.
 
     ``pid`` 0: this rank's worker cannot be shown, its memory is to be sent. A rank may come in several parts.
+    ``snapshot``: where this one rank sets them aside, shown when it first does; ``last`` of its parts.
     """
 
     side: Annotated[str, Bounds(max=100)]
@@ -65,6 +66,7 @@ class Exhibits:
     names: Annotated[tuple[str, ...], Bounds(max=MAX_TENSORS)]
     handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
     last: bool
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

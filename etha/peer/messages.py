@@ -27,6 +27,7 @@ Known = Literal["committed", "aborted", "fenced"]
 class Ready:
     """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
 
+    ``edition`` names the snapshot that they send, "" what their tensors hold; only equal ones go together.
     ``lane``: my lane was free and is booked for this already, as young as can be; see ``held_number``.
     """
 
@@ -35,6 +36,7 @@ class Ready:
     attempt: int
     version: Version
     digest: str
+    edition: str = ""
     lane: bool = False
 
     @property
@@ -115,6 +117,7 @@ class Unbook:
 class Go:
     """Transfer ``seq`` from ``side``: take each rank's oldest waiting call and move.
 
+    ``snapshot``: out of the snapshots that the source ranks have taken, not out of their tensors.
     ``attempts`` names the READYs it consumes, (agent, side, attempt) each, so that the other
     direction's coordinator can forget just these.
     """
@@ -122,6 +125,7 @@ class Go:
     seq: int
     side: str
     version: Version
+    snapshot: bool = False
     attempts: tuple[tuple[str, str, int], ...]
 
 

@@ -77,13 +77,20 @@ class World:
         sends = [((first, rank), "send") for rank in range(len(self.agents[first]))]
         return [*sends, *(((second, rank), "recv") for rank in range(len(self.agents[second])))]
 
-    def call(self, member: tuple[str, int], verb: Verb, version: int | None = None) -> tuple[str, int]:
+    def call(
+        self, member: tuple[str, int], verb: Verb, version: int | None = None, edition: str = ""
+    ) -> tuple[str, int]:
         key = (f"{member[0]}{member[1]}", len(self.calls))
         self.calls[key] = member
         self.waiting.add(key)
         me = self.agent(member)
-        self.perform(me, self.machines[me].wait(Call(key=key, member=member, verb=verb, version=version)))
+        call = Call(key=key, member=member, verb=verb, version=version, edition=edition)
+        self.perform(me, self.machines[me].wait(call))
         return key
+
+    def supersede(self, member: tuple[str, int]) -> None:
+        me = self.agent(member)
+        self.perform(me, self.machines[me].supersede(member))
 
     def end(self, key: tuple[str, int], *, expired: bool) -> None:
         me = self.agent(self.calls[key])

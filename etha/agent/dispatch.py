@@ -1,0 +1,63 @@
+"""Which part of the agent a worker's message is for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from etha.agent.report import report
+from etha.agent.session import Session
+from etha.bus.codec import Request
+from etha.bus.messages import (
+    AttachShadows,
+    AttachSnapshot,
+    CloseBatch,
+    GetStatus,
+    InitPair,
+    Ok,
+    Probe,
+    Probed,
+    Register,
+    Status,
+    Supersede,
+    Transfer,
+    WaitOffer,
+)
+from etha.bus.peer import Peer
+from etha.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from etha.agent.service import Agent
+
+
+def dispatch(agent: Agent, session: Session, request: Request) -> None:
+    """Hand a worker's request on; EthaErrors are its answer."""
+    peer = session.peer
+    match request.message:
+        case InitPair() as message:
+            agent.pairs.init(session, request, message)
+        case Register() as message:
+            agent.batches.register(session, request, message)
+        case AttachShadows() | AttachSnapshot() as message:
+            agent.batches.attach(session, request, message)
+        case Transfer() as message:
+            live = agent.batches.find(session, message.batch, message.epoch)
+            agent.movers.transfer(session, request, message, live)
+        case Supersede(batch=batch, epoch=epoch):
+            agent.movers.supersede(session, agent.batches.find(session, batch, epoch))
+            peer.reply(request.id, Ok())
+        case WaitOffer(batch=batch, epoch=epoch):
+            agent.movers.offers.wait(session, request, agent.batches.find(session, batch, epoch))
+        case CloseBatch() as message:
+            agent.batches.close(session, request, message)
+        case Probe(address=address, token=token):
+            text = session.probe(address, token)
+            peer.reply(request.id, Probed(reaches=not text, text=text))
+        case GetStatus():
+            agent.spawn(_status(agent, peer, request.id))
+        case _:
+            raise ProtocolError(f"{type(request.message).__name__} is not a request")
+
+
+async def _status(agent: Agent, peer: Peer, request_id: int) -> None:
+    await agent.movers.inquiries.refresh(list(agent.batches.live.values()))
+    peer.reply(request_id, Status(report=report(agent)))
