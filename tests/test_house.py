@@ -241,6 +241,7 @@ def test_only_config_reads_the_environment(name: str) -> None:
 
 #: Files with a task of their own outside a TaskGroup, and who waits for it.
 OWNED_TASKS = {
+    "client/snapshot.py": "given to the caller as a TransferFuture; ends at the latest with the client",
     "client/transfer.py": "applies what was committed: awaited to its end even when its caller is cancelled",
 }
 

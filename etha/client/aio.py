@@ -8,11 +8,12 @@ The blocking client is a facade over this one. It talks to one agent and never t
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,22 +23,21 @@ from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairForm
 from etha.client.batch import Registration
 from etha.client.connection import Connection
 from etha.client.deadline import Deadline, check_timeout
+from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
 from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.place import Place, device_of
 from etha.client.register import check_options, register
 from etha.client.report import OnError, check_on_error, reported
 from etha.client.results import Offer, Pair, TransferResult, Version
+from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, RegistrationError
 
-#: Called after COMMIT, before this worker's tensors change.
-OnCommit = Callable[[], Awaitable[None] | None]
-#: Seconds within which the kernel's word of an agent's death has come.
+#: Seconds within which the kernel's word of a process's death has come.
 _NEWS = 1.0
-#: (bytes done, bytes total) of this worker.
-OnProgress = Callable[[int, int], None]
 
 
 class AsyncTensorBusClient:
@@ -127,6 +127,10 @@ class AsyncTensorBusClient:
             rank=place.rank,
             launch=place.launch,
         )
+        known = self._pairs.get(pair_name)
+        if known is not None and known[0].doomed:
+            # A dead process's memory is gone a moment before the kernel tells of its death.
+            await known[0].lost.heard(min(_NEWS, deadline.left))
         formed = await self._ask_for_pair(message, deadline)
         known = self._pairs.get(pair_name)
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
@@ -207,6 +211,26 @@ class AsyncTensorBusClient:
         self._batches[batch_id] = registration
         return BatchHandle(self, registration)
 
+    @overload
+    async def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> TransferResult: ...
+
+    @overload
+    async def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: Literal[True],
+        **options: Unpack[Options],
+    ) -> TransferFuture: ...
+
     async def transfer(
         self,
         batch_id: str,
@@ -217,7 +241,8 @@ class AsyncTensorBusClient:
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
-    ) -> TransferResult:
+        snapshot: bool = False,
+    ) -> TransferResult | TransferFuture:
         """Move the batch once, all of it or nothing; waits for every rank of both sides.
 
         ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
@@ -225,6 +250,14 @@ class AsyncTensorBusClient:
         total) of this worker. ``on_error`` (default: the client's): "report" returns a failed result
         (``.error``) where "raise" raises TransferError or a subclass (see ``.outcome`` and ``.torn``),
         AgentLostError or AgentUnavailableError; mistakes (ConfigError, RegistrationError) are always raised.
+
+        ``snapshot=True`` with "send", on every rank of the side: sets aside what the tensors hold, and returns
+        a TransferFuture of the transfer as soon as they may change. It takes as much memory again as this
+        rank has registered, from the first snapshot on. One at a time: a newer one takes the place of one
+        that nobody has received yet, whose future then raises TransferAbortedError ("withdrawn"), and
+        waits for one that moves. Ranks have to take the same ones: alike in ``version``, or without one
+        in number. Without ``timeout`` a snapshot is offered until it is received or superseded;
+        setting aside has the client's deadline.
         """
         return await self.transfer_of(
             self._registration(batch_id),
@@ -234,6 +267,7 @@ class AsyncTensorBusClient:
             timeout=timeout,
             progress=progress,
             on_error=on_error,
+            snapshot=snapshot,
         )
 
     async def transfer_of(
@@ -246,14 +280,16 @@ class AsyncTensorBusClient:
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
-    ) -> TransferResult:
+        snapshot: bool = False,
+    ) -> TransferResult | TransferFuture:
         """What ``transfer`` and ``BatchHandle.transfer`` share."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
         self._check_open(registration)
-        check_call(registration, transfer_type, version, on_commit)
+        check_call(registration, transfer_type, version, on_commit, snapshot)
+        deadline = Deadline(seconds)
 
-        async def move() -> TransferResult:
+        async def move(edition: str = "") -> TransferResult:
             self._check_served(registration)
             batch_id = registration.batch
             try:
@@ -262,14 +298,17 @@ class AsyncTensorBusClient:
                     transfer_type,
                     version=version,
                     on_commit=on_commit,
-                    timeout=seconds,
+                    timeout=math.inf if edition and timeout is None else deadline.left,
                     progress=progress,
+                    edition=edition,
                 )
             finally:
                 (self._torn.add if registration.torn else self._torn.discard)(batch_id)
             self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
             return result
 
+        if snapshot:
+            return await send_snapshot(registration, version=version, on_error=mode, deadline=deadline, send=move)
         return await reported(mode, registration.pairs, transfer_type, move)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:

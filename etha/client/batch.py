@@ -12,7 +12,7 @@ import torch
 from etha.client.connection import Connection
 from etha.client.inspect import memory_of
 from etha.client.manifest import Manifest
-from etha.client.results import Pair, Version
+from etha.client.results import Pair, TransferResult, Version
 from etha.client.tensors import empty
 from etha.errors import RegistrationError
 from etha.memory.handles import Fingerprint, TensorHandle, describe, fingerprint, moved
@@ -61,6 +61,14 @@ class Stage:
 
 
 @dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """One that was set aside; ``task`` ends when nobody reads it any more."""
+
+    task: asyncio.Task[TransferResult] | None = None
+    superseded: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class Registration:
     """What a client keeps of one open batch. ``source`` stages what the agent cannot read directly,
     ``shadows`` what it must not write directly (atomic) or cannot.
@@ -82,6 +90,10 @@ class Registration:
     fingerprints: tuple[Fingerprint, ...] = ()
     #: Held while a call stages or applies, so that two calls of one worker never mix versions.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Where snapshots are set aside once one was taken, the newest of them, and how many had no label.
+    aside: Stage | None = None
+    snapshot: Snapshot | None = None
+    snapshots: int = 0
 
     def __post_init__(self) -> None:
         self.fingerprints = tuple(fingerprint(tensor) for tensor in self.locals)

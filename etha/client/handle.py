@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
+from etha.client.future import TransferFuture
+from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 
@@ -40,16 +41,31 @@ class BatchHandle:
         """Whether receivers keep the old version until commit."""
         return self._registration.atomic
 
+    @overload
+    async def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> TransferResult: ...
+
+    @overload
+    async def transfer(
+        self, transfer_type: Literal["send", "recv"], *, snapshot: Literal[True], **options: Unpack[Options]
+    ) -> TransferFuture: ...
+
     async def transfer(
         self,
         transfer_type: Literal["send", "recv"],
         *,
         version: Version = None,
-        on_commit: Callable[[], Awaitable[None] | None] | None = None,
+        on_commit: OnCommit | None = None,
         timeout: float | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: OnProgress | None = None,
         on_error: OnError | None = None,
-    ) -> TransferResult:
+        snapshot: bool = False,
+    ) -> TransferResult | TransferFuture:
         """Move this batch once; see ``AsyncTensorBusClient.transfer``."""
         return await self._client.transfer_of(
             self._registration,
@@ -59,6 +75,7 @@ class BatchHandle:
             timeout=timeout,
             progress=progress,
             on_error=on_error,
+            snapshot=snapshot,
         )
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:

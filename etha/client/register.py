@@ -50,7 +50,7 @@ async def register(
     live = [describe(tensor) for tensor in locals_]
     # What the agent cannot reach is staged by this process in memory that it can.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
-    source = await _stage(locals_, hidden)
+    source = await stage(locals_, hidden)
     handles = source.handles(live)
     await connection.show(handles, timeout())
     layouts: dict[Layout, int] = {}
@@ -100,7 +100,7 @@ async def register(
     connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
     if registered.shadows:
         try:
-            shadows = await _stage(locals_, [tensor.numel() > 0 for tensor in locals_])
+            shadows = await stage(locals_, [tensor.numel() > 0 for tensor in locals_])
             there = shadows.handles(live)
             await connection.show(there, timeout())
             attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
@@ -118,6 +118,6 @@ async def _leave(connection: Connection, batch: str, pair: Pair) -> None:
         await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch), timeout=0)
 
 
-async def _stage(tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
+async def stage(tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
     """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
     return await asyncio.to_thread(Stage.of, tensors, chosen) if any(chosen) else Stage.of(tensors, chosen)

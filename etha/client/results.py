@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -87,6 +88,13 @@ class Lost:
         assert self.reason is not None
         return self.reason
 
+    async def heard(self, timeout: float | None) -> bool:
+        """Wait at most ``timeout`` seconds until it is; tells whether it is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._event.wait()
+        return self.is_set()
+
     def __await__(self) -> Generator[Any, None, str]:
         return self.wait().__await__()
 
@@ -120,8 +128,13 @@ class Pair:
 
     def fail(self, error: EthaError) -> None:
         """A transfer of this pair failed."""
-        if not self._errors:
+        if not self._errors or (isinstance(error, PeerLostError) and len(self._errors) == 1):
             self._errors.append(error)
+
+    @property
+    def doomed(self) -> bool:
+        """Whether a transfer has met a peer's death, and the news that the epoch is over is still to come."""
+        return not self.lost.is_set() and any(isinstance(error, PeerLostError) for error in self._errors)
 
     def lose(self, reason: str, text: str, error: EthaError | None = None) -> None:
         """The epoch is over; ``error`` where that is not a PeerLostError."""

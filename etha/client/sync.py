@@ -10,16 +10,17 @@ import asyncio
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.client import portal
-from etha.client.aio import AsyncTensorBusClient, OnCommit, OnProgress
+from etha.client.aio import AsyncTensorBusClient
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 from etha.client.results import Pair as AsyncPair
@@ -155,11 +156,8 @@ class TensorBusClient:
         transfer_type: Literal["send", "recv"],
         *,
         blocking: Literal[True] = True,
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-        on_error: OnError | None = None,
+        snapshot: Literal[False] = False,
+        **options: Unpack[Options],
     ) -> TransferResult: ...
 
     @overload
@@ -169,11 +167,19 @@ class TensorBusClient:
         transfer_type: Literal["send", "recv"],
         *,
         blocking: Literal[False],
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-        on_error: OnError | None = None,
+        snapshot: bool = False,
+        **options: Unpack[Options],
+    ) -> TransferFuture: ...
+
+    @overload
+    def transfer(
+        self,
+        batch_id: str,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        snapshot: Literal[True],
+        **options: Unpack[Options],
     ) -> TransferFuture: ...
 
     def transfer(
@@ -187,8 +193,11 @@ class TensorBusClient:
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
+        snapshot: bool = False,
     ) -> TransferResult | TransferFuture:
-        """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``blocking=False``: a TransferFuture."""
+        """Move the batch once; see ``AsyncTensorBusClient.transfer``. A TransferFuture where ``blocking=False``,
+        and where ``snapshot=True`` once what is sent was set aside.
+        """
         inner = self._aio.handle_of(batch_id)
         return self._move(
             inner,
@@ -201,6 +210,7 @@ class TensorBusClient:
                 "progress": progress,
                 "on_error": on_error,
             },
+            snapshot,
         )
 
     def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
@@ -262,8 +272,15 @@ class TensorBusClient:
             self._run(work)
 
     def _move(
-        self, inner: AsyncBatchHandle, verb: Literal["send", "recv"], blocking: bool, options: dict[str, Any]
+        self,
+        inner: AsyncBatchHandle,
+        verb: Literal["send", "recv"],
+        blocking: bool,
+        options: Options,
+        snapshot: bool,
     ) -> TransferResult | TransferFuture:
+        if snapshot:
+            return self._run(inner.transfer(verb, snapshot=True, **options))
         work = inner.transfer(verb, **options)
         if blocking:
             return self._run(work)

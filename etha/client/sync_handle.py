@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 
 if TYPE_CHECKING:
-    from etha.client.aio import OnCommit, OnProgress
     from etha.client.sync import TensorBusClient
 
 
@@ -47,11 +47,8 @@ class BatchHandle:
         transfer_type: Literal["send", "recv"],
         *,
         blocking: Literal[True] = True,
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-        on_error: OnError | None = None,
+        snapshot: Literal[False] = False,
+        **options: Unpack[Options],
     ) -> TransferResult: ...
 
     @overload
@@ -60,11 +57,18 @@ class BatchHandle:
         transfer_type: Literal["send", "recv"],
         *,
         blocking: Literal[False],
-        version: Version = None,
-        on_commit: OnCommit | None = None,
-        timeout: float | None = None,
-        progress: OnProgress | None = None,
-        on_error: OnError | None = None,
+        snapshot: bool = False,
+        **options: Unpack[Options],
+    ) -> TransferFuture: ...
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        snapshot: Literal[True],
+        **options: Unpack[Options],
     ) -> TransferFuture: ...
 
     def transfer(
@@ -77,6 +81,7 @@ class BatchHandle:
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
+        snapshot: bool = False,
     ) -> TransferResult | TransferFuture:
         """Move this batch once; see ``TensorBusClient.transfer``."""
         return self._client._move(
@@ -90,6 +95,7 @@ class BatchHandle:
                 "progress": progress,
                 "on_error": on_error,
             },
+            snapshot,
         )
 
     def wait_offer(self, *, timeout: float | None = None) -> Offer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,15 +28,7 @@ class Lost:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is, at most ``timeout`` seconds; tells whether it is."""
-        return bool(self._run(self._wait(timeout)))
-
-    async def _wait(self, timeout: float | None) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await self._inner.wait()
-        except TimeoutError:
-            pass
-        return self._inner.is_set()
+        return bool(self._run(self._inner.heard(timeout)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

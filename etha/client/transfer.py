@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ def check_call(
     verb: Literal["send", "recv"],
     version: Version,
     on_commit: Callable[[], Awaitable[None] | None] | None,
+    snapshot: bool,
 ) -> None:
     """ConfigError for arguments of a transfer that are wrong."""
     if verb not in ("send", "recv"):
@@ -38,6 +40,8 @@ def check_call(
         raise ConfigError(f"version={version!r} must be an int or a str")
     if on_commit is not None and not (verb == "recv" and registration.atomic):
         raise ConfigError("on_commit= needs transfer_type='recv' and a batch registered with atomic=True")
+    if snapshot and verb != "send":
+        raise ConfigError("snapshot=True is of the sender: it needs transfer_type='send'")
 
 
 async def transfer(
@@ -48,8 +52,24 @@ async def transfer(
     on_commit: Callable[[], Awaitable[None] | None] | None,
     timeout: float,
     progress: Callable[[int, int], None] | None,
+    edition: str = "",
 ) -> TransferResult:
-    """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s."""
+    """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s.
+
+    ``edition``: what was set aside is sent, and the tensors are left alone (``client.snapshot``).
+    """
+    if edition:
+        return await _once(registration, verb, version, on_commit, timeout, progress, edition)
+    check_state(registration, verb)
+    if registration.shadows is None and not registration.source.serves:
+        return await _once(registration, verb, version, on_commit, timeout, progress)
+    deadline = Deadline(timeout)
+    async with turn(registration, timeout):
+        return await _once(registration, verb, version, on_commit, deadline.left, progress)
+
+
+def check_state(registration: Registration, verb: Literal["send", "recv"]) -> None:
+    """RegistrationError for tensors that have moved, TransferError for those that are not to be sent."""
     registration.check_unmoved()
     if verb == "send" and registration.torn:
         raise TransferError(
@@ -57,11 +77,11 @@ async def transfer(
             f"receive it in full before it is sent",
             outcome="withdrawn",
         )
-    staged = registration.shadows is not None or registration.source.serves
-    if not staged:
-        return await _once(registration, verb, version, on_commit, timeout, progress)
-    # A call that stages or applies has to finish before the next of this worker begins.
-    deadline = Deadline(timeout)
+
+
+@asynccontextmanager
+async def turn(registration: Registration, timeout: float) -> AsyncIterator[None]:
+    """A call that stages or applies has to finish before the next of this worker begins."""
     try:
         async with asyncio.timeout(None if timeout == math.inf else timeout):
             await registration.turn.acquire()
@@ -70,7 +90,7 @@ async def transfer(
             f"batch {registration.batch!r}: an earlier transfer of this worker did not end in time", outcome="withdrawn"
         ) from None
     try:
-        return await _once(registration, verb, version, on_commit, deadline.left, progress)
+        yield
     finally:
         registration.turn.release()
 
@@ -82,10 +102,11 @@ async def _once(
     on_commit: Callable[[], Awaitable[None] | None] | None,
     timeout: float,
     progress: Callable[[int, int], None] | None,
+    edition: str = "",
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
-    if verb == "send" and registration.source.serves:
-        await _to_its_end(_copy(registration.source, registration.source.pull, registration.locals))
+    if verb == "send" and registration.source.serves and not edition:
+        await to_its_end(_copy(registration.source, registration.source.pull, registration.locals))
     word = page.open()
     confirmed: list[Answer | None] = []
 
@@ -118,6 +139,7 @@ async def _once(
         version=version,
         slot=word,
         progress=progress is not None,
+        edition=edition,
     )
     try:
         moved = await link.request(
@@ -132,7 +154,7 @@ async def _once(
         answer = confirmed[0] if confirmed else None
         if isinstance(answer, Reply):
             # COMMIT has won the race: the others hold the new version, so must this worker.
-            await _to_its_end(_apply(registration, verb, answer.message, on_commit))
+            await to_its_end(_apply(registration, verb, answer.message, on_commit))
         else:
             registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
             if answer is None and not page.revoke(word):
@@ -152,7 +174,7 @@ async def _once(
     if on_commit is None and registration.stage.nbytes < _SMALL:
         _take_over(registration, verb, moved)
     else:
-        await _to_its_end(_apply(registration, verb, moved, on_commit))
+        await to_its_end(_apply(registration, verb, moved, on_commit))
     return TransferResult(
         seq=moved.seq,
         version=moved.version,
@@ -164,7 +186,7 @@ async def _once(
     )
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
     """Await what must not be cut short: a cancellation goes on once it has ended."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -9,7 +9,18 @@ from typing import Any
 from etha.bus.calls import Answer
 from etha.bus.codec import Failure
 from etha.bus.link import AgentLink
-from etha.bus.messages import CloseBatch, GetStatus, InitPair, Ok, Register, Status, Transfer, WaitOffer
+from etha.bus.messages import (
+    AttachSnapshot,
+    CloseBatch,
+    GetStatus,
+    InitPair,
+    Ok,
+    Register,
+    Status,
+    Supersede,
+    Transfer,
+    WaitOffer,
+)
 from etha.client.connection import Connection
 from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError, TransferError
 from etha.memory.handles import TensorHandle
@@ -53,7 +64,7 @@ class _Link(AgentLink):
                 return self._bus.transfer(message)
             case WaitOffer():
                 return self._bus.offer(message)
-            case CloseBatch():
+            case CloseBatch() | AttachSnapshot() | Supersede():
                 return Ok()
             case GetStatus():
                 return Status(report=self._bus.status())

@@ -1,0 +1,131 @@
+"""Snapshots: what a batch's tensors hold is set aside and sent from there, while they change again.
+
+One place a registration, mapped memory as large as what this rank registered. So a newer snapshot begins with
+the end of the older one: withdrawn where it still waits, waited for where it moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from etha.bus.messages import AttachSnapshot, Supersede
+from etha.client.batch import Registration, Snapshot
+from etha.client.deadline import Deadline
+from etha.client.future import TransferFuture
+from etha.client.register import stage
+from etha.client.report import OnError, reported
+from etha.client.results import TransferResult, Version
+from etha.client.transfer import check_state, to_its_end, turn
+from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
+from etha.memory.handles import describe
+
+#: Sends the snapshot of this edition.
+Send = Callable[[str], Awaitable[TransferResult]]
+
+
+async def send_snapshot(
+    registration: Registration, *, version: Version, on_error: OnError, deadline: Deadline, send: Send
+) -> TransferFuture:
+    """Returns once the tensors may change; the future is of what ``send(edition)`` returns.
+
+    ``deadline`` is for setting aside. Raises what ``transfer`` raises, TransferTimeoutError when the snapshot
+    before this one moves until then.
+    """
+    aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    snapshot = Snapshot()
+
+    async def move() -> TransferResult:
+        edition = await _set_aside(registration, snapshot, version, deadline)
+        aside.set_result(None)
+        try:
+            return await send(edition)
+        except TransferAbortedError as error:
+            if snapshot.superseded and error.outcome == "withdrawn":
+                raise _Superseded(error) from None
+            raise
+
+    async def run() -> TransferResult:
+        try:
+            return await reported(on_error, registration.pairs, "send", move)
+        except _Superseded as superseded:  # no failure: what follows is not skipped
+            if on_error == "report":
+                return TransferResult.failed("send", superseded.error)
+            raise superseded.error from None
+
+    task = snapshot.task = asyncio.ensure_future(run())
+    try:
+        either: set[asyncio.Future[Any]] = {aside, task}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        task.cancel()
+        while not task.done():  # what is copied ends first
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                continue
+        raise
+    if not aside.done() and (task.cancelled() or task.exception() is not None):
+        await task
+    return TransferFuture.of_task(task)
+
+
+class _Superseded(Exception):
+    """A newer snapshot of this worker has taken the place of one that nobody had received."""
+
+    def __init__(self, error: TransferAbortedError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def _set_aside(registration: Registration, snapshot: Snapshot, version: Version, deadline: Deadline) -> str:
+    """Copy what the tensors hold; returns the edition, which is the same on all ranks."""
+    check_state(registration, "send")
+    for pair in registration.pairs:
+        if pair.lost.reason is not None:  # else only a future would say so, which a training loop may never look at
+            text = f"{pair.lost.text}; call init_pair and register_tensors again"
+            raise PeerLostError(text, reason=pair.lost.reason, outcome="withdrawn")
+    async with turn(registration, deadline.left):
+        if registration.aside is None:
+            await _attach(registration, deadline)
+        await _make_way(registration, deadline)
+        place = registration.aside
+        assert place is not None
+        check_state(registration, "send")
+        await to_its_end(asyncio.to_thread(place.pull, registration.locals))
+        registration.snapshot = snapshot
+        if version is not None:
+            return f"label {version}"
+        registration.snapshots += 1
+        return f"number {registration.snapshots}"
+
+
+async def _attach(registration: Registration, deadline: Deadline) -> None:
+    """Allocate the place, and let the agent know it."""
+    tensors = registration.locals
+    place = await stage(tensors, [tensor.numel() > 0 for tensor in tensors])
+    handles = place.handles([describe(tensor) for tensor in tensors])
+    connection = registration.connection
+    await connection.show(handles, deadline.left)
+    message = AttachSnapshot(batch=registration.batch, epoch=registration.pair.epoch, handles=tuple(handles))
+    await connection.link.request(message, timeout=deadline.left)
+    registration.aside = place
+
+
+async def _make_way(registration: Registration, deadline: Deadline) -> None:
+    """Nobody reads the place any more when this returns."""
+    older = registration.snapshot
+    if older is None or older.task is None or older.task.done():
+        return
+    older.superseded = True
+    message = Supersede(batch=registration.batch, epoch=registration.pair.epoch)
+    await registration.connection.link.request(message, timeout=deadline.left)
+    done, _ = await asyncio.wait({older.task}, timeout=None if deadline.left == math.inf else deadline.left)
+    if not done:
+        raise TransferTimeoutError(
+            f"batch {registration.batch!r}: the snapshot before this one still moves; give more time, or "
+            f"await its future before the next",
+            outcome="withdrawn",
+        )
