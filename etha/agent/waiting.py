@@ -12,6 +12,9 @@ from etha.errors import EthaError, PeerLostError, TransferAbortedError, Transfer
 from etha.peer.messages import Verb, Version
 
 
+_AGAIN = "call init_pair and register_tensors again"
+
+
 @dataclass(slots=True, kw_only=True)
 class Call:
     """A worker's waiting call; ``cause`` is set once it wants to end, ``yields`` if GO goes before that.
@@ -145,9 +148,8 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
     error = own or first
     data = error.data() if isinstance(error, TransferError) else {}
     data |= {"outcome": "aborted", "torn": torn}
-    again = "call init_pair and register_tensors again"
     text = f"{name} seq {seq} aborted: {error.message}"
-    text += f"; {again}" if isinstance(error, PeerLostError) and again not in text else ""
+    text += f"; {_AGAIN}" if isinstance(error, PeerLostError) and _AGAIN not in text else ""
     if isinstance(error, PeerLostError) or own is not None:
         return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
     return TransferAbortedError(text, outcome="aborted", torn=torn)
@@ -156,4 +158,5 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
 def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
     """What every worker here is told about a transfer whose end nobody that this agent can reach knows."""
     text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
+    text += "" if _AGAIN in text else f"; {_AGAIN}"
     return PeerLostError(text, reason="died", outcome="unknown", torn=torn)
