@@ -11,7 +11,6 @@ from etha.agent.effects import CallKey, Member, name_members
 from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Verb, Version
 
-
 _AGAIN = "call init_pair and register_tensors again"
 
 
