@@ -134,7 +134,20 @@ async def test_a_loss_after_a_failure_leaves_the_first_error() -> None:
     one = pair()
     await reported("report", (one,), "send", Calls(TransferAbortedError("first")).move)
     one.lose("died", "then this")
-    assert one.errored is not None and one.errored.message == "first" and one.lost.is_set()
+    assert one.lost.is_set() and one.errored is not None and one.errored.message == "first"
+
+
+async def test_a_peers_death_that_a_transfer_met_announces_the_loss() -> None:
+    one = pair()
+    await reported("report", (one,), "send", Calls(TransferTimeoutError("late", outcome="withdrawn")).move)
+    assert not one.doomed
+    with pytest.raises(PeerLostError):
+        await reported("raise", (one,), "send", Calls(PeerLostError("dead", reason="died")).move)
+    assert isinstance(one.errored, TransferTimeoutError), "the first one"
+    before = [one.doomed, await one.lost.heard(0)]
+    one.lose("died", "dead")
+    after = [one.doomed, await one.lost.heard(0)]
+    assert (before, after) == ([True, False], [False, True])
 
 
 async def test_a_kept_error_holds_no_frames() -> None:

@@ -97,6 +97,17 @@ def test_it_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     assert {thread.ident for thread in threading.enumerate()} <= before, "its loop's thread is gone"
 
 
+def test_snapshots(careful: DummyTensorBusClient) -> None:
+    meet(careful)
+    handle, _ = register(careful)
+    results = [handle.transfer("send", snapshot=True, version=version).result(10) for version in (1, 2)]
+    assert [(result.seq, result.version) for result in results] == [(1, 1), (2, 2)]
+    careful.fail_next(etha.TransferAbortedError("x"))
+    assert not handle.transfer("send", snapshot=True).result(10).ok
+    with pytest.raises(etha.ConfigError, match="snapshot"):
+        careful.transfer("policy", "recv", snapshot=True)
+
+
 def test_on_commit_runs_with_an_atomic_recv(client: DummyTensorBusClient) -> None:
     meet(client)
     told: list[int] = []
