@@ -162,10 +162,9 @@ def plan(
     a tensor may have "mesh" and "placements" of its own, and a nested mesh lists ranks. Placements are S(dim), R,
     P(sum) and _S(dim, split_factor). A target without "tensors" takes the source's.
     """
-    from etha.plan import build_plan
-    from etha.planfile import read_sides
+    from etha.planfile import read_plan
 
-    built = build_plan(*read_sides(source, target))
+    built = read_plan(source, target)
     built.check()
     out.print(built.explain(), markup=False, highlight=False)
     if plot is not None:

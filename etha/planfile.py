@@ -1,10 +1,4 @@
-"""The two JSON files of ``etha plan``, one a side, as planning takes them. Reads files, starts nothing.
-
-    {"mesh": [2, 2], "placements": ["S(0)", "R"], "tensors": {"w": {"shape": [8, 8], "dtype": "float32"}}}
-
-A flat mesh is a shape over ranks 0 .. n-1, a nested one a table of ranks. A tensor may have "mesh" and
-"placements" of its own. A target without "tensors" takes the source's names, shapes and dtypes.
-"""
+"""The two JSON files of ``etha plan``, one a side (etha/plan/sides.py says what is in them). Starts nothing."""
 
 from __future__ import annotations
 
@@ -12,27 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from etha.errors import ConfigError, LayoutError
-from etha.plan import Layout, TensorSpec
-from etha.plan.dtypes import from_name
-
-Specs = dict[str, TensorSpec]
-#: What a placement is called in the file -> its code in plain data, and how to read its arguments.
-_PLACEMENTS: dict[str, tuple[str, type]] = {
-    "S": ("S", int),
-    "_S": ("SS", int),
-    "R": ("R", str),
-    "P": ("P", str),
-    "NP": ("NP", float),
-}
+from etha.plan import Plan, Side, build_plan, side_from_plain
 
 
-def read_sides(source: Path, target: Path) -> tuple[Specs, Specs]:
-    """Specs of both sides by name; ConfigError says which file and tensor is malformed."""
+def read_sides(source: Path, target: Path) -> tuple[Side, Side]:
+    """Both sides; ConfigError says which file and tensor is malformed.
+
+    A target without "tensors" takes the source's names, shapes and dtypes.
+    """
     sent, received = _read(source), _read(target)
-    return _specs(source, sent, sent), _specs(target, received, received if "tensors" in received else _bare(sent))
+    return _side(source, sent, {}), _side(target, received, _bare(sent))
+
+
+def read_plan(source: Path, target: Path) -> Plan:
+    """The plan from the source's file to the target's."""
+    a, b = read_sides(source, target)
+    return build_plan(
+        a.specs,
+        b.specs,
+        source_hosts=a.hosts,
+        target_hosts=b.hosts,
+        source_agents=a.agents,
+        target_agents=b.agents,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -47,37 +44,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _bare(side: dict[str, Any]) -> dict[str, Any]:
     """The tensors of ``side`` without their layouts."""
-    tensors = side.get("tensors", {})
-    return {"tensors": {name: {k: t[k] for k in ("shape", "dtype")} for name, t in tensors.items()}}
+    return {name: {k: t[k] for k in ("shape", "dtype")} for name, t in side.get("tensors", {}).items()}
 
 
-def _specs(path: Path, side: dict[str, Any], described: dict[str, Any]) -> Specs:
-    found = {}
-    for name, tensor in described.get("tensors", {}).items():
-        try:
-            layout = Layout.from_plain(
-                {
-                    "mesh": _mesh(tensor.get("mesh", side.get("mesh"))),
-                    "placements": [_placement(p) for p in tensor.get("placements", side.get("placements"))],
-                    "strided": "auto",
-                }
-            )
-            found[name] = TensorSpec(tuple(tensor["shape"]), from_name(tensor["dtype"]), layout)
-        except (LayoutError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{path}: tensor {name!r} needs shape, dtype, mesh and placements: {error}") from None
-    return found
-
-
-def _mesh(mesh: Any) -> dict[str, Any]:
-    table = np.asarray(mesh, dtype=np.int64)
-    if table.ndim == 1:
-        return {"shape": table.tolist(), "ranks": None}
-    return {"shape": list(table.shape), "ranks": table.reshape(-1).tolist()}
-
-
-def _placement(text: str) -> list[Any]:
-    name, _, rest = text.strip().rstrip(")").partition("(")
-    if name not in _PLACEMENTS:
-        raise ValueError(f"placement {text!r} is none of S(dim), R, P(op), NP(norm), _S(dim, split_factor)")
-    code, read = _PLACEMENTS[name]
-    return [code, *(read(part.strip()) for part in rest.split(",") if part.strip())]
+def _side(path: Path, side: dict[str, Any], tensors: dict[str, Any]) -> Side:
+    try:
+        return side_from_plain(side, tensors)
+    except LayoutError as error:
+        raise ConfigError(f"{path}: {error.message}") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from etha.plan.bounds import PlanStats
 from etha.plan.buckets import Bucket, buckets
-from etha.plan.describe import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.layout import Layout, TensorSpec
+from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.plan import Plan, build_plan, violations
 from etha.plan.program import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, SEND, RankPlan, Region, Slot
+from etha.plan.sides import Side, describe, side_from_plain
 from etha.plan.simulate import simulate
 
 __all__ = [
@@ -23,14 +24,17 @@ __all__ = [
     "PlanStats",
     "RankPlan",
     "Region",
+    "Side",
     "Slot",
     "TensorSpec",
     "buckets",
     "build_plan",
+    "describe",
     "infer_global_shape",
     "merge_layouts",
     "resolve_strided",
     "shape_violations",
+    "side_from_plain",
     "simulate",
     "violations",
 ]
