@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,73 +15,14 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.errors import AgentLostError, TransferAbortedError, TransferError, TransferTimeoutError
-from etha.memory.revocation import SLOTS
 
+from .cancelling import POISON, SIZE, Link, Moments, ended, moments
 from .jobs import Job, tell, wait_for
 from .sides import Sides
 from .sites import Site
 
-SIZE = 3 << 22  # 48 MiB of float32: some 6 ms, cut into 6 pieces
-POISON = -7.0
-
-
-class Link:
-    """One tensor from a trainer to an inference worker, checked as a whole after every attempt."""
-
-    def __init__(self, sides: Sides, handles: dict[Any, Any], source: torch.Tensor, target: torch.Tensor) -> None:
-        self.sides, self.source, self.target = sides, source, target
-        self.send, self.recv = handles["trainer", 0], handles["inference", 0]
-        self.version, self.seq = 0, 0
-
-    @classmethod
-    async def open(cls, sides: Sides, **options: Any) -> Link:
-        await sides.meet(device_mesh=(1,), placements=[Replicate()])
-        source, target = torch.zeros(SIZE), torch.zeros(SIZE)
-        tensors = {"trainer": {"w": source}, "inference": {"w": target}}
-        link = cls(sides, await sides.register("b", lambda side, rank: (tensors[side], options)), source, target)
-        await link.good()
-        return link
-
-    async def good(self) -> float:
-        """The next transfer is right; its seconds."""
-        self.version += 1
-        self.source.fill_(float(self.version))
-        self.target.fill_(POISON)
-        began = time.monotonic()
-        sent, got = await asyncio.gather(self.send.transfer("send", version=self.version), self.recv.transfer("recv"))
-        took = time.monotonic() - began
-        assert (sent.seq, sent.version) == (got.seq, got.version)
-        assert got.seq > self.seq and got.version == self.version
-        self.seq = got.seq
-        assert torch.all(self.target == self.version)
-        return took
-
-    def start(self, **deadlines: float) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-        """The next version on its way: (sending, receiving)."""
-        self.version += 1
-        self.source.fill_(float(self.version))
-        sending = asyncio.create_task(self.send.transfer("send", version=self.version, **deadlines))
-        return sending, asyncio.create_task(self.recv.transfer("recv", **deadlines))
-
-    def quiet(self, *handles: etha.BatchHandle) -> bool:
-        """No lane thread of an agent is inside the tensors of these workers, whose calls have returned."""
-        pages = [handle._registration.connection.page for handle in handles]
-        return not any(page._inside(slot) for page in pages for slot in range(1, SLOTS))
-
-
-def moments(aborted: list[object], enough: int = 3) -> Iterator[int]:
-    """At least 8 tries, then more until ``enough`` were aborted, and a failure after 80."""
-    for turn in range(80):
-        if turn >= 8 and len(aborted) >= enough:
-            return
-        yield turn
-    pytest.fail("80 moments, and too few of them while bytes moved")
-
-
-async def ended(task: asyncio.Task[Any]) -> Any:
-    """The result, the error, or the cancellation of a task, as a value."""
-    [found] = await asyncio.gather(task, return_exceptions=True)
-    return found
+#: In each of three ways, atomic and not: two hundred in all.
+MOMENTS = 34
 
 
 @pytest.mark.parametrize("who", ["send", "recv"])
@@ -104,70 +44,21 @@ async def test_a_call_cancelled_while_it_waits_consumes_nothing(site: Site, who:
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-async def test_a_receiver_cancelled_at_any_moment_keeps_its_tensors_to_itself(site: Site, atomic: bool) -> None:
-    dice = random.Random(7)
-    aborted: list[object] = []
+async def test_a_call_cancelled_at_any_moment_keeps_its_tensors_to_itself(site: Site, atomic: bool) -> None:
     async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
-        link = await Link.open(sides, atomic=atomic)
-        took = await link.good()
-        for _ in moments(aborted, 3):
-            before = float(link.target[0])
-            sending, receiving = link.start()
-            await asyncio.sleep(dice.uniform(0, 1.2 * took))
-            receiving.cancel()
-            got = await ended(receiving)
-            assert link.quiet(link.recv), "a lane is inside the tensors of a call that has returned"
-            if atomic:
-                value = float(link.target[0])
-                assert value in (before, link.version) and torch.all(link.target == value), "old or new, never both"
-            link.target.fill_(POISON)
-            await asyncio.wait({sending}, timeout=1)
-            if not sending.done():  # the receiver was cancelled before GO: the sender goes on waiting
-                sending.cancel()
-            sent = await ended(sending)
-            await sides.ask_all()
-            assert torch.all(link.target == POISON), "somebody wrote into the tensors of a call that had returned"
-            if isinstance(sent, TransferError):
-                assert isinstance(sent, TransferAbortedError) and sent.outcome == "aborted" and not sent.torn
-                assert "recv of inference rank 0 ended: it was cancelled" in sent.message
-                assert isinstance(got, asyncio.CancelledError)
-                aborted.append(sent)
-            elif not isinstance(sent, asyncio.CancelledError):
-                link.seq = sent.seq
-            await link.good()
+        tried = Moments(await Link.open(sides, SIZE // 3, atomic=atomic), atomic, seed=7)
+        await tried.run(MOMENTS)
+    print(f"\n{site.way}, atomic={atomic}: {tried}")
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("atomic", [False, True])
-async def test_a_sender_cancelled_at_any_moment_may_change_its_tensors(site: Site, atomic: bool) -> None:
-    dice = random.Random(11)
-    aborted: list[object] = []
+async def test_calls_cancelled_at_two_hundred_moments(site: Site, atomic: bool) -> None:
     async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
-        link = await Link.open(sides, atomic=atomic)
-        took = await link.good()
-        for _ in moments(aborted, 3):
-            before = float(link.target[0])
-            sending, receiving = link.start()
-            await asyncio.sleep(dice.uniform(0, 1.2 * took))
-            sending.cancel()
-            await ended(sending)
-            assert link.quiet(link.send)
-            link.source.fill_(POISON)
-            got = await asyncio.gather(asyncio.wait_for(receiving, 0.3), return_exceptions=True)
-            match got[0]:
-                case TransferAbortedError() as error:
-                    assert (
-                        error.outcome == "aborted" and "send of trainer rank 0 ended: it was cancelled" in error.message
-                    )
-                    assert not (atomic and error.torn)
-                    if atomic:
-                        assert torch.all(link.target == before), "an aborted transfer shows nothing of itself"
-                    assert error.torn or torch.all(link.target == before)
-                    aborted.append(error)
-                case TimeoutError():  # cancelled before GO: the receiver goes on waiting
-                    assert torch.all(link.target == before)
-                case result:
-                    assert result.version == link.version and torch.all(link.target == link.version)
-            await link.good()
+        tried = Moments(await Link.open(sides, atomic=atomic), atomic, seed=2026)
+        await tried.run(200)
+    print(f"\n{site.way}, atomic={atomic}: {tried}")
 
 
 async def test_a_task_cancelled_twice_still_waits_until_nothing_writes(site: Site) -> None:
@@ -268,7 +159,10 @@ def blocking(pair: str, interrupts: int) -> list[Any]:
                 target.fill_(POISON)
                 tell("interrupted")
                 wait_for("look")
-                assert torch.all(target == POISON)
+                assert torch.all(target == POISON), "somebody wrote into the tensors of a call that had returned"
+                tell("looked")
+                result = handle.transfer("recv")
+                assert result.version is not None and torch.all(target == float(result.version))
                 seen.append("interrupted")
         result = handle.transfer("recv")
         assert torch.all(target == float(result.version or 0))
@@ -283,24 +177,25 @@ def blocking(pair: str, interrupts: int) -> list[Any]:
     return seen
 
 
-async def test_ctrl_c_in_the_blocking_client_cancels_there_too(guests: Job, site: Site, pair: str) -> None:
-    worker = guests.start(blocking, pair, 4, at=("inference", 0))
+async def interrupt(guests: Job, site: Site, pair: str, turns: int) -> Counter[str]:
+    """Ctrl-C in a blocking receiver, twice while it waits and then at random moments; how the sender's calls ended."""
+    worker = guests.start(blocking, pair, turns, at=("inference", 0))
+    dice, ends = random.Random(23), Counter[str]()
     # The second only looks what has come to the other side's agent.
     async with site.client("trainer", 0, timeout=60) as client, site.client("inference", 0) as there:
         await client.init_pair(pair, "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
         source = torch.ones(SIZE)
         handle = await client.register_tensors("b", {"w": source}, pair_name=pair)
-        took = (await handle.transfer("send")).seconds
-        seq = 1
-        for turn in range(4):
+        first = last = await handle.transfer("send")
+        for turn in range(turns):
             await asyncio.to_thread(worker.told, f"waiting {turn}")
+            while not any(b["pair"] == pair and b["state"] == "waiting" for b in (await there.status())["batches"]):
+                pass
             sending = None
-            if turn >= 2:  # while bytes move, or just after
+            if turn >= 2:  # before GO, while bytes move, or just after
+                source.fill_(float(turn))
                 sending = asyncio.create_task(handle.transfer("send", version=turn))
-                await asyncio.sleep(took * (turn - 1) / 3)
-            else:  # the call waits at the agent
-                while not any(b["pair"] == pair and b["state"] == "waiting" for b in (await there.status())["batches"]):
-                    pass
+                await asyncio.sleep(dice.uniform(0, 1.3 * last.seconds))
             worker.kill(signal.SIGINT)
             await asyncio.to_thread(worker.told, "interrupted")
             if sending is not None:
@@ -309,13 +204,30 @@ async def test_ctrl_c_in_the_blocking_client_cancels_there_too(guests: Job, site
                 sent = await ended(sending)
                 if isinstance(sent, TransferError):
                     assert isinstance(sent, TransferAbortedError) and "it was cancelled" in sent.message
+                ends[type(sent).__name__] += 1
             await asyncio.gather(client.status(), there.status())
             worker.go("look")
+            await asyncio.to_thread(worker.told, "looked")
+            source.fill_(float(1000 + turn))
+            last = await handle.transfer("send", version=1000 + turn)
         source.fill_(9.0)
         last = await handle.transfer("send", version=9)
-        assert last.seq > seq
+        assert last.seq > first.seq
         await asyncio.to_thread(worker.told, "closing")
-    assert await asyncio.to_thread(worker.result) == ["interrupted"] * 4 + [last.seq]
+    assert await asyncio.to_thread(worker.result) == ["interrupted"] * turns + [last.seq]
+    print(f"\n{site.way}: Ctrl-C {turns} times, the other call ended with {dict(ends)}")
+    return ends
+
+
+async def test_ctrl_c_in_the_blocking_client_cancels_there_too(guests: Job, site: Site, pair: str) -> None:
+    await interrupt(guests, site, pair, 8)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+async def test_ctrl_c_at_sixty_moments(guests: Job, site: Site, pair: str) -> None:
+    ends = await interrupt(guests, site, pair, 60)
+    assert ends["TransferAbortedError"] and ends["TransferResult"], ends
 
 
 async def test_on_commit_runs_before_the_tensors_change_and_cannot_keep_them_old(site: Site) -> None:
