@@ -19,6 +19,8 @@ from etha.store.records import AgentRecord
 log = logging.getLogger(__name__)
 
 _RENEW_REGISTRATIONS = 600.0
+#: Seconds until a second look at a Redis that had been away or had lost something.
+_LOOK_AGAIN = 1.0
 
 
 class Lease(Pairs, Batches):
@@ -53,11 +55,13 @@ class Lease(Pairs, Batches):
         loop = asyncio.get_running_loop()
         away = False
         while True:
-            started = loop.time()
+            started, until_next = loop.time(), AGENT_BEAT
             try:
-                await self._beat(AGENT_BEAT)
+                restored = await self._beat(AGENT_BEAT)
                 if away:
                     log.info("Redis is back")
+                if away or restored:
+                    until_next = min(AGENT_BEAT, _LOOK_AGAIN)
                 away = False
             except RedisUnavailableError as error:
                 if not away:
@@ -65,18 +69,20 @@ class Lease(Pairs, Batches):
                 away = True
             except EthaError as error:
                 log.error("the lease could not be renewed: %s", error)
-            await asyncio.sleep(max(0.0, started + AGENT_BEAT - loop.time()))
+            await asyncio.sleep(max(0.0, started + until_next - loop.time()))
 
-    async def _beat(self, timeout: float) -> None:
+    async def _beat(self, timeout: float) -> bool:
+        """Renew the lease; whether Redis had lost something that was put back."""
         record = self._owned.agent
         restarted = await self._restarted(timeout)
         if record is None:
-            return
-        here = await self._agent("renew", record, timeout)
-        if restarted or not here or self._forgotten:
+            return False
+        lost = not await self._agent("renew", record, timeout) or restarted or self._forgotten
+        if lost:
             self._forgotten = False
             await self._restore(timeout)
         await self._renew_registrations(timeout)
+        return lost
 
     async def _restarted(self, timeout: float) -> bool:
         """Is this another life of the server than at the last beat?"""
