@@ -105,6 +105,8 @@ class Pair(Machine[Standing]):
         self.waiting: dict[CallKey, Asked] = {}
         self._met = 0
         self._inside: set[CallKey] = set()
+        #: Calls whose epoch was over before they were let in, and which have joined again.
+        self._again: set[CallKey] = set()
 
     def ask(self, asked: Asked) -> list[PairEffect]:
         """A worker calls ``init_pair``."""
@@ -144,20 +146,23 @@ class Pair(Machine[Standing]):
         return self._admit(self.view)
 
     def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
-        """The agents of ``epoch`` could not meet: nobody is let in, here or elsewhere."""
+        """The agents of ``epoch`` could not meet: nobody is let in, here or elsewhere.
+
+        Mostly one of them is dead, and Redis lists it until its lease ends. Who has been through that before is told.
+        """
         if epoch != self.epoch or self.state is not Standing.FORMED:
             return []
-        out: list[PairEffect] = [Fail(call=key, error=error) for key in sorted(self._inside)]
-        for key in list(self._inside):
+        failed = sorted(self._inside & self._again)
+        for key in failed:
             self._forget(key)
-        return out + self._sever(error.message)
+        return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, sever=True)]
 
     def lose(self, agent: str, text: str) -> list[PairEffect]:
         """The link to an agent of this pair is lost."""
         theirs = [member for member, holder in self.members().items() if holder.agent == agent]
         if self.state is not Standing.FORMED or not theirs:
             return []
-        return self._sever(f"the agent of {name_members(theirs)} is gone ({text})")
+        return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
     def expire(self, key: CallKey, *, cancelled: bool) -> list[PairEffect]:
         """The caller's deadline passed, or it cancelled: it leaves the rendezvous."""
@@ -253,22 +258,33 @@ class Pair(Machine[Standing]):
                 out.append(Fail(call=key, error=PeerLostError(text, reason="relaunched")))
         return out
 
-    def _break(self, reason: str, text: str) -> list[PairEffect]:
+    def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
+        """This epoch is over; ``sever``: Redis does not know yet.
+
+        Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
+        """
         self.move(Standing.LOST)
-        text = f"pair {self.pair!r} epoch {self.epoch} is over: {text}; call init_pair and register_tensors again"
-        self.lost = error = PeerLostError(text, reason=reason)
-        out: list[PairEffect] = []
-        for key in list(self._inside):  # in this epoch, and not let in yet
+        again = "call init_pair and register_tensors again"
+        error = PeerLostError(f"pair {self.pair!r} epoch {self.epoch} is over: {text}; {again}", reason=reason)
+        self.lost = error
+        fails: list[PairEffect] = []
+        joins: list[PairEffect] = []
+        for key in sorted(self._inside):
             asked = self.waiting[key]
             holder = self.members().get((asked.side, asked.rank))
-            if holder is not None and holder.is_same(asked.holder) and holder.epoch == self.epoch:
+            if holder is None or not holder.is_same(asked.holder) or holder.epoch != self.epoch:
+                continue
+            if key in self._again:
                 self._forget(key)
-                out.append(Fail(call=key, error=error))
-        return [*out, Broken(epoch=self.epoch, error=error)]
-
-    def _sever(self, text: str) -> list[PairEffect]:
-        return [*self._break("died", text), Sever(epoch=self.epoch, text=text)]
+                fails.append(Fail(call=key, error=error))
+            else:
+                self._inside.discard(key)
+                self._again.add(key)
+                joins.append(Join(asked=asked))
+        severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
+        return [*fails, Broken(epoch=self.epoch, error=error), *severs, *joins]
 
     def _forget(self, key: CallKey) -> Asked | None:
         self._inside.discard(key)
+        self._again.discard(key)
         return self.waiting.pop(key, None)

@@ -204,16 +204,48 @@ def test_nobody_is_let_in_before_the_agents_have_met() -> None:
     assert [world.answers[key] for key in keys] == [1, 1, 1]
 
 
-def test_agents_that_cannot_meet_fail_every_caller_and_the_pair_forms_again() -> None:
+def test_agents_that_cannot_meet_form_another_epoch_once_and_then_say_so() -> None:
     world = World()
     keys = [world.ask(member) for member in MEMBERS]
     while world.todo:
         world.step()
     world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
-    assert {world.errors[key].message for key in keys} == {"no link to b"}
+    assert not world.errors and world.pair.state is Standing.LOST
+    while world.todo:
+        world.step()
+    assert world.redis.epoch == 2 and world.meeting == [2] and not world.answers
+    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b, again")))
+    assert {world.errors[key].message for key in keys} == {"no link to b, again"}
     world.drain()
     keys = [world.ask(member) for member in MEMBERS]
     world.drain()
+    assert {world.answers[key] for key in keys} == {3}
+
+
+@pytest.mark.parametrize("how", ["death", "link", "view"])
+def test_an_epoch_that_ends_before_anybody_was_let_in_is_followed_by_another(how: str) -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS[:2]]
+    dead = world.ask(("i", 0))
+    while world.todo:
+        world.step()
+    match how:
+        case "death":
+            world.perform(world.pair.depart("i", 0, world.holder(("i", 0)), "died"))
+            del world.waiting[dead]
+        case "link":
+            world.perform(world.pair.lose("b", "no beats"))
+        case "view":
+            world.redis.sever(1)
+            world.look()
+    assert not world.errors and not world.answers
+    world.meeting.clear()
+    world.drain()
+    if how == "death":
+        assert not world.answers, "they wait for the next one"
+        world.pids["i", 0] += 1
+        world.ask(("i", 0))
+        world.drain()
     assert {world.answers[key] for key in keys} == {2}
 
 
