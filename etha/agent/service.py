@@ -239,6 +239,7 @@ class Agent:
         """Let go of a worker's memory, once no lane can be inside it."""
         await self.movers.idle.wait()
         session.memory.close()
+        session.revocation = None  # ended registrations remember their sessions for a while
         self._sweep.soon()
 
     # ---- inside -------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Batches(Session):
         return bool(await self._script("unenroll", keys, request, timeout))
 
     async def roster(self, pair: str, batch: str, generation: int, *, timeout: float | None = None) -> Roster:
-        """Who has come in this generation and what the agents computed; readable long after it was completed."""
+        """Who has come in this generation and what the agents computed; readable until all have come to the next."""
         key = self.keys.roster(pair, batch, generation)
 
         async def read(client: Client) -> Roster:

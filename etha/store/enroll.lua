@@ -15,6 +15,8 @@ if req.epoch < number(B.epoch) then
 end
 local open = B.state == 'registering' and number(B.epoch) == req.epoch and number(B.generation) == generation
 if not open then
+  -- In a later epoch nobody goes on with what was registered in an earlier one.
+  if number(B.epoch) < req.epoch then redis.call('DEL', roster(generation), roster(generation - 1)) end
   generation = generation + 1
   redis.call('HSET', key, 'state', 'registering', 'generation', string.format('%d', generation),
     'epoch', string.format('%d', req.epoch), 'last_error', '')
@@ -30,6 +32,7 @@ local state, entries = 'registering', number(redis.call('HGET', list, 'entries')
 if entries >= req.expected then
   state = 'registered'
   redis.call('HSET', key, 'state', state)
+  redis.call('DEL', roster(generation - 1))  -- every rank has come here, so none reads that one any more
   event('registered', 'pair', req.pair, 'batch', req.batch, 'epoch', req.epoch, 'generation', generation)
 end
 keep(PREFIX .. 'batches')

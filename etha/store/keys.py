@@ -135,7 +135,7 @@ TABLE: tuple[KeyKind, ...] = (
             "entries": "how many ranks are there",
             "closed": "how many of them have closed the batch",
         },
-        doc="The roster of one registration. Stays readable after its ranks have gone on to the next.",
+        doc="The roster of one registration. Goes once all ranks have come to the next, or in a later epoch.",
     ),
     KeyKind(
         pattern="batches",
