@@ -1,17 +1,25 @@
-"""What a plan moves and how it is spread: bytes by distance, the busiest rank and host, operations.
+"""What a plan moves, how evenly, and what no plan can do without: bytes by distance, busiest ranks and hosts, bounds.
 
-Counted over every rank's rows, each row once. Only bytes between hosts count for the busiest ones.
+The bounds are those of docs/planning.md: what a host must take in, what a set of hosts must give out once,
+what all hosts together must carry. Partial sources are in the second: every host with a contribution that
+no other host has must send its share, reduced or not.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.program import CONTRIBUTE, Template
+from etha.plan.demand import Group, demand
+from etha.plan.density import densest
+from etha.plan.flows import Flows, flows
+from etha.plan.program import CONTRIBUTE, RESULT
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -21,7 +29,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStats:
-    """Bytes at the dtype that travels; ``wire`` is between hosts, ``max_*`` are of the busiest one, wire only."""
+    """Bytes at the dtype that travels; ``wire`` is between hosts, ``max_*`` are of the busiest one, wire only.
+
+    A NIC belongs to an agent, so to one device. ``bound_host_ingress``: what some host needs and does not hold.
+    ``bound_host_egress_once``: what some hosts alone hold, a host, if everything leaves its hosts once;
+    ``bound_host_egress_direct``: once for each host that needs it, which relays avoid. ``bound_nic``: the
+    largest bound, a NIC. ``quality``: the busiest NIC, out or in, over ``bound_nic``; 1.0 if nothing crosses.
+    """
 
     local_bytes: int
     host_bytes: int
@@ -30,6 +44,13 @@ class PlanStats:
     max_rank_ingress: int
     max_host_egress: int
     max_host_ingress: int
+    max_nic_egress: int
+    max_nic_ingress: int
+    bound_host_ingress: int
+    bound_host_egress_once: int
+    bound_host_egress_direct: int
+    bound_nic: float
+    quality: float
     ops: int
     rounds: int
 
@@ -39,82 +60,162 @@ class PlanStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flows:
-    """All rows of a plan, each once: (kind, sender, receiver, bytes, how many tensors do so, round)."""
+class Bounds:
+    """What any plan needs: bytes a host (``ingress`` by host), and bytes a NIC.
 
-    kind: Ints
-    source: Ints
-    target: Ints
-    nbytes: Ints
-    times: Ints
+    ``nic_*`` divide by the NICs of the hosts in question; ``nic_aggregate`` is all ingress over all NICs.
+    """
 
+    ingress: dict[int, int]
+    egress_once: Fraction
+    egress_direct: Fraction
+    nic_ingress: Fraction
+    nic_egress: Fraction
+    nic_aggregate: Fraction
 
-def flows(plan: Plan) -> Flows:
-    """Every row of every rank, counted from the receiving end: at targets, and at owners for contributions."""
-    columns: list[tuple[Ints, ...]] = []
-    for at, klass in enumerate(plan.classes):
-        turns = np.bincount(plan.turn_of[plan.class_of == at], minlength=klass.turns)
-        ranks = {r for h in klass.m2m.target for r in h.ranks.reshape(-1).tolist() if r >= 0}
-        for rank in sorted(ranks):
-            _collect(plan.template(at, "target", rank)[0], turns, None, columns)
-        if klass.reduction is not None:
-            for rank in sorted({r for r in klass.reduction.holding.ranks.reshape(-1).tolist() if r >= 0}):
-                _collect(plan.template(at, "source", rank)[0], turns, rank, columns)
-    empty = tuple(np.zeros(0, dtype=np.int64) for _ in range(5))
-    kind, source, target, nbytes, times = (np.concatenate(c) for c in zip(empty, *columns, strict=True))
-    return Flows(kind=kind, source=source, target=target, nbytes=nbytes, times=times)
+    @property
+    def nic(self) -> Fraction:
+        """The largest one, a NIC."""
+        return max(self.nic_ingress, self.nic_egress, self.nic_aggregate)
 
-
-def _collect(template: Template | None, turns: Ints, owner: int | None, into: list[tuple[Ints, ...]]) -> None:
-    if template is None:
-        return
-    keep = np.ones(len(template.kind), dtype=bool)
-    if owner is not None:
-        keep = (template.kind == CONTRIBUTE) & (template.target == owner)
-    times = np.repeat(turns, np.diff(template.rows))
-    into.append(tuple(c[keep] for c in (template.kind, template.source, template.target, template.nbytes, times)))
+    @property
+    def reason(self) -> str:
+        """Which bound is the largest."""
+        named = {
+            "what a host must take in": self.nic_ingress,
+            "what its holders must give out once": self.nic_egress,
+            "all that crosses over all NICs": self.nic_aggregate,
+        }
+        return max(named, key=lambda name: named[name])
 
 
-def distances(plan: Plan, found: Flows) -> tuple[Ints, Ints, Ints]:
-    """Per row 0 (one agent), 1 (one host) or 2 (between hosts), and the hosts of its two ends."""
-    t = plan.topology
-    inside = found.kind == CONTRIBUTE
-    here = t.source_host[found.source]
-    there = np.where(
-        inside,
-        t.source_host[np.where(inside, found.target, 0)] if len(t.source_host) else 0,
-        t.target_host[np.where(inside, 0, found.target)] if len(t.target_host) else 0,
-    ).astype(np.int64)
-    local = plan.is_local(found.kind, found.source, found.target)
-    return np.where(local, 0, np.where(here == there, 1, 2)).astype(np.int64), here, there
-
-
-def stats(plan: Plan) -> PlanStats:
-    """The figures of ``plan``; runs over the rows of all ranks."""
-    found = flows(plan)
-    distance, here, there = distances(plan, found)
-    total = found.nbytes * found.times
-    wire = distance == 2
-    m = len(plan.topology.source_host)
-    sent, got = found.source[wire], np.where(found.kind == CONTRIBUTE, found.target, found.target + m)[wire]
-    rounds = plan.rounds(found.kind, found.source, found.target)[(distance > 0) & (found.times > 0)]
-    phases = (found.kind[(distance > 0) & (found.times > 0)] == 2).astype(np.int64)
-    return PlanStats(
-        local_bytes=int(total[distance == 0].sum()),
-        host_bytes=int(total[distance == 1].sum()),
-        wire_bytes=int(total[wire].sum()),
-        max_rank_egress=_busiest(sent, total[wire]),
-        max_rank_ingress=_busiest(got, total[wire]),
-        max_host_egress=_busiest(here[wire], total[wire]),
-        max_host_ingress=_busiest(there[wire], total[wire]),
-        ops=int(found.times.sum()),
-        rounds=len(np.unique(np.stack([phases, rounds], axis=1), axis=0)),
+def bounds(plan: Plan) -> Bounds:
+    """The lower bounds of what ``plan`` does; O(groups of its demand)."""
+    groups = demand(plan)
+    nics = nics_of_hosts(plan)
+    ingress: dict[int, int] = defaultdict(int)
+    needed: dict[frozenset[int], int] = defaultdict(int)
+    once: dict[frozenset[int], int] = defaultdict(int)
+    direct: dict[frozenset[int], int] = defaultdict(int)
+    for group, nbytes in groups.items():
+        if not group.needs or not any(group.holders):
+            continue
+        there = group.needs & group.complete()
+        needed[group.needs] += nbytes
+        for host in there:
+            ingress[host] -= nbytes
+        crossings = len(group.needs) - len(there)
+        if crossings:
+            _egress(group, nbytes, crossings, once, direct)
+    for hosts, nbytes in needed.items():
+        for host in hosts:
+            ingress[host] += nbytes
+    one = dict.fromkeys(nics, 1)
+    total = sum(ingress.values())
+    egress_once = densest(once, one)
+    return Bounds(
+        ingress=dict(ingress),
+        egress_once=egress_once,
+        egress_direct=max(densest(direct, one), egress_once),
+        nic_ingress=max((Fraction(u, nics[h]) for h, u in ingress.items()), default=Fraction(0)),
+        nic_egress=densest(once, nics),
+        nic_aggregate=Fraction(total, max(sum(nics.values()), 1)),
     )
 
 
-def _busiest(who: Ints, nbytes: Ints) -> int:
-    if not len(who):
-        return 0
-    total = np.zeros(int(who.max()) + 1, dtype=np.int64)
-    np.add.at(total, who, nbytes)
-    return int(total.max())
+def _egress(
+    group: Group, nbytes: int, crossings: int, once: dict[frozenset[int], int], direct: dict[frozenset[int], int]
+) -> None:
+    apart = group.apart()
+    for holders in apart:
+        once[holders] += nbytes
+    everybody = frozenset[int]().union(*group.holders)
+    if len(group.holders) > 1:
+        # A contribution of each but the owner's, and the result to every host; one where the owner is one of them.
+        crossings += len(apart) - 1 - bool(everybody & group.needs)
+    direct[everybody] += nbytes * max(crossings, 0)
+
+
+def nics_of_hosts(plan: Plan) -> dict[int, int]:
+    """NICs of each host: the agents of its ranks, of the side that has more of them."""
+    t = plan.topology
+    found: dict[int, int] = {}
+    for host, agent in ((t.source_host, t.source_agent), (t.target_host, t.target_agent)):
+        pairs = np.unique(np.stack([host, agent], axis=1), axis=0)
+        for h, count in zip(*np.unique(pairs[:, 0], return_counts=True), strict=True):
+            found[int(h)] = max(found.get(int(h), 0), int(count))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loads:
+    """Bytes between hosts, out and in, by rank (source ranks, then target ranks), host and NIC."""
+
+    rank_out: Ints
+    rank_in: Ints
+    host_out: Ints
+    host_in: Ints
+    nic_out: Ints
+    nic_in: Ints
+
+
+def loads(plan: Plan, found: Flows) -> Loads:
+    """What every rank, host and NIC carries between hosts."""
+    t, wire = plan.topology, found.distance == 2
+    m, n = len(t.source_host), len(t.target_host)
+    nbytes, inside = found.nbytes[wire], found.kind[wire] == CONTRIBUTE
+    hosts = 1 + int(max(t.source_host.max(initial=-1), t.target_host.max(initial=-1)))
+    nics = 1 + int(max(t.source_agent.max(initial=-1), t.target_agent.max(initial=-1)))
+
+    def by(who: Ints, count: int) -> Ints:
+        total = np.zeros(max(count, 1), dtype=np.int64)
+        np.add.at(total, who, nbytes)
+        return total
+
+    return Loads(
+        rank_out=by(found.source[wire], m + n),
+        rank_in=by(np.where(inside, found.target[wire], found.target[wire] + m), m + n),
+        host_out=by(found.here[wire], hosts),
+        host_in=by(found.there[wire], hosts),
+        nic_out=by(found.nic_out[wire], nics),
+        nic_in=by(found.nic_in[wire], nics),
+    )
+
+
+def stats(plan: Plan) -> PlanStats:
+    """The figures of ``plan``; O(links of each class)."""
+    found = flows(plan)
+    return stats_of(plan, found, loads(plan, found), bounds(plan))
+
+
+def stats_of(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
+    """The figures, from what has been computed already."""
+    busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
+    far = found.distance > 0
+    rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])
+    phases = (found.kind[far] == RESULT).astype(np.int64)
+    return PlanStats(
+        local_bytes=int(found.nbytes[found.distance == 0].sum()),
+        host_bytes=int(found.nbytes[found.distance == 1].sum()),
+        wire_bytes=int(found.nbytes[found.distance == 2].sum()),
+        max_rank_egress=int(load.rank_out.max()),
+        max_rank_ingress=int(load.rank_in.max()),
+        max_host_egress=int(load.host_out.max()),
+        max_host_ingress=int(load.host_in.max()),
+        max_nic_egress=int(load.nic_out.max()),
+        max_nic_ingress=int(load.nic_in.max()),
+        bound_host_ingress=max(limit.ingress.values(), default=0),
+        bound_host_egress_once=math.ceil(limit.egress_once),
+        bound_host_egress_direct=math.ceil(limit.egress_direct),
+        bound_nic=float(limit.nic),
+        quality=quality(busiest, limit),
+        ops=int(found.rows.sum()),
+        rounds=len(np.unique(phases * (1 << 40) + rounds)),
+    )
+
+
+def quality(busiest: int, limit: Bounds) -> float:
+    """Bytes of the busiest NIC over the largest bound; 1.0 where nothing crosses."""
+    if not busiest:
+        return 1.0
+    return float(busiest / limit.nic) if limit.nic else math.inf

@@ -63,7 +63,7 @@ class Block:
     def of_target(self, cell: int) -> Pieces:
         """All pieces of a target cell."""
         place = np.unravel_index(cell, self.target_cells) if self.target_cells else ()
-        return self._pieces(
+        return self.over(
             [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
         )
 
@@ -74,9 +74,10 @@ class Block:
         for o, c in zip(self.overlays, np.unravel_index(cell, sizes) if sizes else (), strict=True):
             order, ptr = o.by_source[grid]
             ranges.append(order[ptr[c] : ptr[c + 1]])
-        return self._pieces(ranges)
+        return self.over(ranges)
 
-    def _pieces(self, ranges: list[Ints]) -> Pieces:
+    def over(self, ranges: list[Ints]) -> Pieces:
+        """The product of some pairs of each dim."""
         count = int(np.prod([len(r) for r in ranges], dtype=np.int64))
         mesh = np.meshgrid(*ranges, indexing="ij") if ranges else []
         pairs = [m.reshape(-1) for m in mesh]

@@ -10,7 +10,8 @@ import numpy as np
 
 from etha.errors import ConfigError
 from etha.plan import dtypes
-from etha.plan.bounds import Flows, distances, flows, stats
+from etha.plan.bounds import stats
+from etha.plan.flows import Flows, flows
 from etha.plan.layout import TensorSpec
 from etha.plan.program import CONTRIBUTE
 
@@ -66,17 +67,12 @@ def _layouts(spec: TensorSpec) -> str:
 
 
 def _links(plan: Plan, found: Flows) -> Iterator[str]:
-    distance, _, _ = distances(plan, found)
-    total = found.nbytes * found.times
-    key = np.stack([found.kind == CONTRIBUTE, found.source, found.target, distance], axis=1).astype(np.int64)
-    links, inverse = np.unique(key, axis=0, return_inverse=True)
-    carried = np.zeros(len(links), dtype=np.int64)
-    np.add.at(carried, inverse.reshape(-1), total)
+    carried = found.nbytes
     order = np.argsort(-carried, kind="stable")
-    yield f"links ({len(links)}, heaviest first)"
+    yield f"links ({len(carried)}, heaviest first)"
     for i in order[:_LINKS].tolist():
-        inside, a, b, far = links[i].tolist()
-        to = "source" if inside else "target"
+        a, b, far = (int(c[i]) for c in (found.source, found.target, found.distance))
+        to = "source" if found.kind[i] == CONTRIBUTE else "target"
         yield f"  source {a} -> {to} {b}  {size(int(carried[i]))}  {_DISTANCE[far]}"
 
 
@@ -91,7 +87,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
     moved = np.zeros((max(m, 1), max(n, 1)))
     keep = found.kind != CONTRIBUTE
-    np.add.at(moved, (found.source[keep], found.target[keep]), (found.nbytes * found.times)[keep] / 1e6)
+    np.add.at(moved, (found.source[keep], found.target[keep]), found.nbytes[keep] / 1e6)
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

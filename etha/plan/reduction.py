@@ -54,6 +54,7 @@ class Reduction:
         self, shape: tuple[int, ...], dtype: torch.dtype, holding: Holding, how: tuple[str, float, int]
     ) -> None:
         self.op, self.p, self.divisor = how
+        self.shape = shape
         self.dtype = dtype
         self.holding = holding
         _, self.count, replicas = holding.ranks.shape
@@ -106,6 +107,13 @@ class Reduction:
             mine = int(at) * part + s[(length * (s + 1) // part) > (length * s // part)]
             flat = (flat[:, None] * size + mine).reshape(-1)
         return flat
+
+    def volumes(self) -> tuple[Ints, Ints]:
+        """(slot, its elements) of all slots, empty ones too."""
+        volume = np.ones(1, dtype=np.int64)
+        for n, splits in zip(self.shape, self.slots.splits, strict=True):
+            volume = (volume[:, None] * cells.table(n, splits).sizes).reshape(-1)
+        return np.arange(len(volume), dtype=np.int64), volume
 
     def template(self, blocks: Sequence[Block], side: str, rank: int, turns: int, itemsize: int) -> Template | None:
         """All rows of ``rank``: contributions, then results; None when it has nothing to do here."""
