@@ -116,30 +116,25 @@ async def knock(agent: str, address: DataAddress, opening: bytes, count: int) ->
     tokens = await address.tokens(count)
     if len(tokens) != count:
         raise ProtocolError(f"agent {agent} gave {len(tokens)} tokens, {count} were asked for")
-    # All at once: far away each takes two round trips.
-    entering = [asyncio.create_task(_enter(address, token + opening)) for token in tokens]
+    opened: list[socket.socket] = []
+
+    async def enter(token: bytes) -> None:
+        opened.append(await _enter(address, token + opening))
+
     try:
-        return await asyncio.gather(*entering)
-    except (OSError, EOFError, TimeoutError) as error:
-        _undo(entering)
+        async with asyncio.TaskGroup() as group:  # at once: far away each takes two round trips
+            for token in tokens:
+                group.create_task(enter(token))
+    except BaseException as raised:
+        for conn in opened:
+            conn.close()
+        error = raised.exceptions[0] if isinstance(raised, BaseExceptionGroup) else raised
+        if not isinstance(error, OSError | EOFError | TimeoutError):
+            raise
         where = f"{address.host}:{address.port}"
         why = {EOFError: "it closed the connection", TimeoutError: "it does not answer"}.get(type(error), str(error))
         raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
-    except BaseException:
-        _undo(entering)
-        raise
-
-
-def _undo(entering: Sequence[asyncio.Task[socket.socket]]) -> None:
-    """Close the connections that were made, and those that would be."""
-    for task in entering:
-        task.cancel()
-        task.add_done_callback(_close)
-
-
-def _close(task: asyncio.Task[socket.socket]) -> None:
-    if not task.cancelled() and task.exception() is None:
-        task.result().close()
+    return opened
 
 
 async def _enter(address: DataAddress, words: bytes) -> socket.socket:
