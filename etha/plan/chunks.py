@@ -1,8 +1,4 @@
-"""M2M map + shape -> chunks: the rows of one rank in one class of equal tensors.
-
-A piece is the overlap of a source cell and a target cell, a product of one pair per dim. A rank's
-pieces are the product of its own cell's pairs; nothing else is touched.
-"""
+"""M2M map + shape -> chunks: the rows of one rank in one class of equal tensors."""
 
 from __future__ import annotations
 
@@ -13,122 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etha.plan import cells, dtypes
-from etha.plan.cells import Overlay
-from etha.plan.m2m import M2M, Assignment, Holding, assign
+from etha.plan import dtypes
+from etha.plan.blocks import Block, Pieces
+from etha.plan.m2m import M2M, Assignment, always_even, assign
 from etha.plan.program import MOVE, Region, Slot, Template
 from etha.plan.reduction import Reduction
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pieces:
-    """M pieces of one block in canonical order: (target cell, source cell)."""
-
-    pairs: tuple[Ints, ...]  # per dim (M,): index of the pair in the dim's overlay
-    cells: tuple[Ints, ...]  # per source grid (M,): flat cell
-    copies: Ints  # (M,): flat cell of the target grid
-    ordinal: Ints
-    degree: Ints
-    extents: Ints  # (M, d)
-    size: Ints  # (M,) elements
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """One target grid of a class laid over its source grids."""
-
-    overlays: tuple[Overlay, ...]
-    parts: tuple[tuple[Ints, ...], ...]  # per dim, per source grid: its cell of a joint cell
-    joint_cells: tuple[int, ...]
-    source_cells: tuple[tuple[int, ...], ...]  # per source grid: cells of each dim
-    target_cells: tuple[int, ...]
-    target: Holding
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> Block:
-        """Overlay the cuts of every dim of ``shape``."""
-        grids = [tuple(h.splits[d] for h in source) for d in range(len(shape))]
-        joints = [cells.joint(n, g) for n, g in zip(shape, grids, strict=True)]
-        return cls(
-            overlays=tuple(cells.overlay(n, g, t) for n, g, t in zip(shape, grids, target.splits, strict=True)),
-            parts=tuple(j.part for j in joints),
-            joint_cells=tuple(max(j.cells, 1) for j in joints),
-            source_cells=tuple(h.cells for h in source),
-            target_cells=target.cells,
-            target=target,
-        )
-
-    def of_target(self, cell: int) -> Pieces:
-        """All pieces of a target cell."""
-        place = np.unravel_index(cell, self.target_cells) if self.target_cells else ()
-        return self.over(
-            [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
-        )
-
-    def of_source(self, grid: int, cell: int) -> Pieces:
-        """All pieces of a cell of one source grid."""
-        sizes = self.source_cells[grid]
-        ranges = []
-        for o, c in zip(self.overlays, np.unravel_index(cell, sizes) if sizes else (), strict=True):
-            order, ptr = o.by_source[grid]
-            ranges.append(order[ptr[c] : ptr[c + 1]])
-        return self.over(ranges)
-
-    def over(self, ranges: list[Ints]) -> Pieces:
-        """The product of some pairs of each dim."""
-        count = int(np.prod([len(r) for r in ranges], dtype=np.int64))
-        mesh = np.meshgrid(*ranges, indexing="ij") if ranges else []
-        pairs = [m.reshape(-1) for m in mesh]
-        zero = np.zeros(count, dtype=np.int64)
-        if len(self.source_cells) > 1 and count > 1:
-            copies, joint = zero, zero
-            for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
-                copies = copies * self.target_cells[d] + o.target[p]
-                joint = joint * self.joint_cells[d] + o.source[p]
-            order = np.lexsort((joint, copies))
-            pairs = [p[order] for p in pairs]
-        flat = [zero] * len(self.source_cells)
-        copies, ordinal, degree, size = zero, zero, zero + 1, zero + 1
-        extents = np.empty((count, len(pairs)), dtype=np.int64)
-        for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
-            joint = o.source[p]
-            for g, sizes in enumerate(self.source_cells):
-                flat[g] = flat[g] * sizes[d] + self.parts[d][g][joint]
-            copies = copies * self.target_cells[d] + o.target[p]
-            ordinal = ordinal * o.degree[p] + o.ordinal[p]
-            degree = degree * o.degree[p]
-            extents[:, d] = o.size[p]
-            size = size * o.size[p]
-        return Pieces(
-            pairs=tuple(pairs),
-            cells=tuple(flat),
-            copies=copies,
-            ordinal=ordinal,
-            degree=degree,
-            extents=extents,
-            size=size,
-        )
-
-    def region(self, pieces: Pieces, piece: int, grid: int, cut: tuple[int, int, int] | None) -> Region:
-        """The region of one piece as grid ``grid`` holds it; ``cut`` (dim, lo, hi) keeps a slice of it."""
-        dims = []
-        for d, (p, o) in enumerate(zip(pieces.pairs, self.overlays, strict=True)):
-            pair = int(p[piece])
-            runs = o.runs[grid][o.ptr[pair] : o.ptr[pair + 1]]
-            dims.append(runs if cut is None or cut[0] != d else cut_runs(runs, cut[1], cut[2]))
-        return Region(dims=tuple(dims))
-
-
-def cut_runs(runs: Ints, lo: int, hi: int) -> Ints:
-    """The runs of the elements lo..hi-1, counted along the runs."""
-    ends = np.cumsum(runs[:, 2])
-    begins = ends - runs[:, 2]
-    first, last = np.maximum(begins, lo), np.minimum(ends, hi)
-    keep = last > first
-    shift = (first - begins)[keep]
-    return np.stack([runs[keep, 0] + shift, runs[keep, 1] + shift, (last - first)[keep]], axis=1)
 
 
 class TensorClass:
@@ -152,7 +39,9 @@ class TensorClass:
         if self.reduction is not None:
             return self.reduction.period
         most = self.m2m.replicas
-        if most == 1 or not self.m2m.topology.one_agent:
+        if most == 1 or self._even():
+            return 1
+        if not self.m2m.topology.one_agent:
             return most
         step = 0
         for block in self.blocks:
@@ -161,6 +50,19 @@ class TensorClass:
                 here *= int(np.gcd.reduce(o.degrees)) if len(o.degrees) else 1
             step = int(np.gcd(step, here))
         return most // int(np.gcd(most, step)) if step else 1
+
+    def _even(self) -> bool:
+        """Whether all of it comes from afar and each tensor alone loads the replicas of a cell alike."""
+        source = self.m2m.source
+        if not self.m2m.topology.apart or len(source) > 1 or (source[0].count != self.m2m.replicas).any():
+            return False
+        for block in self.blocks:
+            small = [int(o.size.min(initial=0)) for o in block.overlays]
+            nbytes = int(np.prod(small, dtype=np.int64)) * self.itemsize
+            copies = block.target.ranks.shape[2]
+            if (block.target.count != copies).any() or not always_even(self.m2m.replicas, copies, nbytes, small):
+                return False
+        return True
 
     @property
     def turns(self) -> int:
@@ -185,11 +87,12 @@ class TensorClass:
 
     def _rows(self, block: Block, pieces: Pieces, rank: int, copy: int | None) -> Rows:
         ranks, grids, count = self.m2m.sources(pieces.cells)
-        copies = block.target.ranks[pieces.copies, 0, :]
+        holders = block.target.ranks[:, 0, :]
         found = assign(
             ranks,
             count,
-            copies,
+            holders,
+            pieces.copies,
             block.target.count[pieces.copies],
             pieces.ordinal,
             pieces.degree,
@@ -200,11 +103,12 @@ class TensorClass:
             copy,
         )
         if copy is not None:
-            copies = copies[:, copy : copy + 1]
+            copies = holders[pieces.copies, copy][:, None]
             picked = np.nonzero(found.valid)
         else:
             sender = ranks[np.arange(len(ranks))[None, :, None, None], found.column]
             picked = np.nonzero(found.valid & (sender == rank))
+            copies = holders[pieces.copies]
         return self._columns(block, pieces, found, ranks, grids, copies, picked)
 
     def _columns(

@@ -18,7 +18,8 @@ from etha.plan.m2m import assign
 from etha.plan.program import CONTRIBUTE, MOVE, RESULT
 
 if TYPE_CHECKING:
-    from etha.plan.chunks import Block, Pieces, TensorClass
+    from etha.plan.blocks import Block, Pieces
+    from etha.plan.chunks import TensorClass
     from etha.plan.plan import Plan
     from etha.plan.reduction import Reduction
 
@@ -161,7 +162,7 @@ def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> _Ro
     copies = block.target.ranks[pieces.copies, 0, :]
     wanted = block.target.count[pieces.copies]
     found = assign(
-        ranks, count, copies, wanted, pieces.ordinal, pieces.degree, pieces.extents,
+        ranks, count, block.target.ranks[:, 0, :], pieces.copies, wanted, pieces.ordinal, pieces.degree, pieces.extents,
         pieces.size * klass.itemsize, klass.turns, klass.m2m.topology,
     )  # fmt: skip
     w, m, s, q = np.nonzero(np.broadcast_to(found.valid, found.column.shape))

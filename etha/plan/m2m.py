@@ -190,8 +190,9 @@ class Assignment:
 def assign(
     ranks: Ints,  # (M, P) holders of each piece on the source side
     count: Ints,  # (M,)
-    copies: Ints,  # (M, Q) holders of its target cell
-    wanted: Ints,  # (M,)
+    holders: Ints,  # (cells, Q) holders of every target cell
+    cell: Ints,  # (M,) the target cell of each piece
+    wanted: Ints,  # (M,) how many it has
     ordinal: Ints,  # (M,) number of the piece among those of its source cell
     degree: Ints,  # (M,) how many there are
     extents: Ints,  # (M, d)
@@ -208,14 +209,12 @@ def assign(
     for one copy, the same as in the answer for all.
     """
     pieces, most = ranks.shape
-    slots = copies.shape[1]
-    q = np.arange(slots, dtype=np.int64)
-    asked = q < wanted[:, None]  # (M, Q)
     one = slice(None) if only is None else slice(only, only + 1)
+    q = np.arange(holders.shape[1], dtype=np.int64)
+    asked = q[one] < wanted[:, None]  # (M, Q), or (M, 1) for one copy
     dim = np.zeros(pieces, dtype=np.int64)
     parts = np.ones(pieces, dtype=np.int64)
     if most == 1 or pieces == 0:
-        asked = asked[:, one]
         valid = (asked & (count > 0)[:, None])[None, :, None, :]
         column = np.zeros((1, pieces, 1, asked.shape[1]), dtype=np.int64)
         return Assignment(column=column, valid=valid, whole=np.ones_like(asked), parts=parts, dim=dim)
@@ -223,51 +222,72 @@ def assign(
     # A running number of the copies of a source cell over its pieces and the tensors of the class.
     serial = np.arange(turns, dtype=np.int64)[:, None] * degree + ordinal  # (W, M)
     if topology.one_agent:
-        q, asked = q[one], asked[:, one]
-        column = (serial[:, :, None] * wanted[:, None] + q) % alive[:, None]
+        column = (serial[:, :, None] * wanted[:, None] + q[one]) % alive[:, None]
         valid = np.broadcast_to(asked & (count > 0)[:, None], column.shape)
         return Assignment(
             column=column[:, :, None, :], valid=valid[:, :, None, :], whole=np.ones_like(asked), parts=parts, dim=dim
         )
 
-    near = np.zeros((pieces, slots), dtype=bool)
-    near_column = np.zeros((turns, pieces, slots), dtype=np.int64)
-    if not topology.apart:
-        here, there = np.maximum(ranks, 0), np.maximum(copies, 0)
-        held = (np.arange(most) < count[:, None])[:, None, :]
-        same = held & (topology.source_agent[here][:, None, :] == topology.target_agent[there][:, :, None])
-        host = held & (topology.source_host[here][:, None, :] == topology.target_host[there][:, :, None])
-        match = np.where(same.any(axis=2, keepdims=True), same, host)  # (M, Q, P)
-        matches = match.sum(axis=2)
-        near = (matches > 0) & asked
-        order = np.argsort(~match, axis=2, kind="stable")
-        pick = (serial[:, :, None] * wanted[:, None] + q) % np.maximum(matches, 1)
-        near_column = np.take_along_axis(np.broadcast_to(order, (turns, *order.shape)), pick[..., None], axis=3)[..., 0]
-
-    far = asked & ~near & (count > 0)[:, None]
-    number = np.cumsum(far, axis=1) - 1
-    total = far.sum(axis=1)
-    parts = np.where(total > 0, alive // np.gcd(alive, np.maximum(total, 1)), 1)
-    parts = np.minimum(parts, np.maximum(nbytes // MIN_SLICE, 1))
-    if extents.shape[1]:
-        long = extents >= parts[:, None]
-        dim = np.where(long.any(axis=1), long.argmax(axis=1), extents.argmax(axis=1))
-        parts = np.minimum(parts, np.take_along_axis(extents, dim[:, None], axis=1)[:, 0])
+    far = asked & (count > 0)[:, None]
+    if topology.apart:
+        near, near_column = np.zeros_like(far), None
+        # The number of each copy among those that come from afar, and how many there are.
+        before, total = np.broadcast_to(q[one], far.shape), np.where(count > 0, wanted, 0)
     else:
-        parts = np.ones_like(parts)
-    parts = np.maximum(parts, 1)
+        every = (q < wanted[:, None]) & (count > 0)[:, None]
+        match = _match(ranks, count, holders[cell], topology)  # (M, Q, P)
+        matches = match.sum(axis=2)
+        remote = every & (matches == 0)
+        before, total = np.cumsum(remote, axis=1)[:, one] - 1, remote.sum(axis=1)
+        near, far = (every & (matches > 0))[:, one], remote[:, one]
+        order = np.argsort(~match[:, one], axis=2, kind="stable")
+        pick = (serial[:, :, None] * wanted[:, None] + q[one]) % np.maximum(matches[:, one], 1)
+        order = np.broadcast_to(order, (turns, *order.shape))
+        near_column = np.take_along_axis(order, pick[..., None], axis=3)[..., 0]
+    parts, dim = _slices(alive, total, nbytes, extents)
     units = np.maximum(total * parts, 1)
     s = np.arange(int(parts.max()), dtype=np.int64)
-    unit = number[:, None, :] * parts[:, None, None] + s[:, None]  # (M, S, Q)
-    far_column = unit * alive[:, None, None] // units[:, None, None]
-    turn = np.where(units % alive == 0, 0, serial * units)  # even: nothing to rotate
-    far_column = (far_column + turn[:, :, None, None]) % alive[:, None, None]  # (W, M, S, Q)
-    column = np.where(near[:, None, :], near_column[:, :, None, :], far_column)
-    valid = np.where(near[:, None, :], (s == 0)[:, None], far[:, None, :] & (s[:, None] < parts[:, None, None]))
+    unit = before[:, None, :] * parts[:, None, None] + s[:, None]  # (M, S, Q)
+    column = (unit * alive[:, None, None] // units[:, None, None])[None]
+    uneven = units % alive != 0
+    if uneven.any():
+        column = column + np.where(uneven, serial * units, 0)[:, :, None, None]  # (W, M, S, Q)
+    column = np.broadcast_to(column % alive[:, None, None], (turns, *unit.shape))
+    valid = far[:, None, :] & (s[:, None] < parts[:, None, None])
+    if near_column is not None:
+        column = np.where(near[:, None, :], near_column[:, :, None, :], column)
+        valid = np.where(near[:, None, :], (s == 0)[:, None], valid)
     return Assignment(
-        column=column[..., one],
-        valid=np.broadcast_to(valid, column.shape)[..., one],
-        whole=(near | (parts == 1)[:, None])[:, one],
+        column=column,
+        valid=np.broadcast_to(valid, column.shape),
+        whole=near | (parts == 1)[:, None],
         parts=parts,
         dim=dim,
     )
+
+
+def _match(ranks: Ints, count: Ints, copies: Ints, topology: Topology) -> Bools:
+    """(M, Q, P): which holders are as near to each copy as any: on its agent, else on its host, else none."""
+    here, there = np.maximum(ranks, 0), np.maximum(copies, 0)
+    held = (np.arange(ranks.shape[1]) < count[:, None])[:, None, :]
+    same: Bools = held & (topology.source_agent[here][:, None, :] == topology.target_agent[there][:, :, None])
+    host: Bools = held & (topology.source_host[here][:, None, :] == topology.target_host[there][:, :, None])
+    return np.where(same.any(axis=2, keepdims=True), same, host)
+
+
+def _slices(alive: Ints, total: Ints, nbytes: Ints, extents: Ints) -> tuple[Ints, Ints]:
+    """Into how many slices pieces with ``total`` copies from afar are cut, and along which dim."""
+    parts = np.where(total > 0, alive // np.gcd(alive, np.maximum(total, 1)), 1)
+    parts = np.minimum(parts, np.maximum(nbytes // MIN_SLICE, 1))
+    if not extents.shape[1]:
+        return np.ones_like(parts), np.zeros_like(parts)
+    long = extents >= parts[:, None]
+    dim = np.where(long.any(axis=1), long.argmax(axis=1), extents.argmax(axis=1))
+    parts = np.minimum(parts, np.take_along_axis(extents, dim[:, None], axis=1)[:, 0])
+    return np.maximum(parts, 1), dim
+
+
+def always_even(replicas: int, copies: int, nbytes: int, extents: Sequence[int]) -> bool:
+    """Whether every piece of at least so many bytes and elements a dim is shared evenly, whatever its turn."""
+    parts = replicas // int(np.gcd(replicas, copies))
+    return parts <= max(nbytes // MIN_SLICE, 1) and (parts == 1 or max(extents, default=0) >= parts)

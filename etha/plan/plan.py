@@ -22,8 +22,9 @@ from etha.plan import dtypes
 from etha.plan.chunks import TensorClass
 from etha.plan.layout import Layout, TensorSpec
 from etha.plan.m2m import M2M, MIN_SLICE, Holding, Topology, holdings
-from etha.plan.program import CONTRIBUTE, RankPlan, Region, Template, assemble
+from etha.plan.program import CONTRIBUTE, RankPlan, Region, Template
 from etha.plan.reduction import Reduction, reduce_op
+from etha.plan.sheet import Sheet
 from etha.plan.violations import Problem, coverage_problems, name_violations, spec_problems
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 _FORMAT = "etha-plan-1"
+#: Ranks whose rows are kept at hand.
+_SHEETS = 64
 _ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object]
 
 
@@ -54,6 +57,7 @@ class Plan:
         self._problems: list[list[Problem]] = []
         self._maps: dict[object, tuple[M2M, Holding | None]] = {}
         self._templates: dict[tuple[str, int, int], tuple[Template | None, dict[int, Region]]] = {}
+        self._sheets: dict[tuple[str, int], tuple[Sheet, tuple[Ints, Ints, Ints]]] = {}
         self._digest: str | None = None
         self._classify()
 
@@ -138,6 +142,17 @@ class Plan:
         """The rows of ``rank`` on ``side`` ("source" or "target"); empty for a rank that holds nothing."""
         if side not in ("source", "target"):
             raise ValueError(f"side is 'source' or 'target', not {side!r}")
+        found = self._sheets.get((side, rank))
+        if found is None:
+            found = self._sheet(side, rank)
+            # An agent asks for its own ranks again and again; a proof asks for every rank once.
+            if len(self._sheets) >= _SHEETS:
+                del self._sheets[next(iter(self._sheets))]
+            self._sheets[side, rank] = found
+        return found[0].rows(*found[1])
+
+    def _sheet(self, side: str, rank: int) -> tuple[Sheet, tuple[Ints, Ints, Ints]]:
+        """The rows of one rank, and of its tensors: which template, which turn of it, which number."""
         templates: list[Template] = []
         caches: list[dict[int, Region]] = []
         place = np.full(len(self.classes) + 1, -1, dtype=np.int64)
@@ -149,9 +164,8 @@ class Plan:
                 caches.append(cache)
         where = place[self.class_of]
         mine = np.flatnonzero(where >= 0)
-        return assemble(
-            side, rank, templates, caches, where[mine], self.turn_of[mine], mine, self.is_local, self.rounds
-        )
+        sheet = Sheet(side, rank, templates, caches, self.is_local, self.rounds)
+        return sheet, (where[mine], self.turn_of[mine], mine)
 
     def template(self, klass: int, side: str, rank: int) -> tuple[Template | None, dict[int, Region]]:
         """The rows of one rank in one class, made once."""

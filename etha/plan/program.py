@@ -7,7 +7,7 @@ ends of every link derive alone; a pair of ranks sees its restriction of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -134,77 +134,3 @@ class RankPlan:
             for tensor, which, first, last in self._slot_segments
             for slot in range(first, last)
         )
-
-
-def assemble(
-    side: str,
-    rank: int,
-    templates: Sequence[Template],
-    caches: Sequence[dict[int, Region]],
-    klass: Ints,
-    turn: Ints,
-    tensor: Ints,
-    local: Callable[[Ints, Ints, Ints], npt.NDArray[np.bool_]],
-    rounds: Callable[[Ints, Ints, Ints], Ints],
-) -> RankPlan:
-    """Lay the templates of all tensors in a row: tensor ``tensor[i]`` is turn ``turn[i]`` of class ``klass[i]``.
-
-    ``local(kind, source, target)`` says which rows stay on one agent, ``rounds`` numbers them.
-    """
-    row_base = np.cumsum([0, *(len(t.kind) for t in templates)])
-    turn_base = np.cumsum([0, *(len(t.rows) - 1 for t in templates)])
-    region_base = np.cumsum([0, *(t.regions for t in templates)])
-
-    def column(name: str) -> Ints:
-        return np.concatenate([np.zeros(0, dtype=np.int64), *(getattr(t, name) for t in templates)])
-
-    first = np.concatenate(
-        [np.zeros(0, np.int64), *(t.rows[:-1] + b for t, b in zip(templates, row_base, strict=False))]
-    )
-    last = np.concatenate([np.zeros(0, np.int64), *(t.rows[1:] + b for t, b in zip(templates, row_base, strict=False))])
-    segment = turn_base[klass] + turn
-    begin, lengths = first[segment], (last - first)[segment]
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    out = ends - lengths  # row at which each tensor begins
-    gather = np.repeat(begin - out, lengths) + np.arange(total)
-    kind, source, target = column("kind")[gather], column("source")[gather], column("target")[gather]
-    depends = column("depends")[gather]
-    depends = np.where(depends >= 0, depends + np.repeat(out, lengths), -1)
-    owner = np.repeat(np.arange(len(templates)), [len(t.kind) for t in templates])
-    region = (column("region") + region_base[owner])[gather]
-
-    slot = column("slot")[gather]
-    segments: list[tuple[int, int, int, int]] = []
-    if any(len(t.slot_owner) for t in templates):
-        counts = np.concatenate([np.diff(t.slots) for t in templates])[segment]
-        base = np.cumsum(counts) - counts
-        slot = np.where(slot >= 0, slot + np.repeat(base, lengths), -1)
-        for i in np.flatnonzero(counts).tolist():
-            t = templates[int(klass[i])]
-            w = int(turn[i])
-            segments.append((int(tensor[i]), int(klass[i]), int(t.slots[w]), int(t.slots[w + 1])))
-
-    same = local(kind, source, target)
-    receives = (target == rank) & ((kind == CONTRIBUTE) == (side == "source"))
-    role = np.where(same, LOCAL, np.where(receives, RECV, SEND))
-    return RankPlan(
-        side=side,
-        rank=rank,
-        kind=kind.astype(np.int8),
-        role=role.astype(np.int8),
-        phase=column("phase")[gather].astype(np.int16),
-        round=rounds(kind, source, target).astype(np.int32),
-        tensor=np.repeat(tensor, lengths).astype(np.int32),
-        source=source.astype(np.int32),
-        target=target.astype(np.int32),
-        slot=slot.astype(np.int32),
-        index=column("index")[gather].astype(np.int16),
-        region_index=region.astype(np.int32),
-        nbytes=column("nbytes")[gather],
-        depends=depends.astype(np.int32),
-        _templates=tuple(templates),
-        _caches=tuple(caches),
-        _first_region=region_base[:-1],
-        _slot_segments=tuple(segments),
-    )

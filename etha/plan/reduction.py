@@ -21,7 +21,7 @@ from etha.plan.placement import REDUCIBLE, Axis
 from etha.plan.program import CONTRIBUTE, RESULT, Region, Slot, Template
 
 if TYPE_CHECKING:
-    from etha.plan.chunks import Block, Pieces
+    from etha.plan.blocks import Block, Pieces
 
 Ints = npt.NDArray[np.int64]
 
