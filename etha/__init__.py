@@ -24,6 +24,7 @@ from etha.errors import (
     TransferTimeoutError,
     Violation,
 )
+from etha.redistribute import redistribute
 from etha.version import __version__
 
 __all__ = [
@@ -52,5 +53,6 @@ __all__ = [
     "__version__",
     "empty",
     "empty_like",
+    "redistribute",
     "share_module",
 ]

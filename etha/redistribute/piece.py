@@ -1,0 +1,98 @@
+"""A region of a local tensor to or from a dense buffer, on any device.
+
+Few boxes are copied one by one; many are gathered and scattered by index, one call for all of them.
+Values travel as bits: nothing here does arithmetic, and integers of the same width have every kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import torch
+
+from etha.plan import Region
+
+#: Boxes up to which one copy each is cheaper than an index.
+FEW = 16
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: (start in the dense piece, start in the local tensor, length) along one dim.
+Run = tuple[int, int, int]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width; 16-byte complex numbers as they are."""
+    return tensor.view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else tensor
+
+
+class Piece:
+    """One region at one end: ``end`` 0 are offsets in the source's local tensor, 1 in the target's."""
+
+    def __init__(self, region: Region, end: int) -> None:
+        self.shape = region.shape
+        self.numel = prod(self.shape)
+        self._runs: list[list[Run]] = []
+        for runs in region.dims:
+            starts, lengths = runs[:, end].tolist(), runs[:, 2].tolist()
+            self._runs.append(list(zip(itertools.accumulate(lengths, initial=0), starts, lengths, strict=False)))
+        #: Dims of several runs, the one of most runs last: that one is indexed where boxes are many.
+        self._many = sorted((d for d, r in enumerate(self._runs) if len(r) > 1), key=lambda d: len(self._runs[d]))
+        self._few = prod(len(r) for r in self._runs) <= FEW
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        """Whether it is all of a local tensor of this shape."""
+        return self.shape == tuple(shape)
+
+    def pack(self, tensor: torch.Tensor, dense: torch.Tensor) -> None:
+        """Copy the region of ``tensor`` into ``dense``, both as bits, ``dense`` of the piece's shape."""
+        if not self.numel:
+            return
+        if self._few:
+            for there, here in self._boxes(dense, tensor, self._many):
+                there.copy_(here)
+            return
+        _, found = self._narrow(dense, tensor)
+        for d in self._many:
+            found = found.index_select(d, self._index[d].to(tensor.device))
+        dense.copy_(found)
+
+    def unpack(self, tensor: torch.Tensor, dense: torch.Tensor) -> None:
+        """Copy ``dense`` into the region of ``tensor``."""
+        if not self.numel:
+            return
+        if self._few:
+            for here, there in self._boxes(dense, tensor, self._many):
+                there.copy_(here)
+            return
+        *outer, inner = self._many
+        index = self._index[inner].to(tensor.device)
+        for here, there in self._boxes(dense, tensor, outer):
+            there.index_copy_(inner, index, here)
+
+    def _narrow(self, dense: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for d, runs in enumerate(self._runs):
+            if len(runs) == 1:
+                tensor = tensor.narrow(d, runs[0][1], runs[0][2])
+        return dense, tensor
+
+    def _boxes(
+        self, dense: torch.Tensor, tensor: torch.Tensor, dims: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of both, one pair for each combination of runs of ``dims``."""
+        dense, tensor = self._narrow(dense, tensor)
+        for box in itertools.product(*(self._runs[d] for d in dims)):
+            here, there = dense, tensor
+            for d, (at, start, length) in zip(dims, box, strict=True):
+                here, there = here.narrow(d, at, length), there.narrow(d, start, length)
+            yield here, there
+
+    @cached_property
+    def _index(self) -> dict[int, torch.Tensor]:
+        return {
+            d: torch.from_numpy(np.concatenate([np.arange(s, s + n, dtype=np.int64) for _, s, n in self._runs[d]]))
+            for d in self._many
+        }

@@ -1,0 +1,124 @@
+"""From a source to a target layout in one exchange, or two: a reduction for replicas, where that is less.
+
+K contributions of a target cell of B bytes that r ranks hold. In one exchange each of them gets all
+contributions and reduces for itself: K B bytes into a rank, (K - 1) B where it holds one. In two, each
+reduces 1/r of the cell and hands the result to the others: (K + r - 1) B / r. One is never more with
+r = 1 (reduce-scatter) or, for ranks that hold a contribution, K = 2. Else it saves a round of latency
+at the price of bytes, and is taken up to ``ONE_EXCHANGE`` bytes into a rank.
+
+Either way an element's contributions are combined 0 .. K-1, in C-order of the coordinates over the
+Partial axes, so the bits do not depend on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from etha.errors import LayoutError
+from etha.plan import Layout, Slot, dtypes
+from etha.plan.reduction import reduce_op
+from etha.redistribute.stage import Layouts, Stage, make_stage
+
+#: Bytes into a rank up to which contributions go to all holders of their element at once.
+ONE_EXCHANGE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Route:
+    """The exchanges of one rank, in order; the first one's parts become one by ``reduction``."""
+
+    stages: tuple[Stage, ...]
+    reduction: Slot | None
+
+
+@lru_cache(maxsize=512)
+def make_route(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, target: Layouts, rank: int) -> Route:
+    """Plan one tensor; LayoutError for what cannot be reduced or moved. Cached: a step of training repeats itself."""
+    if not any(axis.partial for axis in source[0].axes):
+        return Route(stages=(make_stage(shape, dtype, (source,), target, rank),), reduction=None)
+    reduction = _reduction(shape, dtype, source[0])
+    each = [_contributions(layout) for layout in source]
+    contributions = tuple(tuple(layouts) for layouts in zip(*each, strict=True))
+    if in_one(shape, dtype, source, target):
+        return Route(stages=(make_stage(shape, dtype, contributions, target, rank),), reduction=reduction)
+    middle = tuple(_divided(layout, shape) for layout in target)
+    first = make_stage(shape, dtype, contributions, middle, rank)
+    return Route(stages=(first, make_stage(shape, dtype, (middle,), target, rank)), reduction=reduction)
+
+
+def in_one(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, target: Layouts) -> bool:
+    """Whether contributions go to all holders of their element at once; see the module's head."""
+    count = math.prod(size for _, size in source[0].grid(len(shape)).partial)
+    ranks = [rank for layout in target for rank in layout.ranks.reshape(-1).tolist()]
+    holds = all(any(rank in layout for layout in source) for rank in ranks)
+    cell = max(math.prod(layout.local_shape(shape, rank)) for layout in target for rank in _corner(layout))
+    copies, replicas = count - holds, min(layout.grid(len(shape)).ranks.shape[2] for layout in target)
+    one = copies * cell * dtypes.itemsize(dtype)
+    return one <= ONE_EXCHANGE or copies * replicas <= copies + replicas - 1
+
+
+def _corner(layout: Layout) -> list[int]:
+    """The rank at the origin: no cell is larger than its."""
+    return [int(layout.ranks.reshape(-1)[0])]
+
+
+def _reduction(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> Slot:
+    partial = layout.grid(len(shape)).partial
+    how = reduce_op(partial)
+    why = how if isinstance(how, str) else dtypes.reducible(dtype, how[0])
+    if isinstance(how, str) or why is not None:
+        raise LayoutError(f"cannot reduce {layout}: {why}")
+    op, p, divisor = how
+    return Slot(
+        tensor=0,
+        number=0,
+        shape=(),
+        count=math.prod(size for _, size in partial),
+        op=op,
+        p=p,
+        divisor=divisor,
+        accumulate=dtypes.accumulate_dtype(dtype),
+        owner=0,
+    )
+
+
+def _contributions(layout: Layout) -> list[Layout]:
+    """Of each contribution, ascending, the layout over the ranks that hold it."""
+    partial = [i for i, axis in enumerate(layout.axes) if axis.partial]
+    return [
+        at_coordinates(layout, dict(zip(partial, place, strict=True)))
+        for place in itertools.product(*(range(layout.mesh_shape[i]) for i in partial))
+    ]
+
+
+def at_coordinates(layout: Layout, where: dict[int, int]) -> Layout:
+    """The layout over the ranks with coordinate ``where[axis]`` on these axes, which then are of size 1."""
+    table = layout.ranks[
+        tuple(slice(where[i], where[i] + 1) if i in where else slice(None) for i in range(len(layout.axes)))
+    ]
+    placements = [Replicate() if i in where else axis.to_placement() for i, axis in enumerate(layout.axes)]
+    return Layout(table, placements, strided=layout.strided)
+
+
+def _divided(layout: Layout, shape: Sequence[int]) -> Layout:
+    """``layout`` with each cell divided among its replicas: who reduces what before all of them get it."""
+    sharded = [i for i, axis in enumerate(layout.axes) if axis.sharded]
+    rest = [i for i in range(len(layout.axes)) if i not in sharded]
+    placements: list[Placement] = [layout.axes[i].to_placement() for i in sharded]
+    extent = list(layout.local_shape(shape, _corner(layout)[0]))
+    for i in rest:
+        size = layout.mesh_shape[i]
+        # The first dim that gives everybody a fair share keeps rows whole; else the longest.
+        long = [d for d, n in enumerate(extent) if n >= 8 * size]
+        dim = long[0] if long else max(range(len(extent)), key=extent.__getitem__)
+        placements.append(Shard(dim))
+        extent[dim] = -(-extent[dim] // size)
+    # Replicated axes last: plain shards apply in order, so they cut what the others have left.
+    return Layout(layout.ranks.transpose(sharded + rest), placements, strided=layout.strided)

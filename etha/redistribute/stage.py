@@ -1,0 +1,94 @@
+"""One exchange, as one rank sees it: rows of the planner as pieces for each peer.
+
+The contributions of a Partial tensor are so many tensors of the plan, "0" .. "K-1": a rank holds one of
+them and every target holder gets all. A tensor that is not Partial is one contribution. So the planner's
+balance among replicas and its proof hold for reductions, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etha.errors import LayoutError
+from etha.plan import LOCAL, RECV, Layout, Plan, RankPlan, TensorSpec, build_plan
+from etha.redistribute.piece import Piece
+
+#: A contribution's layouts: one, or several that each hold all of it.
+Layouts = tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A piece that comes to this rank: of contribution ``part``, to be laid where ``piece`` says."""
+
+    part: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """What one rank packs for each peer, what it gets from each, and what it has already.
+
+    Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send.
+    ``shape`` is that of the local result, None where this rank is no target. ``kept`` pairs a piece of
+    the local source with its place in the local result.
+    """
+
+    parts: int
+    shape: tuple[int, ...] | None
+    sends: dict[int, tuple[Piece, ...]]
+    receives: dict[int, tuple[Arrival, ...]]
+    kept: tuple[tuple[Piece, Arrival], ...]
+    quiet: bool
+    tag: int
+
+
+def make_stage(
+    shape: tuple[int, ...], dtype: torch.dtype, contributions: Sequence[Layouts], target: Layouts, rank: int
+) -> Stage:
+    """Plan ``contributions`` into ``target``; the same call on every rank but for ``rank``."""
+    width = len(str(len(contributions)))
+    names = [f"{k:0{width}}" for k in range(len(contributions))]
+    there = TensorSpec(shape, dtype, target)
+    here = {name: TensorSpec(shape, dtype, layouts) for name, layouts in zip(names, contributions, strict=True)}
+    top = max(int(layout.ranks.max()) for layouts in (*contributions, target) for layout in layouts)
+    # A rank is its own agent on both sides: what it holds it copies.
+    places = [str(r) for r in range(top + 1)]
+    plan = build_plan(here, dict.fromkeys(names, there), source_agents=places, target_agents=places)
+    if plan.violations:
+        raise LayoutError(f"cannot redistribute: {'; '.join(v.text for v in plan.violations[:3])}")
+    sends: dict[int, list[Piece]] = {}
+    receives: dict[int, list[Arrival]] = {}
+    kept: list[tuple[Piece, Arrival]] = []
+    source_rows, target_rows = plan.for_rank("source", rank), plan.for_rank("target", rank)
+    for row in np.flatnonzero(source_rows.role != LOCAL).tolist():
+        sends.setdefault(int(source_rows.target[row]), []).append(Piece(source_rows.region(row), 0))
+    for row in range(len(target_rows)):
+        region = target_rows.region(row)
+        arrival = Arrival(part=int(target_rows.tensor[row]), piece=Piece(region, 1))
+        if target_rows.role[row] == LOCAL:
+            kept.append((Piece(region, 0), arrival))
+        else:
+            receives.setdefault(int(target_rows.source[row]), []).append(arrival)
+    return Stage(
+        parts=len(names),
+        shape=there.local_shape(rank),
+        sends={peer: tuple(pieces) for peer, pieces in sends.items()},
+        receives={peer: tuple(pieces) for peer, pieces in receives.items()},
+        kept=tuple(kept),
+        quiet=not sends and not receives and not _anybody(plan, there.holders()),
+        tag=int(plan.digest()[:7], 16),
+    )
+
+
+def _anybody(plan: Plan, targets: Sequence[int]) -> bool:
+    """Whether any target rank receives anything from another."""
+    return any(_crosses(plan.for_rank("target", rank)) for rank in targets)
+
+
+def _crosses(rows: RankPlan) -> bool:
+    return bool((rows.role == RECV).any())
