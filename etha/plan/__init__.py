@@ -6,6 +6,7 @@ from etha.plan.bounds import PlanStats
 from etha.plan.buckets import Bucket, buckets
 from etha.plan.layout import Layout, TensorSpec
 from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
+from etha.plan.model import Links
 from etha.plan.plan import Plan, build_plan, violations
 from etha.plan.program import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, SEND, RankPlan, Region, Slot
 from etha.plan.sides import Side, describe, side_from_plain
@@ -20,6 +21,7 @@ __all__ = [
     "SEND",
     "Bucket",
     "Layout",
+    "Links",
     "Plan",
     "PlanStats",
     "RankPlan",

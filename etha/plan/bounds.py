@@ -182,14 +182,24 @@ def loads(plan: Plan, found: Flows) -> Loads:
     )
 
 
-def stats(plan: Plan) -> PlanStats:
-    """The figures of ``plan``; O(links of each class)."""
-    found = flows(plan)
-    return stats_of(plan, found, loads(plan, found), bounds(plan))
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survey:
+    """Everything counted about a plan: its links, loads, bounds and figures."""
+
+    flows: Flows
+    loads: Loads
+    bounds: Bounds
+    stats: PlanStats
 
 
-def stats_of(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
-    """The figures, from what has been computed already."""
+def survey(plan: Plan) -> Survey:
+    """All of it; O(links of each class)."""
+    found, limit = flows(plan), bounds(plan)
+    load = loads(plan, found)
+    return Survey(flows=found, loads=load, bounds=limit, stats=_stats(plan, found, load, limit))
+
+
+def _stats(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
     busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
     far = found.distance > 0
     rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])

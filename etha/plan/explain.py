@@ -1,62 +1,141 @@
-"""A plan as a person reads it: what moves how far, who is busiest, which links carry it; and a picture."""
+"""A plan as a person reads it: what moves how far, who is busiest and why, the bounds, the time on given links."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from etha.errors import ConfigError
 from etha.plan import dtypes
-from etha.plan.bounds import stats
-from etha.plan.flows import Flows, flows
+from etha.plan.bounds import Bounds, Loads, PlanStats, nics_of_hosts
+from etha.plan.flows import Flows
 from etha.plan.layout import TensorSpec
+from etha.plan.model import Links, predict
 from etha.plan.program import CONTRIBUTE
+from etha.plan.segments import ZERO_COPY, packing
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
 
+Ints = npt.NDArray[np.int64]
 _DISTANCE = ("local", "host", "wire")
-_LINKS = 10
+_LINKS = 6
+_CLASSES = 24
 
 
-def size(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """1610612736 -> "1.61 GB" (powers of ten)."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+        if value < 999.5 or unit == "TB":
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
-def explain(plan: Plan) -> str:
-    """Text of some 20 to 40 lines; violations first when there are any."""
-    return "\n".join(_lines(plan)) + "\n"
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    found, s = flows(plan), stats(plan)
+def explain(plan: Plan, links: Links | None = None) -> str:
+    """Text of some 30 to 50 lines; violations first when there are any. Seconds are those of ``links``."""
+    return "\n".join(_lines(plan, links or Links())) + "\n"
+
+
+def _lines(plan: Plan, links: Links) -> Iterator[str]:
+    seen = plan.survey()
+    found, limit, load, s = seen.flows, seen.bounds, seen.loads, seen.stats
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
     yield f"plan {plan.digest()[:16]}: {len(plan.names)} tensors in {len(plan.classes)} classes, {m} -> {n} ranks"
     for violation in plan.violations:
         yield f"  ! {violation}"
-    far = f"local {size(s.local_bytes)}, host {size(s.host_bytes)}, wire {size(s.wire_bytes)}"
-    yield f"  bytes      {size(s.total_bytes)}: {far}"
-    yield f"  operations {s.ops} in {s.rounds} rounds"
-    ranks = f"rank out {size(s.max_rank_egress)}, in {size(s.max_rank_ingress)}"
-    yield f"  busiest    {ranks}; host out {size(s.max_host_egress)}, in {size(s.max_host_ingress)}"
+    yield f"  bytes      {size(s.total_bytes)} in {s.ops} operations, {s.rounds} rounds"
+    for distance, (name, what) in enumerate(
+        (("local", "inside one agent"), ("host", "inside one host"), ("wire", "between hosts"))
+    ):
+        at = found.distance == distance
+        each = f"{size(int(found.nbytes[at].sum()))} over {int(at.sum())} links"
+        yield f"    {name:8} {each}, {what}"
+    yield from _busiest(plan, s, load, limit, found)
+    yield from _limits(plan, s, limit)
+    yield from _time(found, load, limit, links)
+    done = packing(plan)
+    yield f"  zero copy  {size(done.zero_copy)} in pieces of one run of at least {size(ZERO_COPY)}"
+    yield f"  packed     {size(done.packed)} in {done.segments} runs of memory"
+    yield from _classes(plan)
+    yield from _links(found)
+
+
+def _busiest(plan: Plan, s: PlanStats, load: Loads, limit: Bounds, found: Flows) -> Iterator[str]:
+    if not s.wire_bytes:
+        return
+    yield f"  busiest    rank out {size(s.max_rank_egress)}, in {size(s.max_rank_ingress)}; host out " + (
+        f"{size(s.max_host_egress)}, in {size(s.max_host_ingress)}; NIC out {size(s.max_nic_egress)}, "
+        f"in {size(s.max_nic_ingress)}"
+    )
+    m = len(plan.topology.source_host)
+    wire = found.distance == 2
+    for way, ranks, hosts in (("out", load.rank_out, load.host_out), ("in", load.rank_in, load.host_in)):
+        which, host = int(ranks.argmax()), int(hosts.argmax())
+        side, rank = ("source", which) if which < m else ("target", which - m)
+        ends = found.source if way == "out" else found.target
+        mine = wire & (ends == rank) & ((found.kind == CONTRIBUTE) | ((side == "source") == (way == "out")))
+        inner = int(found.nbytes[mine & (found.kind == CONTRIBUTE)].sum())
+        to_reduce = f", {size(inner)} of it to reduce" if inner else ""
+        mean = float(ranks[ranks > 0].mean())
+        yield f"    {side} rank {rank}: {size(int(ranks[which]))} {way} over {int(mine.sum())} links{to_reduce}; " + (
+            f"the mean is {size(mean)} of {int((ranks > 0).sum())} ranks"
+        )
+        needs = f", {size(limit.ingress.get(host, 0))} of it is not held there" if way == "in" else ""
+        yield f"    host {_host(plan, host)}: {size(int(hosts[host]))} {way}{needs}"
+
+
+def _host(plan: Plan, host: int) -> str:
+    """A host by its ranks: names do not matter to a plan and are not kept."""
+    t = plan.topology
+    named = []
+    for side, hosts in (("source", t.source_host), ("target", t.target_host)):
+        ranks = np.flatnonzero(hosts == host).tolist()
+        if ranks:
+            consecutive = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+            text = f"{ranks[0]}-{ranks[-1]}" if consecutive else ",".join(map(str, ranks[:8]))
+            named.append(f"of {side} ranks {text}")
+    return " and ".join(named)
+
+
+def _limits(plan: Plan, s: PlanStats, limit: Bounds) -> Iterator[str]:
+    yield f"  bounds     a host in {size(s.bound_host_ingress)}, out once {size(s.bound_host_egress_once)}, " + (
+        f"out directly {size(s.bound_host_egress_direct)}"
+    )
+    nics = sorted(set(nics_of_hosts(plan).values()))
+    if s.bound_nic:
+        count = "-".join(str(n) for n in (nics[:1] if len(nics) == 1 else (nics[0], nics[-1])))
+        yield f"    a NIC {size(s.bound_nic)}, from {limit.reason} ({count} NICs a host)"
+    yield f"  quality    {s.quality:.3f}: the busiest NIC over its bound"
+
+
+def _time(found: Flows, load: Loads, limit: Bounds, links: Links) -> Iterator[str]:
+    p = predict(found, load, limit, links)
+    parts = f"wire {_seconds(p.wire)}, host {_seconds(p.host)}, local {_seconds(p.local)}"
+    yield f"  predicted  {_seconds(p.seconds)}: the longest of {parts}, and {_seconds(p.latency)} of latency; " + (
+        f"bound {_seconds(p.bound)}"
+    )
+    yield f"    at {links.nic:g} GB/s a NIC, {links.host:g} inside a host, {links.local:g} inside an agent"
+
+
+def _classes(plan: Plan) -> Iterator[str]:
     yield "classes"
-    for at, klass in enumerate(plan.classes):
+    for at, klass in enumerate(plan.classes[:_CLASSES]):
         members = np.flatnonzero(plan.class_of == at)
         name = plan.names[int(members[0])]
         a, b = plan.source[name], plan.target[name]
         kinds = f"{dtypes.name_of(a.dtype)} -> {dtypes.name_of(b.dtype)}"
         yield f"  {len(members)} x {list(klass.shape)} {kinds}, such as {name!r}"
         yield f"      {_layouts(a)} -> {_layouts(b)}"
-    yield from _links(plan, found)
+    if len(plan.classes) > _CLASSES:
+        yield f"  and {len(plan.classes) - _CLASSES} more"
 
 
 def _layouts(spec: TensorSpec) -> str:
@@ -66,32 +145,10 @@ def _layouts(spec: TensorSpec) -> str:
     return " and ".join(one(part.mesh_shape, ", ".join(str(a) for a in part.axes)) for part in spec.layouts)
 
 
-def _links(plan: Plan, found: Flows) -> Iterator[str]:
-    carried = found.nbytes
-    order = np.argsort(-carried, kind="stable")
-    yield f"links ({len(carried)}, heaviest first)"
+def _links(found: Flows) -> Iterator[str]:
+    order = np.argsort(-found.nbytes, kind="stable")
+    yield f"links ({len(order)}, heaviest first)"
     for i in order[:_LINKS].tolist():
         a, b, far = (int(c[i]) for c in (found.source, found.target, found.distance))
         to = "source" if found.kind[i] == CONTRIBUTE else "target"
-        yield f"  source {a} -> {to} {b}  {size(int(carried[i]))}  {_DISTANCE[far]}"
-
-
-def plot(plan: Plan, path: str | Path) -> None:
-    """Heat map of bytes from each source rank to each target rank; ConfigError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plotting needs matplotlib: pip install 'sub-etha[plot]'") from None
-    found = flows(plan)
-    m, n = len(plan.topology.source_host), len(plan.topology.target_host)
-    moved = np.zeros((max(m, 1), max(n, 1)))
-    keep = found.kind != CONTRIBUTE
-    np.add.at(moved, (found.source[keep], found.target[keep]), found.nbytes[keep] / 1e6)
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    image = axes.imshow(moved, aspect="auto", cmap="viridis", interpolation="nearest")
-    axes.set(xlabel="target rank", ylabel="source rank", title=f"{len(plan.names)} tensors, {moved.sum():.4g} MB")
-    figure.colorbar(image, label="MB")
-    figure.savefig(path)
+        yield f"  source {a} -> {to} {b}  {size(int(found.nbytes[i]))}  {_DISTANCE[far]}"

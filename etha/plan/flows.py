@@ -140,11 +140,11 @@ def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, _Rows]]:
         return
     for block in klass.blocks:
         width = klass.turns * klass.m2m.replicas * block.target.ranks.shape[2]
-        for pieces in _all_pieces(block, width):
+        for pieces in all_pieces(block, width):
             yield MOVE, _moves(klass, block, pieces, times)
 
 
-def _all_pieces(block: Block, width: int) -> Iterator[Pieces]:
+def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
     """The pieces of every target cell, so many at a time that ``width`` rows each are few."""
     ranges = [np.arange(len(o.size), dtype=np.int64) for o in block.overlays]
     if not ranges:
@@ -187,7 +187,7 @@ def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[in
         count = np.full(members.size, number, dtype=np.int64)
         yield CONTRIBUTE, (members.reshape(-1), to.reshape(-1), each.reshape(-1), count)
     for block in klass.blocks:
-        for pieces in _all_pieces(block, block.target.ranks.shape[2]):
+        for pieces in all_pieces(block, block.target.ranks.shape[2]):
             copies = block.target.ranks[pieces.copies, 0, :]
             cell, inside = r.split(pieces.cells[0])
             for w, number in enumerate(times.tolist()):

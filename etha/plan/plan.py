@@ -28,7 +28,8 @@ from etha.plan.sheet import Sheet
 from etha.plan.violations import Problem, coverage_problems, name_violations, spec_problems
 
 if TYPE_CHECKING:
-    from etha.plan.bounds import PlanStats
+    from etha.plan.bounds import PlanStats, Survey
+    from etha.plan.model import Links
 
 Ints = npt.NDArray[np.int64]
 _FORMAT = "etha-plan-1"
@@ -59,6 +60,7 @@ class Plan:
         self._templates: dict[tuple[str, int, int], tuple[Template | None, dict[int, Region]]] = {}
         self._sheets: dict[tuple[str, int], tuple[Sheet, tuple[Ints, Ints, Ints]]] = {}
         self._digest: str | None = None
+        self._survey: Survey | None = None
         self._classify()
 
     def _classify(self) -> None:
@@ -226,19 +228,25 @@ class Plan:
 
     def stats(self) -> PlanStats:
         """Bytes by distance, the busiest ranks and hosts, operations and rounds."""
-        from etha.plan.bounds import stats
+        return self.survey().stats
 
-        return stats(self)
+    def survey(self) -> Survey:
+        """What ``stats``, ``explain`` and ``plot`` are made from; counted once."""
+        from etha.plan.bounds import survey
 
-    def explain(self) -> str:
-        """The plan as a person reads it."""
+        if self._survey is None:
+            self._survey = survey(self)
+        return self._survey
+
+    def explain(self, links: Links | None = None) -> str:
+        """The plan as a person reads it; predicted seconds are those of ``links``."""
         from etha.plan.explain import explain
 
-        return explain(self)
+        return explain(self, links)
 
     def plot(self, path: str | Path) -> None:
-        """A picture of who sends how much to whom, written to ``path``; needs matplotlib."""
-        from etha.plan.explain import plot
+        """A picture of who sends how much to whom and how busy each NIC is; needs matplotlib."""
+        from etha.plan.picture import plot
 
         plot(self, path)
 

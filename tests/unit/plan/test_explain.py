@@ -1,0 +1,96 @@
+"""What a person is told of a plan: link classes, who is busiest, bounds, time, packing, and the picture."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from etha.errors import ConfigError
+from etha.plan import Layout, Links, Plan, TensorSpec, build_plan
+from etha.plan.segments import packing
+
+MIB = 1 << 20
+
+
+def plan_of(source: Placement, target: Placement, shape: tuple[int, ...] = (4096, 1024), **where: list[str]) -> Plan:
+    """Four ranks to four, bf16."""
+    here, there = (TensorSpec(shape, torch.bfloat16, Layout((4,), [p])) for p in (source, target))
+    return build_plan({"w": here}, {"w": there}, **where)
+
+
+def test_the_text_names_link_classes_the_busiest_the_bound_and_the_time() -> None:
+    text = plan_of(
+        Shard(0), Replicate(), source_hosts=list("aabb"), target_hosts=list("ccdd"), target_agents=list("wxyz")
+    ).explain(Links(nic=1.0, host=10.0, local=100.0, latency=0.0))
+    assert "wire     33.6 MB over 16 links, between hosts" in text
+    assert "source rank 0: 8.39 MB out over 4 links; the mean is 8.39 MB of 4 ranks" in text
+    assert "host of target ranks 0-1: 16.8 MB in, 8.39 MB of it is not held there" in text
+    # Each of two hosts needs all of it, over two NICs; today both ranks of a host take it from afar.
+    assert "a NIC 4.19 MB, from what a host must take in (2 NICs a host)" in text
+    assert "quality    2.000" in text
+    assert "predicted  8.39 ms: the longest of wire 8.39 ms, host 0 us, local 0 us" in text and "bound 4.19 ms" in text
+
+
+def test_bytes_to_reduce_are_told_apart() -> None:
+    text = plan_of(Partial(), Shard(0)).explain()
+    assert "of it to reduce" in text
+
+
+def test_latency_counts_the_peers_of_the_busiest_rank() -> None:
+    text = plan_of(Shard(0), Replicate()).explain(Links(latency=1.0))
+    assert "and 4 s of latency" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "zero", "packed", "segments"),
+    [
+        (Shard(0), Shard(0), 8 * MIB, 0, 0),
+        (Shard(0), Replicate(), 32 * MIB, 0, 0),
+        (Shard(1), Shard(1), 8 * MIB, 0, 0),
+        # One run a row of 256 elements: 4096 rows over four columns.
+        (Shard(0), Shard(1), 0, 8 * MIB, 4 * 4096),
+        (Partial(), Shard(0), 0, 8 * MIB, 16),
+    ],
+)
+def test_what_is_one_run_at_both_ends_needs_no_packing(
+    source: Placement, target: Placement, zero: int, packed: int, segments: int
+) -> None:
+    found = packing(plan_of(source, target))
+    assert (found.zero_copy, found.packed) == (zero, packed)
+    assert found.segments == segments or isinstance(source, Partial)
+
+
+def test_short_pieces_and_casts_are_packed() -> None:
+    assert packing(plan_of(Shard(0), Shard(0), (64, 8))).zero_copy == 0
+    here, there = (TensorSpec((4096, 1024), d, Layout((1,), [Shard(0)])) for d in (torch.float32, torch.bfloat16))
+    assert packing(build_plan({"w": here}, {"w": there})).zero_copy == 0
+
+
+@pytest.mark.parametrize("target", [Shard(1), Replicate()])
+def test_a_picture_is_drawn(target: Placement, tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    plan_of(Shard(0), target).plot(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_that_move_nothing_have_a_text_and_a_picture(tmp_path: Path) -> None:
+    plan = build_plan({}, {})
+    assert "0 tensors" in plan.explain()
+    plan.plot(tmp_path / "none.png")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: object, **kwargs: object) -> object:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"sub-etha\[plot\]"):
+        plan_of(Shard(0), Shard(1)).plot(tmp_path / "plan.png")
