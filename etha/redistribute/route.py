@@ -1,10 +1,10 @@
 """From a source to a target layout in one exchange, or two: a reduction for replicas, where that is less.
 
 K contributions of a target cell of B bytes that r ranks hold. In one exchange each of them gets all
-contributions and reduces for itself: K B bytes into a rank, (K - 1) B where it holds one. In two, each
-reduces 1/r of the cell and hands the result to the others: (K + r - 1) B / r. One is never more with
-r = 1 (reduce-scatter) or, for ranks that hold a contribution, K = 2. Else it saves a round of latency
-at the price of bytes, and is taken up to ``ONE_EXCHANGE`` bytes into a rank.
+contributions and reduces for itself: K B bytes into a rank, less what it holds. In two, each reduces 1/r
+of the cell and hands the result to the others: (K + r - 1) B / r. One is never more with r = 1
+(reduce-scatter), or with K = 2 where each holds a whole contribution. Else it saves a round of latency at
+the price of bytes, and is taken up to ``ONE_EXCHANGE`` bytes into a rank.
 
 Either way an element's contributions are combined 0 .. K-1, in C-order of the coordinates over the
 Partial axes, so the bits do not depend on the way.
@@ -44,29 +44,51 @@ def make_route(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, targ
     if not any(axis.partial for axis in source[0].axes):
         return Route(stages=(make_stage(shape, dtype, (source,), target, rank),), reduction=None)
     reduction = _reduction(shape, dtype, source[0])
-    each = [_contributions(layout) for layout in source]
+    each = [contributions_of(layout) for layout in source]
     contributions = tuple(tuple(layouts) for layouts in zip(*each, strict=True))
-    if in_one(shape, dtype, source, target):
+    middle = tuple(divided(layout, shape) for layout in target)
+    if in_one(shape, dtype, contributions, middle, target):
         return Route(stages=(make_stage(shape, dtype, contributions, target, rank),), reduction=reduction)
-    middle = tuple(_divided(layout, shape) for layout in target)
     first = make_stage(shape, dtype, contributions, middle, rank)
     return Route(stages=(first, make_stage(shape, dtype, (middle,), target, rank)), reduction=reduction)
 
 
-def in_one(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, target: Layouts) -> bool:
-    """Whether contributions go to all holders of their element at once; see the module's head."""
-    count = math.prod(size for _, size in source[0].grid(len(shape)).partial)
-    ranks = [rank for layout in target for rank in layout.ranks.reshape(-1).tolist()]
-    holds = all(any(rank in layout for layout in source) for rank in ranks)
-    cell = max(math.prod(layout.local_shape(shape, rank)) for layout in target for rank in _corner(layout))
-    copies, replicas = count - holds, min(layout.grid(len(shape)).ranks.shape[2] for layout in target)
-    one = copies * cell * dtypes.itemsize(dtype)
-    return one <= ONE_EXCHANGE or copies * replicas <= copies + replicas - 1
+def in_one(
+    shape: tuple[int, ...], dtype: torch.dtype, contributions: Sequence[Layouts], middle: Layouts, target: Layouts
+) -> bool:
+    """Whether contributions go to all holders of their element at once: by the bytes into the busiest rank."""
+    own = {r: layout for layouts in contributions for layout in layouts for r in layout.ranks.reshape(-1).tolist()}
+    count, one, two = len(contributions), 0, 0
+    for cells, parts in zip(target, middle, strict=True):
+        for rank in cells.ranks.reshape(-1).tolist():
+            cell, part = cells.owned(shape, rank), parts.owned(shape, rank)
+            held = own[rank].owned(shape, rank) if rank in own else None
+            whole, mine = _common(cell, cell), _common(part, part)
+            one = max(one, count * whole - _common(cell, held))
+            two = max(two, count * mine - _common(part, held) + whole - mine)
+    return one * dtypes.itemsize(dtype) <= ONE_EXCHANGE or one <= two
 
 
-def _corner(layout: Layout) -> list[int]:
-    """The rank at the origin: no cell is larger than its."""
-    return [int(layout.ranks.reshape(-1)[0])]
+#: What a rank owns: per dim ascending (start, stop) runs, None when nothing.
+Owned = list[list[tuple[int, int]]] | None
+
+
+def _common(a: Owned, b: Owned) -> int:
+    """Elements that are in both."""
+    if a is None or b is None:
+        return 0
+    return math.prod(_overlap(left, right) for left, right in zip(a, b, strict=True))
+
+
+def _overlap(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> int:
+    total, i, j = 0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
 
 
 def _reduction(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> Slot:
@@ -89,7 +111,7 @@ def _reduction(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> Sl
     )
 
 
-def _contributions(layout: Layout) -> list[Layout]:
+def contributions_of(layout: Layout) -> list[Layout]:
     """Of each contribution, ascending, the layout over the ranks that hold it."""
     partial = [i for i, axis in enumerate(layout.axes) if axis.partial]
     return [
@@ -107,13 +129,14 @@ def at_coordinates(layout: Layout, where: dict[int, int]) -> Layout:
     return Layout(table, placements, strided=layout.strided)
 
 
-def _divided(layout: Layout, shape: Sequence[int]) -> Layout:
+def divided(layout: Layout, shape: Sequence[int]) -> Layout:
     """``layout`` with each cell divided among its replicas: who reduces what before all of them get it."""
     sharded = [i for i, axis in enumerate(layout.axes) if axis.sharded]
     rest = [i for i in range(len(layout.axes)) if i not in sharded]
     placements: list[Placement] = [layout.axes[i].to_placement() for i in sharded]
-    extent = list(layout.local_shape(shape, _corner(layout)[0]))
-    for i in rest:
+    # The rank at the origin: no cell is larger than its.
+    extent = list(layout.local_shape(shape, int(layout.ranks.reshape(-1)[0])))
+    for i in rest if extent else ():
         size = layout.mesh_shape[i]
         # The first dim that gives everybody a fair share keeps rows whole; else the longest.
         long = [d for d, n in enumerate(extent) if n >= 8 * size]
@@ -121,4 +144,5 @@ def _divided(layout: Layout, shape: Sequence[int]) -> Layout:
         placements.append(Shard(dim))
         extent[dim] = -(-extent[dim] // size)
     # Replicated axes last: plain shards apply in order, so they cut what the others have left.
+    placements += [Replicate()] * (len(layout.axes) - len(placements))  # a scalar is not divided
     return Layout(layout.ranks.transpose(sharded + rest), placements, strided=layout.strided)

@@ -1,0 +1,291 @@
+"""etha.redistribute beside DTensor.redistribute: bytes, exchanges and time over gloo, 8 ranks of this machine.
+
+    python bench/redistribute.py [--size 8] [--runs 5] [--cases TEXT] [--write FILE]
+
+The first part are the transitions of pytorch#174630, then further ones. DTensor runs as it is and, where that merges
+collectives, once more with flattened meshes registered by hand. Exchanges are collectives, each a round of waiting for
+all others. Bytes are what the busiest rank sends, in MiB: ours counted, DTensor's from its collectives with the
+cheapest algorithm of each (a ring: all-reduce 2 (n-1)/n, gather and scatter (n-1)/n of the whole tensor). Seconds are
+from the first rank's call to the last one's return, median of the runs after one that warms up; both in turns in the
+same processes. Results are compared: where DTensor's replicas differ from each other, the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import etha
+
+RANKS = 8
+R, P, A = Replicate(), Partial(), Partial("avg")
+S0, S1, S2 = Shard(0), Shard(1), Shard(2)
+COLUMNS = 64
+PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A transition; ``flat`` are the axes that one would register a flattened mesh for."""
+
+    mesh: tuple[int, ...]
+    source: Sequence[Placement]
+    target: Sequence[Placement]
+    flat: str = ""
+    ranks: Sequence[int] = tuple(range(RANKS))
+    uneven: bool = False
+    listed: bool = False
+
+    def __str__(self) -> str:
+        more = f"{' permuted' if list(self.ranks) != list(range(RANKS)) else ''}{' uneven' if self.uneven else ''}"
+        return f"{self.mesh}{more} {_names(self.source)} -> {_names(self.target)}"
+
+
+def _names(placements: Sequence[Placement]) -> str:
+    return "".join(str(p).replace("(sum)", "").replace("(", "").replace(")", "") + " " for p in placements).strip()
+
+
+LISTED = [
+    Case(mesh=(4, 2), source=[P, P], target=[R, R], flat="ab"),
+    Case(mesh=(4, 2), source=[P, P], target=[S0, S0], flat="ab"),
+    Case(mesh=(4, 2), source=[P, P], target=[S0, S1], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[P, P, S0], target=[S0, S0, S0], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[P, P, P], target=[R, R, R], flat="abc"),
+    Case(mesh=(2, 2, 2), source=[P, S0, P], target=[R, R, R], flat="ac"),
+    Case(mesh=(2, 2, 2), source=[P, R, P], target=[R, R, R], flat="ac"),
+    Case(mesh=(2, 2, 2), source=[P, P, R], target=[R, R, R], flat="ab"),
+    Case(mesh=(4, 2), source=[S0, S0], target=[R, R], flat="ab"),
+    Case(mesh=(4, 2), source=[S0, S1], target=[R, R], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[P, P, R], target=[S0, S1, R], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[S0, S0, R], target=[R, R, R], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[P, S0, R], target=[R, R, R], flat="ab"),
+]
+FURTHER = [
+    Case(mesh=(2, 4), source=[R, P], target=[R, R], ranks=PERMUTED),
+    Case(mesh=(2, 4), source=[A, P], target=[R, R], flat="ab"),
+    Case(mesh=(2, 2, 2), source=[P, P, P], target=[R, S0, R]),
+    Case(mesh=(2, 4), source=[P, P], target=[S0, S0], flat="ab", uneven=True),
+    Case(mesh=(2, 4), source=[S0, S1], target=[S1, S0]),
+    Case(mesh=(2, 4), source=[S0, S0], target=[S1, S1], flat="ab"),
+    Case(mesh=(2, 4), source=[S0, S0], target=[R, S0], uneven=True),
+    Case(mesh=(2, 4), source=[S0, S1], target=[R, S0]),
+    Case(mesh=(2, 4), source=[R, S1], target=[S0, S0]),
+    Case(mesh=(2, 4), source=[S1, S0], target=[S0, S1], ranks=PERMUTED),
+    Case(mesh=(4, 2), source=[_StridedShard(0, split_factor=2), S0], target=[R, R]),
+    Case(mesh=(4, 2), source=[_StridedShard(0, split_factor=2), S0], target=[R, S1]),
+    Case(mesh=(2, 2, 2), source=[S0, S1, S0], target=[S1, S0, R]),
+    Case(mesh=(2, 2, 2), source=[P, S0, S1], target=[S0, R, R]),
+]
+#: One collective of DTensor's does these; there is nothing to save.
+SINGLE = [
+    Case(mesh=(8,), source=[P], target=[R]),
+    Case(mesh=(8,), source=[P], target=[S0]),
+    Case(mesh=(8,), source=[S0], target=[R]),
+    Case(mesh=(8,), source=[S0], target=[S1]),
+]
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard_dim_alltoall", "broadcast")
+
+
+class Counting(TorchDispatchMode):
+    """DTensor's collectives: how many, and what a rank sends in them with the cheapest algorithm of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.sent = 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(what in str(func) for what in COLLECTIVES):
+            self.count += 1
+            self.sent += _sent(str(func), args, out)
+        return out
+
+
+def _sent(name: str, args: Any, out: Any) -> float:
+    group = next(a for a in reversed(args) if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product"))
+    n = dist.get_world_size(dist.distributed_c10d._resolve_process_group(group))
+    part = (n - 1) / n
+    if "all_reduce" in name:
+        return 2 * args[0].nbytes * part
+    if "all_gather" in name:
+        return float(out.nbytes * part)
+    return float(args[0].nbytes * (1.0 if "broadcast" in name else part))
+
+
+@contextmanager
+def counting_ours() -> Iterator[list[int]]:
+    """Bytes that this rank puts on the wire in each exchange while the block runs."""
+    sent: list[int] = []
+    collective, grouped = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def count_collective(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.append(given.nbytes)
+        return collective(out, given, *args, **kwargs)
+
+    def count_grouped(ops: Any) -> Any:
+        sent.append(sum(op.tensor.nbytes for op in ops if op.op is dist.isend))
+        return grouped(ops)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = count_collective, count_grouped
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = collective, grouped
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What one rank measured of one way in one case."""
+
+    exchanges: int
+    sent: float
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    bits: int = 0
+
+
+Way = Callable[[], torch.Tensor]
+
+
+def worker(rank: int, store: str, cases: Sequence[Case], size: int, runs: int) -> list[dict[str, Told]]:
+    """One rank through all cases."""
+    logging.disable(logging.WARNING)  # DTensor warns of what it cannot merge; the table shows it
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    try:
+        return [measure(rank, case, size, runs) for case in cases]
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(rank: int, case: Case, size: int, runs: int) -> dict[str, Told]:
+    rows = size * harness.MIB // (4 * COLUMNS) - (5 if case.uneven else 0)
+    names = ("a", "b", "c")[: len(case.mesh)]
+    ways: dict[str, Way] = {}
+    told: dict[str, Told] = {}
+    for name in ("etha", "dtensor", *(["flattened"] if case.flat else [])):
+        mesh = DeviceMesh("cpu", torch.tensor(case.ranks).reshape(case.mesh), mesh_dim_names=names)
+        if name == "flattened":
+            mesh[tuple(case.flat)]._flatten(case.flat)
+        given = source(rank, case, mesh, (rows, COLUMNS))
+        if name == "etha":
+            ways[name] = lambda given=given: etha.redistribute(given, placements=case.target).to_local()
+            with counting_ours() as sent:
+                result = ways[name]()
+            told[name] = Told(exchanges=len(sent), sent=sum(sent))
+        else:
+            ways[name] = lambda given=given: given.redistribute(placements=case.target).to_local()
+            with Counting() as mode:
+                result = ways[name]()
+            told[name] = Told(exchanges=mode.count, sent=mode.sent)
+        told[name].bits = hash(result.contiguous().numpy().tobytes())
+        del result
+    for turn in range(runs + 1):
+        for name in ways:
+            dist.barrier()
+            begin = time.perf_counter()
+            ways[name]()
+            if turn:
+                told[name].spans.append((begin, time.perf_counter()))
+    return told
+
+
+def source(rank: int, case: Case, mesh: DeviceMesh, shape: tuple[int, int]) -> DTensor:
+    """Contributions of random numbers, else one tensor; local parts of it as the planner knows them."""
+    from etha.plan import Layout
+
+    axes = [i for i, p in enumerate(case.source) if isinstance(p, Partial)]
+    place = mesh.get_coordinate()
+    assert place is not None
+    seed = sum(place[i] * 10**i for i in axes)
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    runs = Layout(mesh, case.source).owned(shape, rank)
+    assert runs is not None
+    for dim, owned in enumerate(runs):
+        full = torch.cat([full.narrow(dim, a, b - a) for a, b in owned] or [full.narrow(dim, 0, 0)], dim)
+    return DTensor.from_local(full, mesh, case.source, run_check=False, shape=shape, stride=(shape[1], 1))
+
+
+HEAD = (
+    "transition | exchanges etha | DTensor | flattened | sent MiB etha | DTensor | flattened | "
+    "ms etha | DTensor | flattened | DTensor / etha | replicas of DTensor"
+)
+
+
+def line(case: Case, ranks: list[dict[str, Told]]) -> list[str]:
+    """One line of the table, from what all ranks measured."""
+    cells: dict[str, tuple[str, str, str]] = {}
+    seconds: dict[str, float] = {}
+    for name in ranks[0]:
+        told = [r[name] for r in ranks]
+        spans = [[t.spans[i] for t in told] for i in range(len(told[0].spans))]
+        seconds[name] = statistics.median(max(b for _, b in s) - min(a for a, _ in s) for s in spans)
+        sent = max(t.sent for t in told) / harness.MIB
+        cells[name] = (str(max(t.exchanges for t in told)), f"{sent:.2f}", f"{seconds[name] * 1e3:.0f}")
+    empty = ("", "", "")
+    columns = [cells.get(name, empty)[i] for i in range(3) for name in ("etha", "dtensor", "flattened")]
+    return [str(case), *columns, f"{seconds['dtensor'] / seconds['etha']:.2f}", replicas(case, ranks)]
+
+
+def replicas(case: Case, ranks: list[dict[str, Told]]) -> str:
+    """Whether ranks that hold the same part hold the same bits; ours must."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    table = torch.tensor(case.ranks).reshape(case.mesh)
+    for rank in range(RANKS):
+        place = (table == rank).nonzero()[0].tolist()
+        groups.setdefault(tuple(c for c, p in zip(place, case.target, strict=True) if p != R), []).append(rank)
+    differ = {name: any(len({ranks[r][name].bits for r in g}) > 1 for g in groups.values()) for name in ranks[0]}
+    if differ["etha"]:
+        raise AssertionError(f"{case}: replicas of etha.redistribute differ")
+    return "differ" if any(differ.values()) else "equal"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=8, help="MiB of the whole tensor, float32 (default 8)")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each (default 5)")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    cases = [case for case in (*LISTED, *FURTHER, *SINGLE) if options.cases in str(case)]
+    with harness.private_host(), tempfile.TemporaryDirectory() as directory:
+        roles = [(worker, (r, f"{directory}/store", cases, options.size, options.runs)) for r in range(RANKS)]
+        started = harness.machine()
+        found = harness.run_ranks(roles)
+    rows = [line(case, [rank[i] for rank in found]) for i, case in enumerate(cases)]
+    head = HEAD.split(" | ")
+    table = [head, ["---", *["---:"] * (len(head) - 2), "---"], *rows]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    better = sum(int(r[1]) < int(r[2]) or float(r[4]) < float(r[5]) for r in rows if r[0] not in map(str, SINGLE))
+    many = sum(r[0] not in map(str, SINGLE) for r in rows)
+    ratio = math.exp(statistics.fmean(math.log(float(r[10])) for r in rows))
+    text += f"\n\nfewer exchanges or fewer bytes than DTensor as it is in {better} of {many}; "
+    text += f"DTensor / etha in time: {ratio:.2f} (geometric mean of all lines)"
+    print(f"{started}\n\n{text}", flush=True)
+    if options.write:
+        title = f"# {datetime.date.today()}, redistribute, {options.size} MiB, gloo, {RANKS} ranks"
+        options.write.write_text(f"{title}\n\n```\n{started}\n```\n\n{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
