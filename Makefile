@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof ways fuzz faults chaos bench gpu clean
+.PHONY: install demo test lint proof ways fuzz faults chaos bench bench-plan gpu clean
 
 install: $(STAMP)
 
@@ -61,6 +61,10 @@ bench: install
 	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes; do \
 		echo "== bench/$$name.py" && $(BIN)/python bench/$$name.py || exit 1; \
 	done
+
+# Fifteen pairs of layouts: bounds, the busiest NIC, planning times, digests of three processes.
+bench-plan: install
+	@$(PRIVATE) $(BIN)/python bench/bench_plan.py
 
 # With the Python on the path, where a GPU and its torch are; no virtual environment is made.
 gpu:
