@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof ways fuzz faults chaos bench bench-plan gpu clean
+.PHONY: install demo test lint proof ways fuzz faults chaos soak bench bench-plan gpu clean
 
 install: $(STAMP)
 
@@ -34,14 +34,14 @@ lint: install
 
 # Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too.
 test: lint
-	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults and not chaos" --ways local,tcp,three $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest -m "not proof and not faults and not chaos and not soak" --ways local,tcp,three $(PYTEST)
 
 ways: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/flow -m "not proof" --ways local,tcp,host,three $(PYTEST)
 
-# 10,000 random layout pairs against enumerated truth (the suite takes 1,000), and Redis away for 30 s.
+# 10,000 random layout pairs against enumerated truth (the suite takes 1,000), Redis away for 30 s, 200 cancelled calls.
 proof: install
-	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow/test_redis_away.py -m proof $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow/test_redis_away.py tests/flow/test_cancel.py -m proof $(PYTEST)
 
 # A million mutated messages (docs/security.md says which); the suite sends 20,000. ETHA_FUZZ_SEED repeats a run.
 fuzz: install
@@ -53,9 +53,14 @@ faults: install
 		$(BIN)/python -m pytest tests/faults -k "$$signals" $(PYTEST) || exit 1; \
 	done
 
-# 2,000 transfers a way, atomic and not, 300 of them disturbed: cancelled, out of time, a client or an agent gone.
+# 2,100 transfers over three ways, atomic and not, some 315 of them disturbed: cancelled, out of time, a client or an
+# agent gone. ETHA_CHAOS_TURNS=2000 has 12,000.
 chaos: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_chaos.py -m chaos -s $(PYTEST)
+
+# 10,000 transfers on one agent and on two hosts, with relaunches and restarts: nobody holds more than after 500.
+soak: install
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py -m soak -s $(PYTEST)
 
 bench: install
 	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes; do \

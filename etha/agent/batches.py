@@ -270,9 +270,7 @@ class Batches:
             return
         self._mailbox.keep(live)
         await self._movers.idle.wait()
-        live.exhibition.release()
-        live.snapshots.release()
-        live.parts.clear()
+        live.release()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
         try:

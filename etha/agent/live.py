@@ -227,6 +227,13 @@ class Live:
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
                 del session.batches[self.name]
 
+    def release(self) -> None:
+        """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
+        self.exhibition.release()
+        self.snapshots.release()
+        self.parts.clear()
+        self.transport = None  # keeps views of it, too
+
     def other(self, side: str) -> str:
         """The side opposite ``side``."""
         return next(name for name in self.view.sides if name != side)

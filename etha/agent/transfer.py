@@ -120,6 +120,7 @@ class Transfers(Standing):
             if self.state is Moving.STOPPING:
                 if current.abort is None:
                     self.move(Moving.SPOILT)
+                    self._tell_ahead()
                 else:
                     self._aborted()
             elif error is None:
@@ -127,6 +128,7 @@ class Transfers(Standing):
                 self._tell(current.coordinator, Done(seq=seq))
             else:
                 self.move(Moving.SPOILT)
+                self._tell_ahead()
                 self._tell(current.coordinator, Failed(seq=seq, cause=error))
         return self._flush()
 
@@ -271,6 +273,7 @@ class Transfers(Standing):
         if (refusal := self._refusal(seq, agent)) is not None:
             self.current.causes |= {member: call.cause for member, call in calls.items() if call.cause is not None}
             self.move(Moving.SPOILT)
+            self._tell_ahead()
             self._tell(agent, Failed(seq=seq, cause=refusal))
             return
         self.current.begun = True
@@ -299,6 +302,21 @@ class Transfers(Standing):
             self._out.append(StopMove(seq=current.seq))
         if self.state in (Moving.STOPPING, Moving.VOTED) and current.abort is None:
             self._tell(current.coordinator, Failed(seq=current.seq, cause=cause))
+        self._tell_ahead()
+
+    def _tell_ahead(self) -> None:
+        """Calls that have ended here, of a transfer that cannot be committed without our vote: no wait for ABORT.
+
+        For the word of a coordinator that is cut off comes only when its link is found to be lost.
+        """
+        current = self.current
+        if current is None or self.state is not Moving.SPOILT:
+            return
+        for member, cause in current.causes.items():
+            if member not in current.told:
+                current.told.add(member)
+                error = verdict(self.name, current.seq, cause, cause, self._torn(member))
+                self._out.append(Fail(call=current.calls[member].key, error=error))
 
     def _abort(self, cause: EthaError) -> None:
         assert self.current is not None
@@ -313,6 +331,8 @@ class Transfers(Standing):
         current = self.current
         assert current is not None and current.abort is not None
         for member, call in current.calls.items():
+            if member in current.told:
+                continue
             own = current.causes.get(member)
             error = verdict(self.name, current.seq, own, current.abort, self._torn(member))
             self._out.append(Fail(call=call.key, error=error))

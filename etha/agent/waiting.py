@@ -43,7 +43,8 @@ class Side:
 class Current:
     """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision.
 
-    ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost.
+    ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost. ``told``
+    are those whose calls have been answered before the decision.
     """
 
     seq: int
@@ -52,6 +53,7 @@ class Current:
     coordinator: str
     calls: dict[Member, Call]
     causes: dict[Member, EthaError] = field(default_factory=dict)
+    told: set[Member] = field(default_factory=set)
     abort: EthaError | None = None
     begun: bool = False
     touched: bool = False

@@ -342,6 +342,7 @@ class AsyncTensorBusClient:
         connection, self._connection = self._connection, None
         for registration in self._batches.values():
             registration.open = False
+        self._batches.clear()  # a closed client that somebody keeps keeps no tensors
         for pair, _ in self._pairs.values():
             pair.lose("closed", "this client was closed")
         if connection is not None and os.getpid() == self._pid:
@@ -451,7 +452,8 @@ class AsyncTensorBusClient:
         if registration.connection.lost or registration.connection is not self._connection:
             raise AgentLostError(
                 f"the agent with which batch {registration.batch!r} was registered is gone; "
-                f"call init_pair and register_tensors again"
+                f"call init_pair and register_tensors again",
+                outcome="withdrawn",
             )
 
     def _pushed(self, message: Any) -> None:

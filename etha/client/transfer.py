@@ -161,9 +161,9 @@ async def _once(
                 log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
         raise
     except AgentLostError as error:
-        torn = verb == "recv" and not registration.atomic
+        torn = error.outcome == "unknown" and verb == "recv" and not registration.atomic
         registration.torn = registration.torn or torn
-        raise AgentLostError(error.message, outcome="unknown", torn=torn, quiesced=page.revoke(word)) from None
+        raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=page.revoke(word)) from None
     except TransferError as error:
         registration.torn = registration.torn or error.torn
         raise

@@ -32,16 +32,10 @@ def begin(me: SimpleNamespace, pair: str) -> None:
     me.client.status()
 
 
-def meet(me: SimpleNamespace, again: bool = False) -> float:
-    """``init_pair``; when it returned. ``again``: as after a loss, once more where a dead agent was still listed."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            me.bond = me.client.init_pair(me.pair, me.side, me.remote, me.world, (me.world,), rank=me.rank)
-            return time.monotonic()
-        except etha.AgentUnavailableError:
-            if not again or time.monotonic() > deadline:
-                raise
+def meet(me: SimpleNamespace) -> float:
+    """``init_pair``; when it returned."""
+    me.bond = me.client.init_pair(me.pair, me.side, me.remote, me.world, (me.world,), rank=me.rank)
+    return time.monotonic()
 
 
 def register(me: SimpleNamespace, batch: str, large: bool) -> None:

@@ -183,7 +183,7 @@ class Play:
             cast.puppets[member].do(acts.begin, cast.name)
         standing = [cast.puppets[member].do(acts.stands) for member in set(MEMBERS) - self.open]
         if not all(standing):
-            cast.all(acts.meet, True, members=[member for member in MEMBERS if member not in self.open])
+            cast.all(acts.meet, members=[member for member in MEMBERS if member not in self.open])
         for member in self.open:
             cast.puppets[member].ends()
         cast.all(acts.register, f"after.{cast.name}", False)

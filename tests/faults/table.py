@@ -24,7 +24,7 @@ MOMENTS = ("rendezvous", "idle", "READY", "moving", "voted")
 SIGNALS = ("KILL", "TERM", "STOP")
 _ENDING = re.compile(
     r"(?P<after>after )?(?:(?P<plain>none|gone|waits|result)"
-    r"|(?P<kind>AgentLostError) (?P<fate>unknown)"
+    r"|(?P<kind>AgentLostError) (?P<fate>unknown or withdrawn|unknown|withdrawn)"
     r"|(?P<error>PeerLostError) (?P<reason>died|closed or died), (?P<outcome>aborted or unknown|aborted|withdrawn))"
 )
 

@@ -1,0 +1,19 @@
+"""Nobody holds more after relaunches than after the first transfers; the long run is in tests/proof."""
+
+from __future__ import annotations
+
+import pytest
+
+from .jobs import Job
+from .sites import open_site
+from .soak import Soak
+from .ways import Way
+
+
+@pytest.mark.ways("local", "tcp", reason="host shares all that can grow with tcp")
+def test_nobody_holds_more_after_relaunches(way: Way, pair: str) -> None:
+    with open_site(way) as site, Job(site.env) as job:
+        soak = Soak(site, job, pair, block=24, restart=2)
+        soak.run(4)
+        assert sum(soak.relaunches.values()) == 4
+        assert not soak.grown(0.0, memory=False), soak.report()
