@@ -63,7 +63,7 @@ soak: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py -m soak -s $(PYTEST)
 
 bench: install
-	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes; do \
+	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes redistribute; do \
 		echo "== bench/$$name.py" && $(BIN)/python bench/$$name.py || exit 1; \
 	done
 

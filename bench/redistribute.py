@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +179,22 @@ def worker(rank: int, store: str, cases: Sequence[Case], size: int, runs: int) -
         dist.destroy_process_group()
 
 
+@cache
+def mesh_of(shape: tuple[int, ...], ranks: tuple[int, ...], flat: str) -> DeviceMesh:
+    """One for all cases: each has process groups of its own, and gloo threads for each."""
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=names)
+    if flat:
+        mesh[tuple(flat)]._flatten(flat)
+    return mesh
+
+
 def measure(rank: int, case: Case, size: int, runs: int) -> dict[str, Told]:
     rows = size * harness.MIB // (4 * COLUMNS) - (5 if case.uneven else 0)
-    names = ("a", "b", "c")[: len(case.mesh)]
     ways: dict[str, Way] = {}
     told: dict[str, Told] = {}
     for name in ("etha", "dtensor", *(["flattened"] if case.flat else [])):
-        mesh = DeviceMesh("cpu", torch.tensor(case.ranks).reshape(case.mesh), mesh_dim_names=names)
-        if name == "flattened":
-            mesh[tuple(case.flat)]._flatten(case.flat)
+        mesh = mesh_of(case.mesh, tuple(case.ranks), case.flat if name == "flattened" else "")
         given = source(rank, case, mesh, (rows, COLUMNS))
         if name == "etha":
             ways[name] = lambda given=given: etha.redistribute(given, placements=case.target).to_local()

@@ -72,6 +72,11 @@ def _reduce(parts: list[list[tuple[Arrival, torch.Tensor]]], result: torch.Tenso
         part = part.to(how.accumulate)
         if how.op == "norm":
             part = part**how.p
-        total = part if total is None else combine(total, part, how)
+        if total is None:
+            total = part
+        elif how.op in ("sum", "avg"):
+            total.add_(part)  # combine's own addition, in a buffer that is ours
+        else:
+            total = combine(total, part, how)
     assert total is not None  # there is at least one contribution
     result.copy_(finish(total, how))
