@@ -46,7 +46,10 @@ PURE = {
     "config.py",
     *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
     *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),
-    *(f"plan/{name}.py" for name in ("merge", "sides", "flows", "demand", "density", "blocks", "sheet", "model", "segments", "explain")),
+    *(
+        f"plan/{name}.py"
+        for name in ("merge", "sides", "flows", "demand", "density", "blocks", "sheet", "model", "segments", "explain")
+    ),
     "bus/messages.py",
     "bus/codec.py",
     "bus/schema.py",

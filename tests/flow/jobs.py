@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "etha"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "etha"])
 
 _link: Any = None
 
