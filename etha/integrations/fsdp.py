@@ -132,7 +132,7 @@ def _states() -> Mapping[Any, Any]:
 
 
 def _groups(state: Any) -> list[Any] | None:
-    """FSDP2's parameter groups of a module's state: a list, or one in earlier releases; None where nothing tells them."""
+    """FSDP2's parameter groups of a module's state (earlier releases have one); None where nothing tells them."""
     state = state() if callable(state) else state
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)
