@@ -63,7 +63,7 @@ class Case:
         source = TensorSpec(self.shape, self.dtypes[0], Layout((self.ranks,), [Shard(0)]))
         target = TensorSpec(self.shape, self.dtypes[1], Layout((self.ranks,), [self.placement]))
         here, there = ["a"] * self.ranks, ["b"] * self.ranks
-        return build_plan({"t": source}, {"t": target}, source_agents=here, target_agents=there)
+        return build_plan({"t": source}, {"t": target}, source_agents=here, target_agents=there, fan_out="direct")
 
     def ways(self, me: str, host: bool) -> Ways:
         """Agent b reads the workers of agent a, or not."""

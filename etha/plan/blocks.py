@@ -29,6 +29,8 @@ class Pieces:
     copies: Ints  # (M,): flat cell of the target grid
     ordinal: Ints
     degree: Ints
+    number: Ints  # (M,) number of the piece among those of its target cell
+    crowd: Ints  # (M,) how many there are
     extents: Ints  # (M, d)
     size: Ints  # (M,) elements
 
@@ -89,6 +91,7 @@ class Block:
             pairs = [p[order] for p in pairs]
         flat = [zero] * len(self.source_cells)
         copies, ordinal, degree, size = zero, zero, zero + 1, zero + 1
+        number, crowd = zero, zero + 1
         extents = np.empty((count, len(pairs)), dtype=np.int64)
         for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
             joint = o.source[p]
@@ -97,6 +100,10 @@ class Block:
             copies = copies * self.target_cells[d] + o.target[p]
             ordinal = ordinal * o.degree[p] + o.ordinal[p]
             degree = degree * o.degree[p]
+            there = o.target[p]
+            each = o.by_target[there + 1] - o.by_target[there]
+            number = number * each + p - o.by_target[there]
+            crowd = crowd * each
             extents[:, d] = o.size[p]
             size = size * o.size[p]
         return Pieces(
@@ -105,18 +112,34 @@ class Block:
             copies=copies,
             ordinal=ordinal,
             degree=degree,
+            number=number,
+            crowd=crowd,
             extents=extents,
             size=size,
         )
 
     def region(self, pieces: Pieces, piece: int, grid: int, cut: tuple[int, int, int] | None) -> Region:
-        """The region of one piece as grid ``grid`` holds it; ``cut`` (dim, lo, hi) keeps a slice of it."""
+        """The region of one piece as grid ``grid`` holds it; ``cut`` (dim, lo, hi) keeps a slice of it.
+
+        One grid more than there are is the target's own: both ends are its offsets.
+        """
         dims = []
+        passed = grid == len(self.source_cells)
         for d, (p, o) in enumerate(zip(pieces.pairs, self.overlays, strict=True)):
             pair = int(p[piece])
-            runs = o.runs[grid][o.ptr[pair] : o.ptr[pair + 1]]
+            runs = o.runs[0 if passed else grid][o.ptr[pair] : o.ptr[pair + 1]]
+            if passed:
+                runs = joined(runs[:, 1], runs[:, 2])
             dims.append(runs if cut is None or cut[0] != d else cut_runs(runs, cut[1], cut[2]))
         return Region(dims=tuple(dims))
+
+
+def joined(offset: Ints, length: Ints) -> Ints:
+    """Runs with both ends at ``offset``; neighbours that touch become one."""
+    head = np.append(True, offset[1:] != (offset + length)[:-1])[: len(offset)]
+    first = np.flatnonzero(head)
+    total = np.add.reduceat(length, first) if len(first) else length
+    return np.stack([offset[first], offset[first], total], axis=1)
 
 
 def cut_runs(runs: Ints, lo: int, hi: int) -> Ints:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from etha.plan.demand import Group, demand
 from etha.plan.density import densest
 from etha.plan.flows import Flows, flows
-from etha.plan.program import CONTRIBUTE, RESULT
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -163,7 +162,7 @@ def loads(plan: Plan, found: Flows) -> Loads:
     """What every rank, host and NIC carries between hosts."""
     t, wire = plan.topology, found.distance == 2
     m, n = len(t.source_host), len(t.target_host)
-    nbytes, inside = found.nbytes[wire], found.kind[wire] == CONTRIBUTE
+    nbytes = found.nbytes[wire]
     hosts = 1 + int(max(t.source_host.max(initial=-1), t.target_host.max(initial=-1)))
     nics = 1 + int(max(t.source_agent.max(initial=-1), t.target_agent.max(initial=-1)))
 
@@ -173,8 +172,8 @@ def loads(plan: Plan, found: Flows) -> Loads:
         return total
 
     return Loads(
-        rank_out=by(found.source[wire], m + n),
-        rank_in=by(np.where(inside, found.target[wire], found.target[wire] + m), m + n),
+        rank_out=by(found.sender[wire], m + n),
+        rank_in=by(found.receiver[wire], m + n),
         host_out=by(found.here[wire], hosts),
         host_in=by(found.there[wire], hosts),
         nic_out=by(found.nic_out[wire], nics),
@@ -203,7 +202,6 @@ def _stats(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
     busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
     far = found.distance > 0
     rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])
-    phases = (found.kind[far] == RESULT).astype(np.int64)
     return PlanStats(
         local_bytes=int(found.nbytes[found.distance == 0].sum()),
         host_bytes=int(found.nbytes[found.distance == 1].sum()),
@@ -220,7 +218,7 @@ def _stats(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
         bound_nic=float(limit.nic),
         quality=quality(busiest, limit),
         ops=int(found.rows.sum()),
-        rounds=len(np.unique(phases * (1 << 40) + rounds)),
+        rounds=len(np.unique(found.kind[far] * (1 << 40) + rounds)),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import ConfigError
-from etha.plan.program import CONTRIBUTE, LOCAL, RankPlan
+from etha.plan.program import CONTRIBUTE, FORWARD, LOCAL, RankPlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -36,8 +36,9 @@ def buckets(rp: RankPlan, size: int) -> list[Bucket]:
     if size <= 0:
         raise ConfigError(f"bucket size {size} is not positive")
     wire = np.flatnonzero(rp.role != LOCAL)
-    inside = rp.kind[wire] == CONTRIBUTE
-    keys = np.stack([rp.phase[wire], inside, rp.round[wire], rp.source[wire], rp.target[wire]], axis=1).astype(np.int64)
+    # Ranks of which sides: source to source, source to target, target to target.
+    sides = 1 - (rp.kind[wire] == CONTRIBUTE).astype(np.int8) + (rp.kind[wire] == FORWARD)
+    keys = np.stack([rp.phase[wire], sides, rp.round[wire], rp.source[wire], rp.target[wire]], axis=1).astype(np.int64)
     order = np.lexsort(keys.T[::-1])
     found: list[Bucket] = []
     open_rows: list[int] = []

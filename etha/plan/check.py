@@ -2,7 +2,8 @@
 
 For every class and turn: each target element of each holder is written exactly once, with the element
 of the same global index, read inside what the sender owns; each slot takes every contribution once, in
-order; no element is reduced twice; both ends of every link have the same rows in the same order.
+order; no element is reduced twice; what a target rank passes on it has got by an earlier row of an earlier
+phase; both ends of every link have the same rows in the same order.
 It uses none of the code that made the rows: only the layouts' own tables.
 """
 
@@ -16,17 +17,18 @@ import numpy.typing as npt
 
 from etha.errors import PlanError, Violation
 from etha.plan import cells, dtypes
-from etha.plan.cover import cover, same_elements
+from etha.plan.cover import cover, same_elements, within
 from etha.plan.layout import Layout, TensorSpec
-from etha.plan.program import CONTRIBUTE, RESULT, Region, Template
+from etha.plan.program import CONTRIBUTE, FORWARD, RESULT, Region, Template
 from etha.plan.violations import Problem
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
 
 Ints = npt.NDArray[np.int64]
-#: (turn, kind, source, target, end) -> what travels there, in order.
-_Rows = dict[tuple[int, int, int, int, str], list[tuple[object, ...]]]
+#: (turn, kind, source, target) -> what each end says that travels there, in order.
+_Rows = dict[tuple[int, int, int, int], dict[str, list[tuple[object, ...]]]]
+_WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on"}
 
 
 def check(plan: Plan) -> None:
@@ -54,6 +56,7 @@ class _Proof:
         self.turns = plan.classes[klass].turns
         self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
         self.same: dict[tuple[int, int, int], tuple[str, str] | None] = {}
+        self.held: dict[tuple[int, int], bool] = {}
         #: (turn, slot number) -> (owner, first index per dim in its local tensor)
         self.slots: dict[tuple[int, int], tuple[int, list[int]]] = {}
 
@@ -65,6 +68,7 @@ class _Proof:
         yield from self._reduced_once()
         for rank in targets:
             yield from self._written(rank)
+            yield from self._passed_on(rank)
         yield from self._links(sources, targets)
 
     def _template(self, side: str, rank: int) -> tuple[Template, dict[int, Region]] | None:
@@ -89,10 +93,13 @@ class _Proof:
             if found is not None:
                 template, cache = found
                 for row in range(int(template.rows[turn]), int(template.rows[turn + 1])):
+                    if template.target[row] != rank:
+                        continue
                     region = template.region_of(int(template.region[row]), cache)
                     regions.append(region)
                     sender = int(template.source[row])
                     origin = None
+                    passed = template.kind[row] == FORWARD
                     if template.kind[row] == RESULT:
                         number = template.make_slot(int(template.slot[row] + template.slots[turn]), 0).number
                         owner, origin = self.slots.get((turn, number), (-1, None))
@@ -100,7 +107,7 @@ class _Proof:
                             text = f"slot {number} is not reduced by rank {sender}, from which it is taken"
                             yield turn, Problem("out_of_source", "target", rank, text)
                             continue
-                    for problem in self._reads(sender, rank, region, origin):
+                    for problem in self._reads("target" if passed else "source", sender, rank, region, origin):
                         yield turn, problem
                     if int(np.prod(region.shape, dtype=np.int64)) * self.itemsize != template.nbytes[row]:
                         text = f"row {row} says {template.nbytes[row]} bytes of a region of shape {region.shape}"
@@ -111,9 +118,36 @@ class _Proof:
             if doubled:
                 yield turn, Problem("double_write", "target", rank, f"{doubled} elements are written more than once")
 
-    def _reads(self, sender: int, rank: int, region: Region, origin: list[int] | None) -> Iterator[Problem]:
+    def _passed_on(self, rank: int) -> Iterator[tuple[int, Problem]]:
+        """What ``rank`` passes on it has received, all of it by the row that this one depends on."""
+        found = self._template("target", rank)
+        if found is None:
+            return
+        template, cache = found
+        sent = np.flatnonzero(template.target != rank)
+        turn_of = np.searchsorted(template.rows, sent, "right") - 1
+        for row, turn in zip(sent.tolist(), turn_of.tolist(), strict=True):
+            to, before = int(template.target[row]), int(template.depends[row])
+            first = int(template.rows[turn]) + before
+            if (template.kind[row], template.source[row]) != (FORWARD, rank):
+                yield turn, Problem("plan_mismatch", "target", rank, f"row {row} is not between it and another rank")
+            elif before < 0 or first >= row or template.target[first] != rank:
+                yield turn, Problem("out_of_source", "target", rank, f"no row brings what it passes on to rank {to}")
+            elif template.phase[first] >= template.phase[row]:
+                yield turn, Problem("out_of_source", "target", rank, f"passes on to rank {to} before it receives")
+            else:
+                regions = (template.region_of(int(template.region[r]), cache) for r in (row, first))
+                for d, (given, got) in enumerate(zip(*(r.dims for r in regions), strict=True)):
+                    key = (id(given), id(got))
+                    if key not in self.held:
+                        self.held[key] = within(given, got)
+                    if not self.held[key]:
+                        text = f"passes on to rank {to} what row {first} does not bring, dim {d}"
+                        yield turn, Problem("out_of_source", "target", rank, text)
+
+    def _reads(self, side: str, sender: int, rank: int, region: Region, origin: list[int] | None) -> Iterator[Problem]:
         """Each run of a row takes elements that the sender owns to the same global indices of the receiver."""
-        here, there = self._owned("source", sender), self._owned("target", rank)
+        here, there = self._owned(side, sender), self._owned("target", rank)
         if here is None or there is None:
             yield Problem("out_of_source", "target", rank, f"rank {sender} holds nothing of it to read")
             return
@@ -198,54 +232,44 @@ class _Proof:
 
     def _links(self, sources: list[int], targets: list[int]) -> Iterator[tuple[int, Problem]]:
         """Both ends of every link have the same rows in the same order."""
-        sent: _Rows = {}
-        received: _Rows = {}
-        for side, ranks, into in (("source", sources, sent), ("target", targets, received)):
+        links: _Rows = {}
+        for side, ranks in (("source", sources), ("target", targets)):
             for rank in ranks:
                 found = self._template(side, rank)
                 if found is None:
                     continue
-                for key, row in _link_rows(*found, side, rank):
-                    into.setdefault(key, []).append(row)
-        contributions: dict[tuple[int, int, int], dict[str, list[tuple[object, ...]]]] = {}
-        for key in sorted(sent.keys() | received.keys()):
-            turn, kind, a, b, end = key
-            if kind == CONTRIBUTE:
-                contributions.setdefault((turn, a, b), {})[end] = sent[key]
-                continue
-            if end == "source" and sent[key] != received.get((turn, kind, a, b, "target")):
-                text = f"ranks {a} and {b} disagree on what goes from one to the other"
-                yield turn, Problem("plan_mismatch", "target", b, text)
-            if end == "target" and (turn, kind, a, b, "source") not in sent:
-                yield turn, Problem("plan_mismatch", "target", b, f"rank {a} does not send what rank {b} awaits")
-        for (turn, a, b), ends in contributions.items():
+                for key, end, row in _link_rows(*found, side, rank):
+                    links.setdefault(key, {}).setdefault(end, []).append(row)
+        for (turn, kind, a, b), ends in sorted(links.items(), key=lambda link: link[0]):
             if ends.get("source") != ends.get("target"):
-                text = f"ranks {a} and {b} disagree on what one contributes to the other"
-                yield turn, Problem("plan_mismatch", "source", b, text)
+                text = f"ranks {a} and {b} disagree on what {_WAYS.get(kind, 'goes from one')} to the other"
+                side = "source" if kind == CONTRIBUTE else "target"
+                yield turn, Problem("plan_mismatch", side, b, text)
 
 
 def _link_rows(
     template: Template, cache: dict[int, Region], side: str, rank: int
-) -> Iterator[tuple[tuple[int, int, int, int, str], tuple[object, ...]]]:
-    """((turn, kind, source, target, end), what travels) of each row, in order; own contributions from both ends."""
-    columns = (template.kind, template.source, template.target, template.index, template.nbytes, template.region)
+) -> Iterator[tuple[tuple[int, int, int, int], str, tuple[object, ...]]]:
+    """((turn, kind, source, target), end, what travels) of each row, in order; own contributions from both ends."""
+    columns = (
+        template.kind, template.source, template.target, template.index, template.phase, template.nbytes,
+        template.region,
+    )  # fmt: skip
     rows = zip(*(c.tolist() for c in columns), strict=True)
     bounds, turn = template.rows.tolist(), 0
     marks: dict[int, bytes] = {}
-    for row, (kind, source, target, index, nbytes, key) in enumerate(rows):
+    for row, (kind, source, target, index, phase, nbytes, key) in enumerate(rows):
         while row >= bounds[turn + 1]:
             turn += 1
         mark = marks.get(key)
         if mark is None:
             dims = template.region_of(key, cache).dims
             mark = marks[key] = b"".join(runs.tobytes() + b"|" for runs in dims)
-        if kind != CONTRIBUTE:
-            yield (turn, kind, source, target, side), (nbytes, mark)
-            continue
-        if source == rank:
-            yield (turn, kind, source, target, "source"), (index, nbytes, mark)
-        if target == rank:
-            yield (turn, kind, source, target, "target"), (index, nbytes, mark)
+        # Both ends of these are of one side, so a rank is the one that it is named as.
+        ends = [side] if kind not in (CONTRIBUTE, FORWARD) else []
+        ends = ends or ["source"] * (source == rank) + ["target"] * (target == rank)
+        for end in ends:
+            yield (turn, kind, source, target), end, (index, phase, nbytes, mark)
 
 
 def _owned(spec: TensorSpec, rank: int) -> list[tuple[Ints, Ints, int]] | None:

@@ -76,6 +76,20 @@ def same_elements(runs: Ints, here: tuple[Ints, Ints, int], there: tuple[Ints, I
     return None
 
 
+def within(given: Ints, got: Ints) -> bool:
+    """Whether the runs ``given`` read (source offsets) only what the runs ``got`` have written (target offsets)."""
+    have = got[np.argsort(got[:, 1], kind="stable")]
+    begin, end = have[:, 1], have[:, 1] + have[:, 2]
+    fresh = np.append(True, begin[1:] > end[:-1])[: len(begin)]
+    first = np.flatnonzero(fresh)
+    begin, end = begin[first], np.maximum.reduceat(end, first) if len(first) else end
+    read = given[given[:, 2] > 0]
+    at = np.searchsorted(begin, read[:, 0], "right") - 1
+    if (at < 0).any():
+        return False
+    return bool((read[:, 0] + read[:, 2] <= end[at]).all())
+
+
 def _inside(offsets: Ints, start: int, length: int) -> Ints:
     """Where the owner's runs begin inside [start, start + length), counted from start."""
     first, last = np.searchsorted(offsets, [start, start + length])

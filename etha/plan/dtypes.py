@@ -69,6 +69,14 @@ def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
     return target if _SIZES[target] < _SIZES[source] else source
 
 
+def passable(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether what travels can be taken from a target again and is the same to the bit.
+
+    Not where floats widen on arrival: narrowing them again keeps every number, but not the bits of a NaN.
+    """
+    return wire_dtype(source, target) == target or not (source.is_floating_point or source.is_complex)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which contributions of ``dtype`` are reduced: float32 for floats below 32 bits."""
     return torch.float32 if dtype.is_floating_point and _SIZES[dtype] < 4 else dtype

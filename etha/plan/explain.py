@@ -13,7 +13,7 @@ from etha.plan.bounds import Bounds, Loads, PlanStats, nics_of_hosts
 from etha.plan.flows import Flows
 from etha.plan.layout import TensorSpec
 from etha.plan.model import Links, predict
-from etha.plan.program import CONTRIBUTE
+from etha.plan.program import CONTRIBUTE, FORWARD
 from etha.plan.segments import ZERO_COPY, packing
 
 if TYPE_CHECKING:
@@ -58,6 +58,12 @@ def _lines(plan: Plan, links: Links) -> Iterator[str]:
         at = found.distance == distance
         each = f"{size(int(found.nbytes[at].sum()))} over {int(at.sum())} links"
         yield f"    {name:8} {each}, {what}"
+    passed = found.kind == FORWARD
+    if passed.any():
+        between, inside = (int(found.nbytes[passed & (found.distance == d)].sum()) for d in (2, 1))
+        yield f"    passed on by targets: {size(between)} between hosts, {size(inside)} inside hosts; " + (
+            f"{found.hops} hops at most"
+        )
     yield from _busiest(plan, s, load, limit, found)
     yield from _limits(plan, s, limit)
     yield from _time(found, load, limit, links)
@@ -80,8 +86,7 @@ def _busiest(plan: Plan, s: PlanStats, load: Loads, limit: Bounds, found: Flows)
     for way, ranks, hosts in (("out", load.rank_out, load.host_out), ("in", load.rank_in, load.host_in)):
         which, host = int(ranks.argmax()), int(hosts.argmax())
         side, rank = ("source", which) if which < m else ("target", which - m)
-        ends = found.source if way == "out" else found.target
-        mine = wire & (ends == rank) & ((found.kind == CONTRIBUTE) | ((side == "source") == (way == "out")))
+        mine = wire & ((found.sender if way == "out" else found.receiver) == which)
         inner = int(found.nbytes[mine & (found.kind == CONTRIBUTE)].sum())
         to_reduce = f", {size(inner)} of it to reduce" if inner else ""
         mean = float(ranks[ranks > 0].mean())
@@ -150,5 +155,8 @@ def _links(found: Flows) -> Iterator[str]:
     yield f"links ({len(order)}, heaviest first)"
     for i in order[:_LINKS].tolist():
         a, b, far = (int(c[i]) for c in (found.source, found.target, found.distance))
-        to = "source" if found.kind[i] == CONTRIBUTE else "target"
-        yield f"  source {a} -> {to} {b}  {size(int(found.nbytes[i]))}  {_DISTANCE[far]}"
+        of, to = (
+            ("target" if found.kind[i] == FORWARD else "source"),
+            ("source" if found.kind[i] == CONTRIBUTE else "target"),
+        )
+        yield f"  {of} {a} -> {to} {b}  {size(int(found.nbytes[i]))}  {_DISTANCE[far]}"

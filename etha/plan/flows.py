@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.plan import dtypes
-from etha.plan.m2m import assign
-from etha.plan.program import CONTRIBUTE, MOVE, RESULT
+from etha.plan.program import CONTRIBUTE, FORWARD, MOVE, RESULT
+from etha.plan.senders import assign
 
 if TYPE_CHECKING:
     from etha.plan.blocks import Block, Pieces
@@ -38,8 +38,10 @@ class Flows:
     """All links of a plan, each once: (kind, sender, receiver), their bytes, rows and distance.
 
     ``distance`` is 0 inside one agent, 1 inside one host, 2 between hosts. The ends of a CONTRIBUTE link
-    are both of the source side. ``here`` and ``there`` are the hosts of the two ends, ``nic_out`` and
-    ``nic_in`` their agents, each with a NIC of its own.
+    are both of the source side, those of a FORWARD link both of the target side; ``sender`` and ``receiver`` are
+    the ends with the ranks of the target numbered after those of the source. ``here`` and ``there`` are the hosts
+    of the two ends, ``nic_out`` and ``nic_in`` their agents, each with a NIC of its own. ``hops`` is how often
+    the bytes that come the longest way are passed on.
     """
 
     kind: Ints
@@ -52,25 +54,30 @@ class Flows:
     there: Ints
     nic_out: Ints
     nic_in: Ints
+    sender: Ints
+    receiver: Ints
+    hops: int
 
 
 def flows(plan: Plan) -> Flows:
     """Every link of ``plan``; O(links of each class)."""
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
-    sums = {MOVE: _Links(m, n), CONTRIBUTE: _Links(m, m), RESULT: _Links(m, n)}
+    sums = {MOVE: _Links(m, n), CONTRIBUTE: _Links(m, m), RESULT: _Links(m, n), FORWARD: _Links(n, n)}
+    hops = 0
     for at, klass in enumerate(plan.classes):
         times = np.bincount(plan.turn_of[plan.class_of == at], minlength=klass.turns).astype(np.int64)
-        for kind, rows in class_rows(klass, times):
+        for kind, rows, hop in class_rows(klass, times):
             sums[kind].add(*rows)
+            hops = max(hops, hop)
     columns: list[tuple[Ints, ...]] = []
     for kind, links in sums.items():
         source, target, nbytes, rows_ = links.done()
         columns.append((np.full_like(source, kind), source, target, nbytes, rows_))
     kinds, source, target, nbytes, count = (np.concatenate(c) for c in zip(*columns, strict=True))
-    t, inside = plan.topology, kinds == CONTRIBUTE
-    there = _of_target(inside, target, t.source_host, t.target_host)
-    nic_in = _of_target(inside, target, t.source_agent, t.target_agent)
-    here, nic_out = t.source_host[source], t.source_agent[source]
+    t = plan.topology
+    sender, receiver = plan.ends(kinds, source, target)
+    hosts, agents = np.concatenate([t.source_host, t.target_host]), np.concatenate([t.source_agent, t.target_agent])
+    here, there, nic_out, nic_in = hosts[sender], hosts[receiver], agents[sender], agents[receiver]
     distance = np.where(nic_out == nic_in, 0, np.where(here == there, 1, 2)).astype(np.int64)
     return Flows(
         kind=kinds,
@@ -83,14 +90,10 @@ def flows(plan: Plan) -> Flows:
         there=there,
         nic_out=nic_out,
         nic_in=nic_in,
+        sender=sender,
+        receiver=receiver,
+        hops=hops,
     )
-
-
-def _of_target(inside: npt.NDArray[np.bool_], target: Ints, source_side: Ints, target_side: Ints) -> Ints:
-    found = np.empty_like(target)
-    found[inside] = source_side[target[inside]]
-    found[~inside] = target_side[target[~inside]]
-    return found
 
 
 class _Links:
@@ -133,15 +136,15 @@ def _summed(key: Ints, nbytes: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
     return keys, sums[0], sums[1]
 
 
-def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, _Rows]]:
-    """All rows of one class in parts, (kind, rows); ``times[w]`` tensors are on turn w."""
+def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
+    """All rows of one class in parts, (kind, rows, most hops of them); ``times[w]`` tensors are on turn w."""
     if klass.reduction is not None:
         yield from _reduced(klass, klass.reduction, times)
         return
     for block in klass.blocks:
         width = klass.turns * klass.m2m.replicas * block.target.ranks.shape[2]
         for pieces in all_pieces(block, width):
-            yield MOVE, _moves(klass, block, pieces, times)
+            yield from _moves(klass, block, pieces, times)
 
 
 def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
@@ -157,13 +160,13 @@ def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
         yield block.over([ranges[0][lo : lo + step], *ranges[1:]])
 
 
-def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> _Rows:
+def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
     ranks, _, count = klass.m2m.sources(pieces.cells)
     copies = block.target.ranks[pieces.copies, 0, :]
     wanted = block.target.count[pieces.copies]
     found = assign(
-        ranks, count, block.target.ranks[:, 0, :], pieces.copies, wanted, pieces.ordinal, pieces.degree, pieces.extents,
-        pieces.size * klass.itemsize, klass.turns, klass.m2m.topology,
+        ranks, count, block.target.ranks[:, 0, :], pieces.copies, wanted, pieces.ordinal, pieces.degree, pieces.number,
+        pieces.crowd, pieces.extents, pieces.size * klass.itemsize, klass.turns, klass.m2m.topology, None, klass.chains,
     )  # fmt: skip
     w, m, s, q = np.nonzero(np.broadcast_to(found.valid, found.column.shape))
     size = pieces.size[m]
@@ -171,10 +174,25 @@ def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> _Ro
         extent = pieces.extents[m, found.dim[m]]
         share = extent * (s + 1) // found.parts[m] - extent * s // found.parts[m]
         size = np.where(found.whole[m, q], size, size // np.maximum(extent, 1) * share)
-    return ranks[m, found.column[w, m, s, q]], copies[m, q], size * klass.itemsize, times[w]
+    source, target, nbytes, times = ranks[m, found.column[w, m, s, q]], copies[m, q], size * klass.itemsize, times[w]
+    via = np.full_like(m, -1) if found.via is None else found.via[w, m, s, q]
+    hops = 0 if found.depth is None else int(found.depth[w, m, s, q].max(initial=0))
+    yield from _passed(MOVE, source, via, copies, m, (target, nbytes, times), hops)
 
 
-def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[int, _Rows]]:
+def _passed(
+    kind: int, source: Ints, via: Ints, copies: Ints, m: Ints, others: tuple[Ints, Ints, Ints], hops: int
+) -> Iterator[tuple[int, _Rows, int]]:
+    """Rows from the source apart from those that copy ``via`` of piece ``m`` passes on; others are the columns."""
+    first = via < 0
+    target, nbytes, times = (c[first] for c in others)
+    yield kind, (source[first], target, nbytes, times), 0
+    if not first.all():
+        target, nbytes, times = (c[~first] for c in others)
+        yield FORWARD, (copies[m[~first], via[~first]], target, nbytes, times), hops
+
+
+def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
     slot, volume = r.volumes()
     cell, inside = r.split(slot)
     for w, number in enumerate(times.tolist()):
@@ -185,13 +203,12 @@ def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[in
         each = np.broadcast_to(volume[keep, None] * dtypes.itemsize(r.dtype), members.shape)
         to = np.broadcast_to(owner[keep, None], members.shape)
         count = np.full(members.size, number, dtype=np.int64)
-        yield CONTRIBUTE, (members.reshape(-1), to.reshape(-1), each.reshape(-1), count)
+        yield CONTRIBUTE, (members.reshape(-1), to.reshape(-1), each.reshape(-1), count), 0
     for block in klass.blocks:
-        for pieces in all_pieces(block, block.target.ranks.shape[2]):
+        for pieces in all_pieces(block, klass.turns * block.target.ranks.shape[2]):
             copies = block.target.ranks[pieces.copies, 0, :]
-            cell, inside = r.split(pieces.cells[0])
-            for w, number in enumerate(times.tolist()):
-                owner, _, _ = r.owner(cell, inside, np.full(len(cell), w, dtype=np.int64))
-                m, q = np.nonzero((copies >= 0) & (owner >= 0)[:, None])
-                count = np.full(len(m), number, dtype=np.int64)
-                yield RESULT, (owner[m], copies[m, q], pieces.size[m] * klass.itemsize, count)
+            owner, keep, via, hop, _ = r.results(klass, block, pieces, None)
+            v, m, q = np.nonzero(keep)
+            others = copies[m, q], pieces.size[m] * klass.itemsize, times[v]
+            most = int(hop[v, m, q].max(initial=0))
+            yield from _passed(RESULT, owner[v, m], via[v, m, q], copies, m, others, most)

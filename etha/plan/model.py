@@ -45,10 +45,10 @@ def predict(found: Flows, load: Loads, limit: Bounds, links: Links) -> Predictio
 
     wire = bytes of the busiest NIC, out or in / nic. host and local = bytes of the busiest rank that stay in
     its host, or in its agent / that bandwidth. latency = ``links.latency`` x most peers of a rank outside its
-    agent. bound = the largest lower bound of a NIC / nic.
+    agent and each time that bytes are passed on. bound = the largest lower bound of a NIC / nic.
     """
     far = found.distance > 0
-    peers = max(_most(found.source[far]), _most(found.target[far]))
+    peers = max(_most(found.sender[far]), _most(found.receiver[far])) + found.hops
     return Prediction(
         wire=max(int(load.nic_out.max()), int(load.nic_in.max())) / links.nic / 1e9,
         host=_busiest(found, 1) / links.host / 1e9,
@@ -65,7 +65,7 @@ def _most(ranks: np.typing.NDArray[np.int64]) -> int:
 def _busiest(found: Flows, distance: int) -> int:
     keep = found.distance == distance
     most = 0
-    for ends in (found.source[keep], found.target[keep]):
+    for ends in (found.sender[keep], found.receiver[keep]):
         if len(ends):
             total = np.zeros(int(ends.max()) + 1, dtype=np.int64)
             np.add.at(total, ends, found.nbytes[keep])

@@ -7,7 +7,6 @@ order of the mappings or on who asks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +19,11 @@ import torch
 from etha.errors import Violation
 from etha.plan import dtypes
 from etha.plan.chunks import TensorClass
+from etha.plan.digest import digest_of
+from etha.plan.fanout import RELAY_BYTES, decide
 from etha.plan.layout import Layout, TensorSpec
-from etha.plan.m2m import M2M, MIN_SLICE, Holding, Topology, holdings
-from etha.plan.program import CONTRIBUTE, RankPlan, Region, Template
+from etha.plan.m2m import M2M, Holding, Topology, holdings
+from etha.plan.program import CONTRIBUTE, FORWARD, RankPlan, Region, Template
 from etha.plan.reduction import Reduction, reduce_op
 from etha.plan.sheet import Sheet
 from etha.plan.violations import Problem, coverage_problems, name_violations, spec_problems
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from etha.plan.model import Links
 
 Ints = npt.NDArray[np.int64]
-_FORMAT = "etha-plan-1"
 #: Ranks whose rows are kept at hand.
 _SHEETS = 64
 _ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object]
@@ -45,11 +45,20 @@ class Plan:
     violations have no rows, and ``check()`` names them.
     """
 
-    def __init__(self, source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec], topology: Topology) -> None:
+    def __init__(
+        self,
+        source: Mapping[str, TensorSpec],
+        target: Mapping[str, TensorSpec],
+        topology: Topology,
+        *,
+        relay: int | None = None,
+    ) -> None:
         self.source: Mapping[str, TensorSpec] = MappingProxyType(dict(source))
         self.target: Mapping[str, TensorSpec] = MappingProxyType(dict(target))
         self.names: tuple[str, ...] = tuple(sorted(source.keys() & target.keys()))
         self.topology = topology
+        #: From how many bytes on tensors enter a host once and are passed on; None where none are.
+        self.relay = relay
         self.classes: list[TensorClass] = []
         #: Of each tensor: its class (-1 without one) and its turn in the rotation of that class.
         self.class_of: Ints
@@ -91,6 +100,8 @@ class Plan:
                 planned[at] = len(self.classes)
                 entry.members = members[at]
                 self.classes.append(entry)
+        if self.relay is not None:
+            decide(self.classes, self.topology, self.relay)
         self._entry_of = np.array(numbers, dtype=np.int64)
         self.class_of = np.array([planned[at] for at in numbers], dtype=np.int64)
         turn = np.array(turns, dtype=np.int64)
@@ -178,47 +189,29 @@ class Plan:
         return found
 
     def is_local(self, kind: Ints, source: Ints, target: Ints) -> npt.NDArray[np.bool_]:
-        """Which rows stay on one agent; a contribution's target is a rank of the source side."""
+        """Which rows stay on one agent."""
         t = self.topology
-        inside = kind == CONTRIBUTE
-        there = np.where(
-            inside, t.source_agent[np.where(inside, target, 0)], t.target_agent[np.where(inside, 0, target)]
-        )
-        same: npt.NDArray[np.bool_] = t.source_agent[source] == there
+        agents = np.concatenate([t.source_agent, t.target_agent])
+        here, there = self.ends(kind, source, target)
+        same: npt.NDArray[np.bool_] = agents[here] == agents[there]
         return same
+
+    def ends(self, kind: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
+        """(sender, receiver) of rows as ranks of both sides together, those of the target after the source's."""
+        m = len(self.topology.source_host)
+        return source + m * (kind == FORWARD), target + m * (kind != CONTRIBUTE)
 
     def rounds(self, kind: Ints, source: Ints, target: Ints) -> Ints:
         """(target - source) mod ranks: in a round each rank has at most one partner per direction."""
         m, n = len(self.topology.source_host), len(self.topology.target_host)
-        return np.where(kind == CONTRIBUTE, (target - source) % max(m, 1), (target - source) % max(m, n, 1))
+        ranks = np.where(kind == CONTRIBUTE, max(m, 1), np.where(kind == FORWARD, max(n, 1), max(m, n, 1)))
+        return (target - source) % ranks
 
     def digest(self) -> str:
         """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
         if self._digest is None:
-            self._digest = self._make_digest()
+            self._digest = digest_of(self)
         return self._digest
-
-    def _make_digest(self) -> str:
-        h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE}".encode())
-        t = self.topology
-        for array in (t.source_host, t.target_host, t.source_agent, t.target_agent):
-            h.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
-        for side in (self.source, self.target):
-            known: dict[object, bytes] = {}
-            numbers: dict[bytes, int] = {}
-            h.update(len(side).to_bytes(8, "little"))
-            for name in sorted(side):
-                spec = side[name]
-                key = (spec.shape, spec.dtype, id(spec.layout), spec.present)
-                mark = known.get(key)
-                if mark is None:
-                    mark = known[key] = _spec_digest(spec)
-                # The first tensor of a kind carries its digest, the others its number.
-                number = numbers.setdefault(mark, len(numbers))
-                raw = name.encode("utf-8", "surrogatepass")
-                fresh = mark if number == len(numbers) - 1 else b""
-                h.update(b"%d:%s %d %s" % (len(raw), raw, number, fresh))
-        return h.hexdigest()
 
     def check(self) -> None:
         """Prove that each target element of each holder is written exactly once; PlanError lists what is not so."""
@@ -251,18 +244,6 @@ class Plan:
         plot(self, path)
 
 
-def _spec_digest(spec: TensorSpec) -> bytes:
-    h = hashlib.sha256(repr((spec.shape, dtypes.name_of(spec.dtype), len(spec.layouts))).encode())
-    for layout in spec.layouts:
-        grid = layout.grid(len(spec.shape))
-        partial = [(axis.to_plain(), size) for axis, size in grid.partial]
-        h.update(repr((grid.splits, grid.ranks.shape, partial)).encode())
-        h.update(grid.ranks.astype("<i8").tobytes())
-    if spec.present is not None:
-        h.update(repr(sorted(spec.present)).encode())
-    return h.digest()
-
-
 def _world_size(specs: Mapping[str, TensorSpec], *names: Sequence[str] | None) -> int:
     layouts: dict[int, Layout] = {}
     for spec in specs.values():
@@ -280,21 +261,26 @@ def build_plan(
     target_hosts: Sequence[str] | None = None,
     source_agents: Sequence[str] | None = None,
     target_agents: Sequence[str] | None = None,
+    fan_out: str = "relay",
+    relay_bytes: int = RELAY_BYTES,
 ) -> Plan:
     """Plan every tensor of ``source`` into ``target``, matched by name.
 
     ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; equal
-    agents copy locally. Default: every rank alone. LayoutError for malformed input; what cannot work
-    is in ``violations`` and raised by ``check()``.
+    agents copy locally. Default: every rank alone. ``fan_out``: "relay" lets tensors of at least ``relay_bytes``
+    enter a host once and target ranks pass them on (FORWARD rows); "direct" has the source send every copy.
+    LayoutError for malformed input; what cannot work is in ``violations`` and raised by ``check()``.
     """
+    if fan_out not in ("relay", "direct"):
+        raise ValueError(f"fan_out is 'relay' or 'direct', not {fan_out!r}")
     sizes = (
         _world_size(source, source_hosts, source_agents),
         _world_size(target, target_hosts, target_agents),
     )
     topology = Topology.of(sizes, (source_hosts, target_hosts), (source_agents, target_agents))
-    return Plan(source, target, topology)
+    return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None)
 
 
 def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:
     """Every reason why ``source`` cannot be moved to ``target``; sides are "source" and "target"."""
-    return list(build_plan(source, target).violations)
+    return list(build_plan(source, target, fan_out="direct").violations)

@@ -17,8 +17,9 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
-#: kind: source tensor -> target tensor; contributor's tensor -> slot at the owner; slot -> target tensor.
-MOVE, CONTRIBUTE, RESULT = 0, 1, 2
+#: kind: source tensor -> target tensor; contributor's tensor -> slot at the owner; slot -> target tensor;
+#: target tensor of one rank, which has got it by an earlier row, -> target tensor of another.
+MOVE, CONTRIBUTE, RESULT, FORWARD = 0, 1, 2, 3
 #: role, from the plan's own rank: both ends on one agent; this rank sends; this rank receives.
 LOCAL, SEND, RECV = 0, 1, 2
 
@@ -28,7 +29,8 @@ class Region:
     """A product of runs: per tensor dim an int64 array (k, 3) of (source offset, target offset, length).
 
     Offsets are indices into the dim of the two ends' local tensors; for CONTRIBUTE the target end and
-    for RESULT the source end is the dense slot. A 0-d tensor has no dims and one element.
+    for RESULT the source end is the dense slot. Both ends of a FORWARD are local tensors of the target
+    side. A 0-d tensor has no dims and one element.
     """
 
     dims: tuple[Ints, ...]
@@ -93,7 +95,12 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPlan:
-    """The rows of one rank, each column one array; ``len(rp)`` rows. See the module's head."""
+    """The rows of one rank, each column one array; ``len(rp)`` rows. See the module's head.
+
+    ``depends`` is an earlier row of the rank without which this one cannot begin: the contribution before this
+    one to a slot, the last contribution to a result, and to what a rank passes on (FORWARD, of which ``source``
+    and ``target`` are both ranks of the target side) the row that brings it. Phases rise along it.
+    """
 
     side: str
     rank: int

@@ -8,7 +8,7 @@ Slots do not depend on the targets: a second target layout costs no second reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +18,13 @@ import torch
 from etha.plan import cells, dtypes
 from etha.plan.m2m import MIN_SLICE, Holding
 from etha.plan.placement import REDUCIBLE, Axis
-from etha.plan.program import CONTRIBUTE, RESULT, Region, Slot, Template
+from etha.plan.program import Template
+from etha.plan.relay import trees
+from etha.plan.slots import SlotRows
 
 if TYPE_CHECKING:
     from etha.plan.blocks import Block, Pieces
+    from etha.plan.chunks import TensorClass
 
 Ints = npt.NDArray[np.int64]
 
@@ -115,9 +118,38 @@ class Reduction:
             volume = (volume[:, None] * cells.table(n, splits).sizes).reshape(-1)
         return np.arange(len(volume), dtype=np.int64), volume
 
-    def template(self, blocks: Sequence[Block], side: str, rank: int, turns: int, itemsize: int) -> Template | None:
+    def results(
+        self, klass: TensorClass, block: Block, pieces: Pieces, only: int | None
+    ) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints, Ints]:
+        """Who sends each result: (owner (W, M), whether there is a copy, who passes it on or -1, its hop, copies).
+
+        The middle three are (W, M, copies). ``only``: one copy and those that it may pass on to.
+        """
+        topology = klass.m2m.topology
+        turn = np.arange(klass.turns, dtype=np.int64)[:, None]
+        cell, inside = self.split(pieces.cells[0])
+        owner = self.owner(cell[None], inside[None], turn)[0]
+        copies = block.target.ranks[pieces.copies, 0, :]
+        every = (copies >= 0)[None] & (owner >= 0)[:, :, None]
+        if klass.chains is None or not copies.size:
+            one = np.arange(copies.shape[1]) if only is None else np.array([only])
+            nobody = np.zeros((*owner.shape, len(one)), dtype=np.int64)
+            return owner, every[:, :, one], nobody - 1, nobody, one
+        here, there = np.maximum(owner, 0)[:, :, None], np.maximum(copies, 0)
+        host = topology.target_host[there]
+        near = (topology.source_host[here] == host) | (topology.source_agent[here] == topology.target_agent[there])
+        far = (every & ~near).reshape(-1, copies.shape[1])
+        tree = trees(far, np.broadcast_to(host, every.shape).reshape(far.shape), klass.chains)
+        one = tree.beside(only)
+        via, hop = (r.reshape(*owner.shape, len(one)) for r in
+                    tree.routes((pieces.number + turn).reshape(1, -1), 1, one))  # fmt: skip
+        far = far[:, one].reshape(via.shape)
+        return owner, every[:, :, one], np.where(far, via, -1), np.where(far, hop, 0), one
+
+    def template(self, klass: TensorClass, side: str, rank: int) -> Template | None:
         """All rows of ``rank``: contributions, then results; None when it has nothing to do here."""
-        parts = _Parts(self, turns)
+        blocks, turns = klass.blocks, klass.turns
+        parts = SlotRows(self, turns, klass, rank)
         if side == "source":
             where = self.holding.find(rank)
             if where is None:
@@ -130,11 +162,11 @@ class Reduction:
                 slots = self.slots_of(where[0])
                 # Only slots that this rank owns in some turn; all of them when replicas rotate.
                 for slot in slots[self._ever_owned(slots, rank, turns)].tolist():
-                    parts.results(grid, block, block.of_source(0, slot), rank, None, itemsize)
+                    parts.results(grid, block, block.of_source(0, slot), rank, None)
             elif side == "target":
                 found = block.target.find(rank)
                 if found is not None:
-                    parts.results(grid, block, block.of_target(found[0]), rank, found[2], itemsize)
+                    parts.results(grid, block, block.of_target(found[0]), rank, found[2])
         return parts.done()
 
     def _ever_owned(self, slots: Ints, rank: int, turns: int) -> npt.NDArray[np.bool_]:
@@ -157,130 +189,3 @@ def _parts(extents: list[int], peers: int, itemsize: int) -> tuple[int, ...]:
         parts[d] = max(1, min(extent, wanted))
         wanted = -(-wanted // parts[d])
     return tuple(parts)
-
-
-class _Parts:
-    """Collects the rows of one rank and brings them into canonical order."""
-
-    def __init__(self, reduction: Reduction, turns: int) -> None:
-        self.r, self.turns = reduction, turns
-        self.columns: list[dict[str, Ints]] = []
-        self.makers: list[tuple[int, Callable[[int], Region]]] = []
-        self.regions = 0
-
-    def _add(self, count: int, maker: Callable[[int], Region], regions: int, **columns: Ints | int) -> None:
-        full = {name: np.broadcast_to(np.asarray(c, dtype=np.int64), (count,)) for name, c in columns.items()}
-        full["region"] = full["region"] + self.regions
-        self.makers.append((self.regions, maker))
-        self.columns.append(full)
-        self.regions += regions
-
-    def contributions(self, rank: int, cell: int, k: int, p: int) -> None:
-        """What ``rank`` contributes to the slots of its replica row, and what it collects as an owner."""
-        r = self.r
-        slots = r.slots_of(cell)
-        turn, at = (x.reshape(-1) for x in np.meshgrid(np.arange(self.turns), np.arange(len(slots)), indexing="ij"))
-        _, inside = r.split(slots)
-        owner, _, row = r.owner(np.full(len(at), cell), inside[at], turn)
-        index = np.arange(r.count)
-        members = r.holding.ranks[cell, :, p]
-        mine = owner == rank
-        # As owner: all K contributions of the row; as member of another owner's row: its own one.
-        keep = (row == p)[:, None] & (mine[:, None] | (index == k))
-        n, i = np.nonzero(keep)
-        bounds = [r.shape_of(s) for s in slots.tolist()]
-        volume = np.array([int(np.prod([hi - lo for lo, hi in b], dtype=np.int64)) for b in bounds], dtype=np.int64)
-
-        def maker(key: int) -> Region:
-            return Region(dims=tuple(np.array([[lo, 0, hi - lo]], dtype=np.int64) for lo, hi in bounds[key]))
-
-        size = dtypes.itemsize(r.dtype)
-        self._add(
-            len(n), maker, len(slots), turn=turn[n], kind=CONTRIBUTE, grid=0, cell=0, slot=slots[at[n]], copy=0,
-            index=i, source=members[i], target=owner[n], owner=owner[n], region=at[n], nbytes=volume[at[n]] * size,
-        )  # fmt: skip
-
-    def results(self, grid: int, block: Block, pieces: Pieces, rank: int, copy: int | None, itemsize: int) -> None:
-        """Rows slot -> target: those of one owner (copy None), or those of one target holder."""
-        r = self.r
-        slot = pieces.cells[0]
-        cell, inside = r.split(slot)
-        turn = np.arange(self.turns, dtype=np.int64)[:, None]
-        owner = r.owner(cell[None], inside[None], turn)[0]  # (W, M)
-        copies = block.target.ranks[pieces.copies, 0, :]
-        if copy is not None:
-            copies = copies[:, copy : copy + 1]
-        keep = (copies >= 0)[None] & (owner >= 0)[:, :, None]
-        if copy is None:
-            keep = keep & (owner == rank)[:, :, None]
-        w, m, q = np.nonzero(keep)
-
-        def maker(key: int) -> Region:
-            return block.region(pieces, key, 0, None)
-
-        self._add(
-            len(w), maker, len(slot), turn=w, kind=RESULT, grid=grid,
-            cell=pieces.copies[m], slot=slot[m], copy=q, index=-1, source=owner[w, m], target=copies[m, q],
-            owner=owner[w, m], region=m, nbytes=pieces.size[m] * itemsize,
-        )  # fmt: skip
-
-    def done(self) -> Template | None:
-        if not self.columns:
-            return None
-        c = {name: np.concatenate([part[name] for part in self.columns]) for name in self.columns[0]}
-        order = np.lexsort((c["copy"], c["index"], c["slot"], c["cell"], c["grid"], c["kind"], c["turn"]))
-        c = {name: column[order] for name, column in c.items()}
-        names, slot = np.unique(np.stack([c["turn"], c["slot"]]), axis=1, return_inverse=True)
-        slot = slot.reshape(-1)
-        owner = np.zeros(names.shape[1], dtype=np.int64)
-        owner[slot] = c["owner"]
-        slots = np.searchsorted(names[0], np.arange(self.turns + 1))
-        rows = np.searchsorted(c["turn"], np.arange(self.turns + 1))
-        kind, index = c["kind"], c["index"]
-        # The rows of one slot's contributions at its owner are neighbours: a chain, and results hang on its end.
-        number = np.arange(len(kind))
-        last = np.full(names.shape[1], -1, dtype=np.int64)
-        complete = (kind == CONTRIBUTE) & (index == self.r.count - 1)
-        chained = np.append(False, (kind[1:] == CONTRIBUTE) & (slot[1:] == slot[:-1]) & (kind[:-1] == CONTRIBUTE))
-        has_all = complete & (chained | (self.r.count == 1))
-        last[slot[has_all]] = number[has_all]
-        depends = np.where(chained[: len(kind)], number - 1, np.where(kind == RESULT, last[slot], -1))
-        depends = np.where(depends >= 0, depends - rows[c["turn"]], -1)
-        bases = np.array([base for base, _ in self.makers])
-        makers = [maker for _, maker in self.makers]
-
-        def make_region(key: int) -> Region:
-            which = int(np.searchsorted(bases, key, "right")) - 1
-            return makers[which](key - int(bases[which]))
-
-        def make_slot(which: int, tensor: int) -> Slot:
-            r = self.r
-            return Slot(
-                tensor=tensor,
-                number=int(names[1, which]),
-                shape=tuple(hi - lo for lo, hi in r.shape_of(int(names[1, which]))),
-                count=r.count,
-                op=r.op,
-                p=r.p,
-                divisor=r.divisor,
-                accumulate=dtypes.accumulate_dtype(r.dtype),
-                owner=int(owner[which]),
-            )
-
-        return Template(
-            kind=kind,
-            phase=(kind == RESULT).astype(np.int64),
-            source=c["source"],
-            target=c["target"],
-            slot=slot - slots[c["turn"]],
-            index=index,
-            region=c["region"],
-            nbytes=c["nbytes"],
-            depends=depends,
-            rows=rows,
-            slots=slots,
-            slot_owner=owner,
-            regions=self.regions,
-            make_region=make_region,
-            make_slot=make_slot,
-        )

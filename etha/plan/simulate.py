@@ -13,7 +13,7 @@ import torch
 
 from etha.errors import PlanError, Violation
 from etha.plan.layout import TensorSpec
-from etha.plan.program import CONTRIBUTE, RESULT, Region, Slot
+from etha.plan.program import CONTRIBUTE, FORWARD, RESULT, Region, Slot
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -24,7 +24,8 @@ Tensors = Mapping[int, Mapping[str, torch.Tensor]]
 def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
     """Run ``plan`` from ``source[rank][name]`` into ``target[rank][name]``, local tensors, in place.
 
-    Source and target may share memory: all of a tensor's reads come before its first write. PlanError
+    Source and target may share memory: all that a tensor's source holds is read before its first write, and what
+    targets pass on comes after, phase by phase. PlanError
     when the plan has violations, or when a tensor is missing or has another shape or dtype than planned.
     """
     found = [*plan.violations, *_mismatches(plan, source, target)]
@@ -34,12 +35,17 @@ def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
     owners = sorted({r for name in plan.names for r in plan.source[name].holders()})
     with torch.no_grad():
         slots = _reduce(plan, owners, source)
+        passed: list[tuple[int, int, int, int, Region]] = []
         moved: list[list[tuple[torch.Tensor, Region, torch.Tensor]]] = [[] for _ in plan.names]
         for rank in receivers:
             rp = plan.for_rank("target", rank)
             for row in range(len(rp)):
                 region, tensor = rp.region(row), int(rp.tensor[row])
                 name = plan.names[tensor]
+                if rp.kind[row] == FORWARD:
+                    if rp.target[row] == rank:
+                        passed.append((int(rp.phase[row]), tensor, int(rp.source[row]), rank, region))
+                    continue
                 if rp.kind[row] == RESULT:
                     here = slots[tensor, rp.slots[rp.slot[row]].number]
                 else:
@@ -49,6 +55,10 @@ def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
         for writes in moved:
             for there, region, dense in writes:
                 unpack(there, region, dense)
+        for _, tensor, sender, rank, region in sorted(passed, key=lambda row: row[:4]):
+            name = plan.names[tensor]
+            dense = pack(target[sender][name], region, 0).to(plan.wire_dtype(tensor))
+            unpack(target[rank][name], region, dense)
 
 
 def _mismatches(plan: Plan, source: Tensors, target: Tensors) -> list[Violation]:

@@ -58,7 +58,7 @@ def make_stage(
     top = max(int(layout.ranks.max()) for layouts in (*contributions, target) for layout in layouts)
     # A rank is its own agent on both sides: what it holds it copies.
     places = [str(r) for r in range(top + 1)]
-    plan = build_plan(here, dict.fromkeys(names, there), source_agents=places, target_agents=places)
+    plan = build_plan(here, dict.fromkeys(names, there), source_agents=places, target_agents=places, fan_out="direct")
     if plan.violations:
         raise LayoutError(f"cannot redistribute: {'; '.join(v.text for v in plan.violations[:3])}")
     sends: dict[int, list[Piece]] = {}

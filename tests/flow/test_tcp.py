@@ -45,6 +45,7 @@ def plan(to: int) -> Plan:
         {"t": TensorSpec(SHAPE, torch.float32, Layout((2,), [Shard(to)]))},
         source_agents=AGENTS,
         target_agents=AGENTS[::-1] if to == 0 else AGENTS,
+        fan_out="direct",
         source_hosts=AGENTS,
         target_hosts=AGENTS[::-1] if to == 0 else AGENTS,
     )
@@ -246,7 +247,7 @@ def test_another_agents_worker_is_read_in_place_and_its_death_is_named(mapped: b
         del view
         reader = HostMemory(Exhibit.of(worker.memory, {"x": handle}))
         spec = TensorSpec((64, 64), torch.float32, Layout((1,), [Shard(0)]))
-        whole = build_plan({"x": spec}, {"x": spec}, source_agents=["far"], target_agents=["near"])
+        whole = build_plan({"x": spec}, {"x": spec}, source_agents=["far"], target_agents=["near"], fan_out="direct")
         ways = Ways(me="near", source=("far",), target=("near",), reads=frozenset({("near", "far")}))
         target = torch.zeros(64, 64)
         targets: dict[int, dict[int, View]] = {0: {0: view_of(target)}}

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.unit.plan.prove import prove
+from tests.unit.plan.relayed import prove_relayed
 
 CASES = int(os.environ.get("ETHA_PROOF_CASES", "10000"))
 PART = 250
@@ -17,3 +18,10 @@ PART = 250
 def test_random_redistributions_are_exact_and_proven(part: int) -> None:
     for seed in range(1_000_000 + part * PART, 1_000_000 + min(CASES, (part + 1) * PART)):
         prove(seed)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(-(-CASES // PART)))
+def test_random_relays_are_exact_and_proven(part: int) -> None:
+    for seed in range(1_000_000 + part * PART, 1_000_000 + min(CASES, (part + 1) * PART)):
+        prove_relayed(seed)

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from etha.plan import CONTRIBUTE, LOCAL, RECV, SEND, Plan, build_plan, simulate
+from etha.plan import CONTRIBUTE, FORWARD, LOCAL, RECV, SEND, Plan, build_plan, simulate
 from tests.unit.plan.truth import Case, random_case
 
 
@@ -54,15 +54,20 @@ def check_links(plan: Plan, sources: list[int], targets: list[int]) -> None:
                 inside = rp.kind[i] == CONTRIBUTE
                 row = (int(rp.kind[i]), int(rp.tensor[i]), int(rp.index[i]), int(rp.nbytes[i]), int(rp.phase[i]),
                        int(rp.round[i]), region, rp.slots[rp.slot[i]] if rp.slot[i] >= 0 else None)  # fmt: skip
-                link = ("in" if inside else "out", int(rp.source[i]), int(rp.target[i]))
+                passed = rp.kind[i] == FORWARD
+                assert not passed or rp.target[i] == rank or (rp.depends[i] >= 0 and
+                                                              rp.phase[rp.depends[i]] < rp.phase[i])  # fmt: skip
+                link = ("in" if inside else "on" if passed else "out", int(rp.source[i]), int(rp.target[i]))
                 if rp.role[i] == LOCAL:
                     ends = [sent, received] if inside and rp.source[i] == rp.target[i] else []
-                    ends = ends or ([sent] if side == "source" and rp.source[i] == rank else [received])
+                    mine = side == "source" if not passed else rp.target[i] != rank
+                    ends = ends or ([sent] if mine and rp.source[i] == rank else [received])
                 else:
-                    assert rp.role[i] == (RECV if side == "target" or (inside and rp.target[i] == rank) else SEND)
+                    gets = rp.target[i] == rank and (side == "target" or inside)
+                    assert rp.role[i] == (RECV if gets else SEND)
                     ends = [received] if rp.role[i] == RECV else [sent]
                     mate = link[1] if rp.role[i] == RECV else link[2]
-                    partners[int(rp.role[i]), bool(inside), int(rp.round[i])].add(mate)
+                    partners[int(rp.role[i]), link[0], int(rp.round[i])].add(mate)
                 for end in ends:
                     end[link].append(row)
                 total += 1

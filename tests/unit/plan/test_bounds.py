@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from etha.plan import CONTRIBUTE, LOCAL, RESULT, Layout, Plan, TensorSpec, build_plan
+from etha.plan import CONTRIBUTE, FORWARD, LOCAL, RESULT, Layout, Plan, TensorSpec, build_plan
 from etha.plan.bounds import bounds, nics_of_hosts
 from etha.plan.density import densest
 from etha.plan.flows import flows
@@ -99,15 +99,16 @@ def check_loads(plan: Plan) -> None:
     links: Counter[tuple[int, ...]] = Counter()
     rows: Counter[tuple[int, ...]] = Counter()
     m = len(plan.topology.source_host)
+    hosts = [*plan.topology.source_host.tolist(), *plan.topology.target_host.tolist()]
     local, ranks_out, ranks_in = 0, Counter[int](), Counter[int]()
     for kind, source, target, nbytes, here in rows_of_ranks(plan):
         links[kind, source, target] += nbytes
         rows[kind, source, target] += 1
-        there = plan.topology.source_host if kind == CONTRIBUTE else plan.topology.target_host
+        sender, receiver = source + m * (kind == FORWARD), target + m * (kind != CONTRIBUTE)
         local += nbytes * here
-        if not here and plan.topology.source_host[source] != there[target]:
-            ranks_out[source] += nbytes
-            ranks_in[target if kind == CONTRIBUTE else target + m] += nbytes
+        if not here and hosts[sender] != hosts[receiver]:
+            ranks_out[sender] += nbytes
+            ranks_in[receiver] += nbytes
     keys = list(zip(found.kind.tolist(), found.source.tolist(), found.target.tolist(), strict=True))
     assert dict(zip(keys, found.nbytes.tolist(), strict=True)) == dict(links)
     assert dict(zip(keys, found.rows.tolist(), strict=True)) == dict(rows)

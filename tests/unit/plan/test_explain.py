@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +17,32 @@ from etha.plan.segments import packing
 MIB = 1 << 20
 
 
-def plan_of(source: Placement, target: Placement, shape: tuple[int, ...] = (4096, 1024), **where: list[str]) -> Plan:
+def plan_of(source: Placement, target: Placement, shape: tuple[int, ...] = (4096, 1024), **where: Any) -> Plan:
     """Four ranks to four, bf16."""
     here, there = (TensorSpec(shape, torch.bfloat16, Layout((4,), [p])) for p in (source, target))
     return build_plan({"w": here}, {"w": there}, **where)
 
 
 def test_the_text_names_link_classes_the_busiest_the_bound_and_the_time() -> None:
-    text = plan_of(
-        Shard(0), Replicate(), source_hosts=list("aabb"), target_hosts=list("ccdd"), target_agents=list("wxyz")
-    ).explain(Links(nic=1.0, host=10.0, local=100.0, latency=0.0))
+    where = {"source_hosts": list("aabb"), "target_hosts": list("ccdd"), "target_agents": list("wxyz")}
+    text = plan_of(Shard(0), Replicate(), fan_out="direct", **where).explain(
+        Links(nic=1.0, host=10.0, local=100.0, latency=0.0)
+    )
     assert "wire     33.6 MB over 16 links, between hosts" in text
     assert "source rank 0: 8.39 MB out over 4 links; the mean is 8.39 MB of 4 ranks" in text
     assert "host of target ranks 0-1: 16.8 MB in, 8.39 MB of it is not held there" in text
-    # Each of two hosts needs all of it, over two NICs; today both ranks of a host take it from afar.
+    # Each of two hosts needs all of it, over two NICs; sent directly both ranks of a host take it from afar.
     assert "a NIC 4.19 MB, from what a host must take in (2 NICs a host)" in text
     assert "quality    2.000" in text
     assert "predicted  8.39 ms: the longest of wire 8.39 ms, host 0 us, local 0 us" in text and "bound 4.19 ms" in text
+
+
+def test_what_targets_pass_on_is_told_apart() -> None:
+    where = {"source_hosts": list("aabb"), "target_hosts": list("ccdd"), "target_agents": list("wxyz")}
+    text = plan_of(Shard(0), Replicate(), **where).explain(Links(nic=1.0, host=10.0, local=100.0, latency=0.0))
+    assert "wire     16.8 MB over" in text and "quality    1.000" in text
+    assert "passed on by targets: 0 B between hosts, 16.8 MB inside hosts; 1 hops at most" in text
+    assert "predicted  4.19 ms: the longest of wire 4.19 ms, host 419 us" in text
 
 
 def test_bytes_to_reduce_are_told_apart() -> None:

@@ -204,4 +204,5 @@ def same(got: Local, expected: Local) -> None:
 def make_plan(
     source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec], here: Sequence[str], there: Sequence[str]
 ) -> Plan:
-    return build_plan(source, target, source_agents=here, target_agents=there, source_hosts=here, target_hosts=there)
+    where = {"source_hosts": here, "target_hosts": there}
+    return build_plan(source, target, source_agents=here, target_agents=there, **where, fan_out="direct")

@@ -1,0 +1,108 @@
+"""Relays: a slice enters a host once and is passed on, inside the host and from host to host.
+
+The copies of a piece that come from afar are grouped by host, and the hosts cut into contiguous chains. The
+source sends to the first host of each chain, whose entry passes the slice to the entry of the next host and to
+its neighbours. The entry is the copy on the sender's rail, the next one for the next slice, so that the slices
+of a piece come in over all copies of a host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trees:
+    """How the copies of N pieces are reached from afar. Arrays are (N, Q) but for ``groups`` and ``chains`` (N,).
+
+    ``group`` numbers the hosts of a piece, ``member`` the copies of a host; copies that are ``far`` have numbers,
+    ``seat[n]`` is the copy with number n, and host g has the numbers ``bounds[g]:bounds[g + 1]``. ``chain`` is
+    the chain of a copy's host and ``hop`` its place there.
+    """
+
+    far: Bools
+    group: Ints
+    member: Ints
+    seat: Ints
+    bounds: Ints  # (N, Q + 1)
+    chain: Ints
+    hop: Ints
+    groups: Ints
+    chains: Ints
+
+    @property
+    def widest(self) -> Ints:
+        """(N,): the most copies on one host, at least 1."""
+        most: Ints = np.maximum(np.diff(self.bounds, axis=1).max(axis=1, initial=1), 1)
+        return most
+
+    def beside(self, only: int | None) -> Ints:
+        """The copies that copy ``only`` can have to do with: those of its host and the next, and itself."""
+        if only is None:
+            return np.arange(self.far.shape[1], dtype=np.int64)
+        mine = self.group[:, only : only + 1]
+        near = self.far[:, only : only + 1] & self.far & ((self.group == mine) | (self.group == mine + 1))
+        found = near.any(axis=0)
+        found[only] = True
+        return np.flatnonzero(found).astype(np.int64)
+
+    def routes(self, rail: Ints, slices: int, copies: Ints) -> tuple[Ints, Ints]:
+        """(the copy that passes each slice on, -1 for the source; its hop), (W, N, S, copies); rail (W, N)."""
+        at = np.arange(len(self.far), dtype=np.int64)[:, None]
+        g = np.maximum(self.group[:, copies], 0)
+        start, up = self.bounds[at, g], self.bounds[at, np.maximum(g - 1, 0)]
+        size = np.maximum(self.bounds[at, g + 1] - start, 1)
+        turn = np.arange(slices, dtype=np.int64)[:, None] + rail[:, :, None, None]  # (W, N, S, 1)
+        entry = turn % size[:, None, :]
+        inside = self.member[:, None, copies] != entry
+        row = at[:, :, None]
+        last = self.seat.shape[1] - 1
+        own = self.seat[row, np.minimum(start[:, None, :] + entry, last)]
+        above = up[:, None, :] + turn % np.maximum(start - up, 1)[:, None, :]
+        hop = self.hop[:, None, copies]
+        via = np.where(inside, own, np.where(hop > 0, self.seat[row, np.minimum(above, last)], -1))
+        return via, hop + inside
+
+
+def trees(far: Bools, host: Ints, chains: int) -> Trees:
+    """Trees over copies ``far`` (N, Q) on ``host`` (N, Q), equal hosts side by side; at most ``chains`` a piece."""
+    n, q = far.shape
+    number = np.cumsum(far, axis=1) - 1
+    last = np.maximum.accumulate(np.where(far, np.arange(q), -1), axis=1)
+    before = np.concatenate([np.full((n, 1), -1), last[:, :-1]], axis=1)
+    first = far & ((before < 0) | (np.take_along_axis(host, np.maximum(before, 0), axis=1) != host))
+    group = np.cumsum(first, axis=1) - 1
+    groups = first.sum(axis=1)
+    bounds = np.repeat(far.sum(axis=1)[:, None], q + 1, axis=1)
+    i, j = np.nonzero(first)
+    bounds[i, group[i, j]] = number[i, j]
+    g, many = np.maximum(group, 0), np.maximum(groups, 1)[:, None]
+    cut = np.minimum(many, chains)
+    chain = g * cut // many
+    return Trees(
+        far=far,
+        group=group,
+        member=number - np.take_along_axis(bounds, g, axis=1),
+        seat=np.argsort(~far, axis=1, kind="stable"),
+        bounds=bounds,
+        chain=chain,
+        hop=g - -(-chain * many // cut),
+        groups=groups,
+        chains=cut[:, 0],
+    )
+
+
+def brought(slice_: Ints, mine: Bools) -> Ints:
+    """For each row that is not ``mine`` the row of the same slice that is, -1 without; -1 for those that are."""
+    at = np.flatnonzero(mine)
+    order = at[np.argsort(slice_[at], kind="stable")]
+    if not len(order):
+        return np.full(len(slice_), -1, dtype=np.int64)
+    found = order[np.minimum(np.searchsorted(slice_[order], slice_), len(order) - 1)]
+    return np.where(~mine & (slice_[found] == slice_), found, -1)
