@@ -373,13 +373,16 @@ class AsyncTensorBusClient:
                 f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
                 f"create a client in the child"
             )
-        if self._closed:
-            raise ConfigError("this client is closed: create another")
+        self._check_not_closed()
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop, self._connecting = loop, asyncio.Lock()
         elif self._loop is not loop:
             raise ConfigError("this client belongs to another event loop: create one client per loop")
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this client is closed: create another")
 
     async def _connect(self, timeout: float) -> Connection:
         """The living connection, or a new one: an agent that died is started again by the next init_pair."""
@@ -438,6 +441,7 @@ class AsyncTensorBusClient:
         return self._connection
 
     def _registration(self, batch_id: str) -> Registration:
+        self._check_not_closed()
         registration = self._batches.get(batch_id)
         if registration is None:
             raise RegistrationError(f"batch {batch_id!r} is not registered in this client: call register_tensors first")
