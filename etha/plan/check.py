@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import PlanError, Violation
-from etha.plan import cells, dtypes
+from etha.plan import dtypes
 from etha.plan.cover import cover, same_elements, within
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.held import owned, row_of
 from etha.plan.program import CONTRIBUTE, FORWARD, RESULT, Region, Template
 from etha.plan.violations import Problem
 
@@ -80,7 +80,7 @@ class _Proof:
         key = (side, rank)
         if key not in self.runs:
             spec = self.source if side == "source" else self.target
-            self.runs[key] = _owned(spec, rank)
+            self.runs[key] = owned(spec, rank)
         return self.runs[key]
 
     def _written(self, rank: int) -> Iterator[tuple[int, Problem]]:
@@ -112,6 +112,11 @@ class _Proof:
                     if int(np.prod(region.shape, dtype=np.int64)) * self.itemsize != template.nbytes[row]:
                         text = f"row {row} says {template.nbytes[row]} bytes of a region of shape {region.shape}"
                         yield turn, Problem("plan_mismatch", "target", rank, text)
+                    if template.depends[row] != -1:
+                        yield (
+                            turn,
+                            Problem("plan_mismatch", "target", rank, f"row {row} waits for its own rank"),
+                        )
             missing, doubled = cover(shape, regions)
             if missing:
                 yield turn, Problem("uncovered", "target", rank, f"{missing} elements are not written")
@@ -169,7 +174,7 @@ class _Proof:
         template, cache = found
         mine = np.flatnonzero((template.kind == CONTRIBUTE) & (template.target == rank))
         turn_of = np.searchsorted(template.rows, mine, "right") - 1
-        expected = _row_of(self.source, rank)
+        expected = row_of(self.source, rank)
         seen: dict[tuple[int, int], list[int]] = {}
         for row, turn in zip(mine.tolist(), turn_of.tolist(), strict=True):
             slot = template.make_slot(int(template.slot[row] + template.slots[turn]), 0)
@@ -183,6 +188,10 @@ class _Proof:
             ]
             origin = [int(runs[0, 0]) for runs in region.dims]
             sender = int(template.source[row])
+            size = int(np.prod(region.shape, dtype=np.int64)) * dtypes.itemsize(self.source.dtype)
+            if template.phase[row] or template.nbytes[row] != size:
+                text = f"contribution of rank {sender} in phase {template.phase[row]} says {template.nbytes[row]} bytes"
+                yield turn, Problem("plan_mismatch", "source", rank, text)
             if not all(dense):
                 yield (
                     turn,
@@ -192,7 +201,7 @@ class _Proof:
                 if key in self.slots:
                     yield turn, Problem("double_write", "source", rank, f"slot {slot.number} has two owners")
                 self.slots[key] = (rank, origin)
-            elif self.slots[key][1] != origin:
+            elif self.slots.get(key, (rank, origin))[1] != origin:
                 yield turn, Problem("out_of_source", "source", rank, f"rank {sender} contributes other elements")
             if order[-1] >= len(expected) or expected[order[-1]] != sender:
                 text = f"contribution {order[-1]} comes from rank {sender}, not from its replica row {expected}"
@@ -253,41 +262,24 @@ def _link_rows(
     """((turn, kind, source, target), end, what travels) of each row, in order; own contributions from both ends."""
     columns = (
         template.kind, template.source, template.target, template.index, template.phase, template.nbytes,
-        template.region,
+        template.region, template.slot,
     )  # fmt: skip
     rows = zip(*(c.tolist() for c in columns), strict=True)
     bounds, turn = template.rows.tolist(), 0
     marks: dict[int, bytes] = {}
-    for row, (kind, source, target, index, phase, nbytes, key) in enumerate(rows):
+    for row, (kind, source, target, index, phase, nbytes, key, slot) in enumerate(rows):
         while row >= bounds[turn + 1]:
             turn += 1
         mark = marks.get(key)
         if mark is None:
             dims = template.region_of(key, cache).dims
             mark = marks[key] = b"".join(runs.tobytes() + b"|" for runs in dims)
+        into = None
+        if slot >= 0:
+            made = template.make_slot(slot + int(template.slots[turn]), 0)
+            into = (made.number, made.shape, made.owner)
         # Both ends of these are of one side, so a rank is the one that it is named as.
         ends = [side] if kind not in (CONTRIBUTE, FORWARD) else []
         ends = ends or ["source"] * (source == rank) + ["target"] * (target == rank)
         for end in ends:
-            yield (turn, kind, source, target), end, (index, phase, nbytes, mark)
-
-
-def _owned(spec: TensorSpec, rank: int) -> list[tuple[Ints, Ints, int]] | None:
-    if spec.present is not None and rank not in spec.present:
-        return None
-    for layout in spec.layouts:
-        where = layout.cell(len(spec.shape), rank)
-        if where is not None:
-            tables = [cells.table(n, s) for n, s in zip(spec.shape, layout.grid(len(spec.shape)).splits, strict=True)]
-            rows = [t.rows_of(c) for t, c in zip(tables, where, strict=True)]
-            return [(t.offset[r], t.start[r], int(t.sizes[c])) for t, r, c in zip(tables, rows, where, strict=True)]
-    return None
-
-
-def _row_of(spec: TensorSpec, rank: int) -> list[int]:
-    """The ranks whose contributions belong with those of ``rank``, by number: read off the mesh itself."""
-    layout: Layout = next(part for part in spec.layouts if rank in part)
-    place = tuple(np.argwhere(layout.ranks == rank)[0])
-    index = tuple(slice(None) if axis.partial else at for axis, at in zip(layout.axes, place, strict=True))
-    row: list[int] = layout.ranks[index].reshape(-1).tolist()
-    return row
+            yield (turn, kind, source, target), end, (index, phase, nbytes, mark, into)
