@@ -8,12 +8,27 @@ from etha.plan.layout import Layout, TensorSpec
 from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.model import Links
 from etha.plan.plan import Plan, build_plan, violations
-from etha.plan.program import CONTRIBUTE, FORWARD, LOCAL, MOVE, RECV, RESULT, SEND, RankPlan, Region, Slot
+from etha.plan.program import (
+    CARRY,
+    CONTRIBUTE,
+    DELIVER,
+    FORWARD,
+    LOCAL,
+    MOVE,
+    RECV,
+    RESULT,
+    SEND,
+    RankPlan,
+    Region,
+    Slot,
+)
 from etha.plan.sides import Side, describe, side_from_plain
 from etha.plan.simulate import simulate
 
 __all__ = [
+    "CARRY",
     "CONTRIBUTE",
+    "DELIVER",
     "FORWARD",
     "LOCAL",
     "MOVE",

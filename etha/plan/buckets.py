@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import ConfigError
-from etha.plan.program import CONTRIBUTE, FORWARD, LOCAL, RankPlan
+from etha.plan.program import CONTRIBUTE, LOCAL, RankPlan, inside_target
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ def buckets(rp: RankPlan, size: int) -> list[Bucket]:
         raise ConfigError(f"bucket size {size} is not positive")
     wire = np.flatnonzero(rp.role != LOCAL)
     # Ranks of which sides: source to source, source to target, target to target.
-    sides = 1 - (rp.kind[wire] == CONTRIBUTE).astype(np.int8) + (rp.kind[wire] == FORWARD)
+    sides = 1 - (rp.kind[wire] == CONTRIBUTE).astype(np.int8) + inside_target(rp.kind[wire])
     keys = np.stack([rp.phase[wire], sides, rp.round[wire], rp.source[wire], rp.target[wire]], axis=1).astype(np.int64)
     order = np.lexsort(keys.T[::-1])
     found: list[Bucket] = []

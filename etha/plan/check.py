@@ -18,8 +18,9 @@ import numpy.typing as npt
 from etha.errors import PlanError, Violation
 from etha.plan import dtypes
 from etha.plan.cover import cover, same_elements, within
+from etha.plan.ends import link_rows
 from etha.plan.held import owned, row_of
-from etha.plan.program import CONTRIBUTE, FORWARD, RESULT, Region, Template
+from etha.plan.program import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Template
 from etha.plan.violations import Problem
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 #: (turn, kind, source, target) -> what each end says that travels there, in order.
 _Rows = dict[tuple[int, int, int, int], dict[str, list[tuple[object, ...]]]]
-_WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on"}
+_WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on", DELIVER: "one hands on"}
 
 
 def check(plan: Plan) -> None:
@@ -63,13 +64,16 @@ class _Proof:
     def problems(self) -> Iterator[tuple[int, Problem]]:
         """(turn, problem) of everything that is wrong in the class."""
         sources, targets = self.source.holders(), self.target.holders()
+        through = self.plan.classes[self.klass].carriers
+        everybody = sorted({*targets, *(through.donors if through is not None else ())})
         for rank in sources:
             yield from self._slots_of(rank)
         yield from self._reduced_once()
         for rank in targets:
             yield from self._written(rank)
+        for rank in everybody:
             yield from self._passed_on(rank)
-        yield from self._links(sources, targets)
+        yield from self._links(sources, everybody)
 
     def _template(self, side: str, rank: int) -> tuple[Template, dict[int, Region]] | None:
         template, cache = self.plan.template(self.klass, side, rank)
@@ -93,7 +97,7 @@ class _Proof:
             if found is not None:
                 template, cache = found
                 for row in range(int(template.rows[turn]), int(template.rows[turn + 1])):
-                    if template.target[row] != rank:
+                    if template.target[row] != rank or template.kind[row] == CARRY:
                         continue
                     region = template.region_of(int(template.region[row]), cache)
                     regions.append(region)
@@ -107,7 +111,12 @@ class _Proof:
                             text = f"slot {number} is not reduced by rank {sender}, from which it is taken"
                             yield turn, Problem("out_of_source", "target", rank, text)
                             continue
-                    for problem in self._reads("target" if passed else "source", sender, rank, region, origin):
+                    # What is delivered is held against the sender's tensor where the carrier sends it on.
+                    for problem in (
+                        ()
+                        if template.kind[row] == DELIVER
+                        else self._reads("target" if passed else "source", sender, rank, region, origin)
+                    ):
                         yield turn, problem
                     if int(np.prod(region.shape, dtype=np.int64)) * self.itemsize != template.nbytes[row]:
                         text = f"row {row} says {template.nbytes[row]} bytes of a region of shape {region.shape}"
@@ -134,12 +143,21 @@ class _Proof:
         for row, turn in zip(sent.tolist(), turn_of.tolist(), strict=True):
             to, before = int(template.target[row]), int(template.depends[row])
             first = int(template.rows[turn]) + before
-            if (template.kind[row], template.source[row]) != (FORWARD, rank):
+            delivered = template.kind[row] == DELIVER
+            if template.kind[row] not in (FORWARD, DELIVER) or template.source[row] != rank:
                 yield turn, Problem("plan_mismatch", "target", rank, f"row {row} is not between it and another rank")
-            elif before < 0 or first >= row or template.target[first] != rank:
+            elif (
+                before < 0
+                or first >= row
+                or template.target[first] != rank
+                or (delivered != (template.kind[first] == CARRY))
+            ):
                 yield turn, Problem("out_of_source", "target", rank, f"no row brings what it passes on to rank {to}")
             elif template.phase[first] >= template.phase[row]:
                 yield turn, Problem("out_of_source", "target", rank, f"passes on to rank {to} before it receives")
+            elif delivered:
+                for problem in self._delivered(template, cache, first, row):
+                    yield turn, problem
             else:
                 regions = (template.region_of(int(template.region[r]), cache) for r in (row, first))
                 for d, (given, got) in enumerate(zip(*(r.dims for r in regions), strict=True)):
@@ -149,6 +167,23 @@ class _Proof:
                     if not self.held[key]:
                         text = f"passes on to rank {to} what row {first} does not bring, dim {d}"
                         yield turn, Problem("out_of_source", "target", rank, text)
+
+    def _delivered(self, template: Template, cache: dict[int, Region], first: int, row: int) -> Iterator[Problem]:
+        """A carrier hands on what it took in: both rows as one take the right elements from sender to holder."""
+        taken, given = (template.region_of(int(template.region[r]), cache) for r in (first, row))
+        rank, to = int(template.source[row]), int(template.target[row])
+        for got, sent in zip(taken.dims, given.dims, strict=True):
+            dense = np.cumsum(got[:, 2]) - got[:, 2]
+            if not (np.array_equal(got[:, 1:], sent[:, [0, 2]]) and np.array_equal(got[:, 1], dense)):
+                text = f"hands on to rank {to} something else than row {first} brings"
+                yield Problem("out_of_source", "target", rank, text)
+                return
+        if template.nbytes[first] != template.nbytes[row]:
+            yield Problem("plan_mismatch", "target", rank, f"rows {first} and {row} say different bytes")
+        whole = tuple(
+            np.stack([g[:, 0], s[:, 1], g[:, 2]], axis=1) for g, s in zip(taken.dims, given.dims, strict=True)
+        )
+        yield from self._reads("source", int(template.source[first]), to, Region(dims=whole), [0] * len(whole))
 
     def _reads(self, side: str, sender: int, rank: int, region: Region, origin: list[int] | None) -> Iterator[Problem]:
         """Each run of a row takes elements that the sender owns to the same global indices of the receiver."""
@@ -247,39 +282,10 @@ class _Proof:
                 found = self._template(side, rank)
                 if found is None:
                     continue
-                for key, end, row in _link_rows(*found, side, rank):
+                for key, end, row in link_rows(*found, side, rank):
                     links.setdefault(key, {}).setdefault(end, []).append(row)
         for (turn, kind, a, b), ends in sorted(links.items(), key=lambda link: link[0]):
             if ends.get("source") != ends.get("target"):
                 text = f"ranks {a} and {b} disagree on what {_WAYS.get(kind, 'goes from one')} to the other"
                 side = "source" if kind == CONTRIBUTE else "target"
                 yield turn, Problem("plan_mismatch", side, b, text)
-
-
-def _link_rows(
-    template: Template, cache: dict[int, Region], side: str, rank: int
-) -> Iterator[tuple[tuple[int, int, int, int], str, tuple[object, ...]]]:
-    """((turn, kind, source, target), end, what travels) of each row, in order; own contributions from both ends."""
-    columns = (
-        template.kind, template.source, template.target, template.index, template.phase, template.nbytes,
-        template.region, template.slot,
-    )  # fmt: skip
-    rows = zip(*(c.tolist() for c in columns), strict=True)
-    bounds, turn = template.rows.tolist(), 0
-    marks: dict[int, bytes] = {}
-    for row, (kind, source, target, index, phase, nbytes, key, slot) in enumerate(rows):
-        while row >= bounds[turn + 1]:
-            turn += 1
-        mark = marks.get(key)
-        if mark is None:
-            dims = template.region_of(key, cache).dims
-            mark = marks[key] = b"".join(runs.tobytes() + b"|" for runs in dims)
-        into = None
-        if slot >= 0:
-            made = template.make_slot(slot + int(template.slots[turn]), 0)
-            into = (made.number, made.shape, made.owner)
-        # Both ends of these are of one side, so a rank is the one that it is named as.
-        ends = [side] if kind not in (CONTRIBUTE, FORWARD) else []
-        ends = ends or ["source"] * (source == rank) + ["target"] * (target == rank)
-        for end in ends:
-            yield (turn, kind, source, target), end, (index, phase, nbytes, mark, into)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
 from functools import cached_property
 
 import numpy as np
@@ -12,10 +11,12 @@ import torch
 
 from etha.plan import dtypes
 from etha.plan.blocks import Block, Pieces
+from etha.plan.carry import Carried, Carriers, carried, packed
 from etha.plan.m2m import M2M
-from etha.plan.program import FORWARD, MOVE, Region, Slot, Template
+from etha.plan.program import CARRY, DELIVER, FORWARD, MOVE, Region, Template
 from etha.plan.reduction import Reduction
 from etha.plan.relay import brought
+from etha.plan.rows import Rows, merge_rows, taken
 from etha.plan.senders import Assignment, always_even, assign, cuts
 
 Ints = npt.NDArray[np.int64]
@@ -38,6 +39,8 @@ class TensorClass:
         self.members = 0
         #: Into how many chains of hosts the copies of a piece are cut at most; None where nothing is passed on.
         self.chains: int | None = None
+        #: Who takes in for whom on a host; None where everybody does so alone.
+        self.carriers: Carriers | None = None
         origin = m2m.source if reduction is None else (reduction.slots,)
         self.blocks = tuple(Block.of(shape, origin, t) for t in m2m.target)
 
@@ -108,19 +111,27 @@ class TensorClass:
         if self.reduction is not None:
             return self.reduction.template(self, side, rank)
         parts = []
-        for block in self.blocks:
+        for at, block in enumerate(self.blocks):
             if side == "target":
                 where = block.target.find(rank)
-                if where is not None:
-                    parts.append(self._rows(block, block.of_target(where[0]), rank, where[2]))
+                held = [] if where is None else [(where[0], where[2], rank)]
+                for donor in () if self.carriers is None else self.carriers.donors.get(rank, ()):
+                    theirs = block.target.find(donor)
+                    if theirs is not None:
+                        held.append((theirs[0], theirs[2], donor))
+                for cell, copy, holder in sorted(held):
+                    made = self._rows(block, block.of_target(cell), holder, copy, rank)
+                    parts.append(dataclasses.replace(made, group=(at, cell)))
             else:
                 for grid, holding in enumerate(self.m2m.source):
                     where = holding.find(rank)
                     if where is not None:
-                        parts.append(self._rows(block, block.of_source(grid, where[0]), rank, None))
+                        made = self._rows(block, block.of_source(grid, where[0]), rank, None)
+                        parts.append(dataclasses.replace(made, group=(at, grid)))
         return merge_rows(parts, self.turns) if parts else None
 
-    def _rows(self, block: Block, pieces: Pieces, rank: int, copy: int | None) -> Rows:
+    def _rows(self, block: Block, pieces: Pieces, rank: int, copy: int | None, viewer: int = -1) -> Rows:
+        """The rows of ``rank``; those that ``viewer`` carries for it, if that is another."""
         ranks, grids, count = self.m2m.sources(pieces.cells)
         holders = block.target.ranks[:, 0, :]
         found = assign(
@@ -148,7 +159,13 @@ class TensorClass:
             picked = np.nonzero(found.valid)
         else:
             picked = np.nonzero(found.valid & ((found.copies == copy) | (found.via == copy)))
-        return self._columns(block, pieces, found, ranks, grids, picked, copy)
+        rows = self._columns(block, pieces, found, ranks, grids, picked, copy)
+        if self.carriers is None:
+            return rows
+        x = carried(self.carriers, self.m2m.topology, pieces, found, picked, rows.kind, rows.source, rows.target)
+        if x is None:
+            return rows if copy is None or viewer == rank else taken(rows, np.zeros(0, dtype=np.int64))
+        return self._split(rows, block, pieces, x, grids[picked[1], found.column[picked]], (copy is None, rank, viewer))
 
     def _columns(
         self,
@@ -202,71 +219,48 @@ class TensorClass:
             depends=depends,
             region=(m * cuts + cut) * wide + grid,
             nbytes=sizes * self.itemsize,
+            place=(m * found.column.shape[2] + s) * holders.shape[1] + found.copies[q],
             regions=len(pieces.size) * cuts * wide,
             make_region=make_region,
         )
 
+    def _split(
+        self, rows: Rows, block: Block, pieces: Pieces, x: Carried, grid: Ints, who: tuple[bool, int, int]
+    ) -> Rows:
+        """The rows with what others take in split off; for a carrier only what it carries."""
+        source_side, rank, viewer = who
+        keep = ~x.deliver if source_side else (x.kind != CARRY) if viewer == rank else (x.carrier == viewer)
+        at = np.flatnonzero(keep)
+        row, kind, split = x.row[at], x.kind[at], x.low[at] >= 0
+        depends = None
+        if not source_side:
+            # Rows that others pass on hang on rows that stayed whole; what is delivered on its other half.
+            place = np.full(len(rows.kind) + 1, -1, dtype=np.int64)
+            place[row[::-1]] = np.arange(len(row))[::-1]
+            depends = np.full(len(row), -1) if rows.depends is None else place[rows.depends[row]]
+            depends = np.where((kind == DELIVER) & (viewer != rank), np.arange(len(row)) - 1, depends)
+        m, d, low, high = x.piece[at], x.dim[at], x.low[at], x.high[at]
+        which = grid[row]
+        base = rows.regions
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """MOVE and FORWARD rows of one rank in one block; ``depends`` are places among them."""
+        def make_region(key: int) -> Region:
+            if key < base:
+                return rows.make_region(key)
+            i = key - base
+            region = block.region(pieces, int(m[i]), int(which[i]), (int(d[i]), int(low[i]), int(high[i])))
+            return packed(region, int(kind[i]))
 
-    turn: Ints
-    kind: Ints
-    phase: Ints
-    source: Ints
-    target: Ints
-    depends: Ints | None
-    region: Ints
-    nbytes: Ints
-    regions: int
-    make_region: Callable[[int], Region]
-
-
-def _no_slot(_slot: int, _tensor: int) -> Slot:
-    raise IndexError("a plan of moves has no reduction slots")
-
-
-def merge_rows(parts: Sequence[Rows], turns: int) -> Template:
-    """Blocks one after the other within each phase of each turn."""
-    base = np.cumsum([0, *(p.regions for p in parts)])
-    turn, phase = (np.concatenate([getattr(p, name) for p in parts]) for name in ("turn", "phase"))
-    passed = bool(phase.any())
-    order = np.lexsort((phase, turn)) if len(parts) > 1 or passed else np.arange(len(turn))
-
-    def column(name: str) -> Ints:
-        return np.concatenate([getattr(p, name) for p in parts])[order]
-
-    def make_region(key: int) -> Region:
-        which = int(np.searchsorted(base, key, "right")) - 1
-        return parts[which].make_region(key - int(base[which]))
-
-    region = np.concatenate([p.region + b for p, b in zip(parts, base, strict=False)])[order]
-    zero = np.zeros(len(turn), dtype=np.int64)
-    rows = np.append(0, np.cumsum(np.bincount(turn, minlength=turns))).astype(np.int64)
-    depends = zero - 1
-    if passed:
-        ahead = np.cumsum([0, *(len(p.turn) for p in parts)])
-        for p, b in zip(parts, ahead, strict=False):
-            if p.depends is not None:
-                depends[b : b + len(p.turn)] = np.where(p.depends >= 0, p.depends + b, -1)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        depends = np.where(depends >= 0, place[depends] - rows[turn], -1)[order]
-    return Template(
-        kind=column("kind"),
-        phase=phase[order],
-        source=column("source"),
-        target=column("target"),
-        slot=zero - 1,
-        index=zero - 1,
-        region=region,
-        nbytes=column("nbytes"),
-        depends=depends,
-        rows=rows,
-        slots=np.zeros(turns + 1, dtype=np.int64),
-        slot_owner=np.zeros(0, dtype=np.int64),
-        regions=int(base[-1]),
-        make_region=make_region,
-        make_slot=_no_slot,
-    )
+        return Rows(
+            turn=rows.turn[row],
+            kind=kind,
+            phase=np.where(kind == DELIVER, 1, rows.phase[row]),
+            source=x.source[at],
+            target=x.target[at],
+            depends=depends,
+            region=np.where(split, base + np.arange(len(row)), rows.region[row]),
+            nbytes=np.where(split, x.size[at] * self.itemsize, rows.nbytes[row]),
+            place=rows.place[row],
+            group=rows.group,
+            regions=base + len(row),
+            make_region=make_region,
+        )

@@ -13,7 +13,7 @@ from etha.plan.bounds import Bounds, Loads, PlanStats, nics_of_hosts
 from etha.plan.flows import Flows
 from etha.plan.layout import TensorSpec
 from etha.plan.model import Links, predict
-from etha.plan.program import CONTRIBUTE, FORWARD
+from etha.plan.program import CONTRIBUTE, inside_target
 from etha.plan.segments import ZERO_COPY, packing
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _lines(plan: Plan, links: Links) -> Iterator[str]:
         at = found.distance == distance
         each = f"{size(int(found.nbytes[at].sum()))} over {int(at.sum())} links"
         yield f"    {name:8} {each}, {what}"
-    passed = found.kind == FORWARD
+    passed = inside_target(found.kind)
     if passed.any():
         between, inside = (int(found.nbytes[passed & (found.distance == d)].sum()) for d in (2, 1))
         yield f"    passed on by targets: {size(between)} between hosts, {size(inside)} inside hosts; " + (
@@ -156,7 +156,7 @@ def _links(found: Flows) -> Iterator[str]:
     for i in order[:_LINKS].tolist():
         a, b, far = (int(c[i]) for c in (found.source, found.target, found.distance))
         of, to = (
-            ("target" if found.kind[i] == FORWARD else "source"),
+            ("target" if inside_target(found.kind[i : i + 1]).all() else "source"),
             ("source" if found.kind[i] == CONTRIBUTE else "target"),
         )
         yield f"  {of} {a} -> {to} {b}  {size(int(found.nbytes[i]))}  {_DISTANCE[far]}"

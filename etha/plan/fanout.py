@@ -43,7 +43,7 @@ def decide(classes: Sequence[TensorClass], topology: Topology, least: int) -> No
             count = known.get(id(block.target))
             if count is None:
                 count = known[id(block.target)] = _hosts(block.target, topology.target_host)
-            copies += int((_volumes(klass.shape, block.target) * count).sum())
+            copies += int((volumes(klass.shape, block.target) * count).sum())
             hosts[at] = max(hosts[at], int(count.max(initial=1)))
         needed += copies * scale
         _sends(klass, topology, once[at], fixed)
@@ -70,7 +70,7 @@ def _cut(classes: Sequence[TensorClass], hosts: Ints, once: Ints, fixed: Ints, l
             klass.chains = max(1, klass.chains * room // int(load[worst] - fixed[worst]))
 
 
-def _volumes(shape: tuple[int, ...], holding: Holding) -> Ints:
+def volumes(shape: tuple[int, ...], holding: Holding) -> Ints:
     """Elements of each flat cell."""
     volume = np.ones(1, dtype=np.int64)
     for n, splits in zip(shape, holding.splits, strict=True):
@@ -93,10 +93,10 @@ def _sends(klass: TensorClass, topology: Topology, once: Ints, fixed: Ints) -> N
     if klass.reduction is not None:
         holding = klass.reduction.holding
         peers = klass.reduction.count * np.maximum(holding.count, 1)
-        each = _volumes(klass.shape, holding) * scale // peers
+        each = volumes(klass.shape, holding) * scale // peers
         shared = [(holding, each)]
     else:
-        shared = [(h, _volumes(klass.shape, h) * scale // klass.m2m.replicas) for h in klass.m2m.source]
+        shared = [(h, volumes(klass.shape, h) * scale // klass.m2m.replicas) for h in klass.m2m.source]
     for holding, each in shared:
         cell, k, p = np.nonzero(holding.ranks >= 0)
         agent = topology.source_agent[holding.ranks[cell, k, p]]

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.plan import dtypes
-from etha.plan.program import CONTRIBUTE, FORWARD, MOVE, RESULT
+from etha.plan.carry import carried
+from etha.plan.program import CARRY, CONTRIBUTE, DELIVER, FORWARD, MOVE, RESULT
 from etha.plan.senders import assign
 
 if TYPE_CHECKING:
@@ -62,7 +63,14 @@ class Flows:
 def flows(plan: Plan) -> Flows:
     """Every link of ``plan``; O(links of each class)."""
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
-    sums = {MOVE: _Links(m, n), CONTRIBUTE: _Links(m, m), RESULT: _Links(m, n), FORWARD: _Links(n, n)}
+    sums = {
+        MOVE: _Links(m, n),
+        CONTRIBUTE: _Links(m, m),
+        RESULT: _Links(m, n),
+        FORWARD: _Links(n, n),
+        CARRY: _Links(m, n),
+        DELIVER: _Links(n, n),
+    }
     hops = 0
     for at, klass in enumerate(plan.classes):
         times = np.bincount(plan.turn_of[plan.class_of == at], minlength=klass.turns).astype(np.int64)
@@ -177,6 +185,17 @@ def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> Ite
     source, target, nbytes, times = ranks[m, found.column[w, m, s, q]], copies[m, q], size * klass.itemsize, times[w]
     via = np.full_like(m, -1) if found.via is None else found.via[w, m, s, q]
     hops = 0 if found.depth is None else int(found.depth[w, m, s, q].max(initial=0))
+    if klass.carriers is not None:
+        kind = np.where(via < 0, MOVE, FORWARD)
+        x = carried(klass.carriers, klass.m2m.topology, pieces, found, (w, m, s, q), kind, source, target)
+        if x is not None:
+            nbytes = np.where(x.low >= 0, x.size * klass.itemsize, nbytes[x.row])
+            for one in (CARRY, DELIVER):
+                at = np.flatnonzero(x.kind == one)
+                yield one, (x.source[at], x.target[at], nbytes[at], times[x.row[at]]), 1
+            at = np.flatnonzero(x.carrier < 0)
+            r = x.row[at]
+            source, target, nbytes, times, via, m = source[r], target[r], nbytes[at], times[r], via[r], m[r]
     yield from _passed(MOVE, source, via, copies, m, (target, nbytes, times), hops)
 
 

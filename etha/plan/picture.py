@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from etha.errors import ConfigError
 from etha.plan.explain import size
-from etha.plan.program import MOVE, RESULT
+from etha.plan.program import CONTRIBUTE, inside_target
 
 if TYPE_CHECKING:
     from etha.plan.bounds import Loads, PlanStats
@@ -49,7 +49,7 @@ def _map(figure: Any, axes: Any, plan: Plan, found: Flows) -> None:
 
     m, n = (max(len(h), 1) for h in (plan.topology.source_host, plan.topology.target_host))
     rows, columns = min(m, _MOST_CELLS), min(n, _MOST_CELLS)
-    keep = (found.kind == MOVE) | (found.kind == RESULT)
+    keep = ~inside_target(found.kind) & (found.kind != CONTRIBUTE)
     moved = np.zeros((rows, columns))
     np.add.at(moved, (found.source[keep] * rows // m, found.target[keep] * columns // n), found.nbytes[keep] / 1e6)
     shown = np.ma.masked_less_equal(moved, 0)

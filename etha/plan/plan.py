@@ -21,9 +21,10 @@ from etha.plan import dtypes
 from etha.plan.chunks import TensorClass
 from etha.plan.digest import digest_of
 from etha.plan.fanout import RELAY_BYTES, decide
+from etha.plan.inward import carriers
 from etha.plan.layout import Layout, TensorSpec
 from etha.plan.m2m import M2M, Holding, Topology, holdings
-from etha.plan.program import CONTRIBUTE, FORWARD, RankPlan, Region, Template
+from etha.plan.program import CONTRIBUTE, RankPlan, Region, Template, inside_target
 from etha.plan.reduction import Reduction, reduce_op
 from etha.plan.sheet import Sheet
 from etha.plan.violations import Problem, coverage_problems, name_violations, spec_problems
@@ -102,6 +103,9 @@ class Plan:
                 self.classes.append(entry)
         if self.relay is not None:
             decide(self.classes, self.topology, self.relay)
+            through = carriers(self.classes, self.topology)
+            for klass in self.classes:
+                klass.carriers = through if klass.nbytes >= self.relay and klass.reduction is None else None
         self._entry_of = np.array(numbers, dtype=np.int64)
         self.class_of = np.array([planned[at] for at in numbers], dtype=np.int64)
         turn = np.array(turns, dtype=np.int64)
@@ -199,12 +203,12 @@ class Plan:
     def ends(self, kind: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
         """(sender, receiver) of rows as ranks of both sides together, those of the target after the source's."""
         m = len(self.topology.source_host)
-        return source + m * (kind == FORWARD), target + m * (kind != CONTRIBUTE)
+        return source + m * inside_target(kind), target + m * (kind != CONTRIBUTE)
 
     def rounds(self, kind: Ints, source: Ints, target: Ints) -> Ints:
         """(target - source) mod ranks: in a round each rank has at most one partner per direction."""
         m, n = len(self.topology.source_host), len(self.topology.target_host)
-        ranks = np.where(kind == CONTRIBUTE, max(m, 1), np.where(kind == FORWARD, max(n, 1), max(m, n, 1)))
+        ranks = np.where(kind == CONTRIBUTE, max(m, 1), np.where(inside_target(kind), max(n, 1), max(m, n, 1)))
         return (target - source) % ranks
 
     def digest(self) -> str:

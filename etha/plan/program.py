@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,17 @@ import torch
 Ints = npt.NDArray[np.int64]
 
 #: kind: source tensor -> target tensor; contributor's tensor -> slot at the owner; slot -> target tensor;
-#: target tensor of one rank, which has got it by an earlier row, -> target tensor of another.
-MOVE, CONTRIBUTE, RESULT, FORWARD = 0, 1, 2, 3
+#: target tensor of one rank, which has got it by an earlier row, -> target tensor of another; source tensor ->
+#: packed, on a rank of the target side that need not hold it; packed, by that earlier row, -> target tensor.
+MOVE, CONTRIBUTE, RESULT, FORWARD, CARRY, DELIVER = 0, 1, 2, 3, 4, 5
 #: role, from the plan's own rank: both ends on one agent; this rank sends; this rank receives.
 LOCAL, SEND, RECV = 0, 1, 2
+
+
+def inside_target(kind: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which rows are from rank to rank of the target side."""
+    passed: npt.NDArray[np.bool_] = (kind == FORWARD) | (kind == DELIVER)
+    return passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +38,8 @@ class Region:
 
     Offsets are indices into the dim of the two ends' local tensors; for CONTRIBUTE the target end and
     for RESULT the source end is the dense slot. Both ends of a FORWARD are local tensors of the target
-    side. A 0-d tensor has no dims and one element.
+    side; the target end of a CARRY and the source end of its DELIVER are the region itself, packed densely.
+    A 0-d tensor has no dims and one element.
     """
 
     dims: tuple[Ints, ...]

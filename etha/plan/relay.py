@@ -52,6 +52,13 @@ class Trees:
         found[only] = True
         return np.flatnonzero(found).astype(np.int64)
 
+    def ends(self, copies: Ints) -> Bools:
+        """(N, copies): alone on its host, and no host comes after it."""
+        g = np.maximum(self.group[:, copies], 0)
+        size = np.take_along_axis(self.bounds, g + 1, axis=1) - np.take_along_axis(self.bounds, g, axis=1)
+        alone: Bools = (size == 1) & (self.groups == self.chains)[:, None]
+        return alone
+
     def routes(self, rail: Ints, slices: int, copies: Ints) -> tuple[Ints, Ints]:
         """(the copy that passes each slice on, -1 for the source; its hop), (W, N, S, copies); rail (W, N)."""
         at = np.arange(len(self.far), dtype=np.int64)[:, None]

@@ -39,6 +39,7 @@ class Assignment:
     dim: Ints
     via: Ints | None = None
     depth: Ints | None = None
+    ends: Bools | None = None  # (pieces, copies): nobody else gets it from this copy; None where so for all
 
 
 def assign(
@@ -128,10 +129,11 @@ def assign(
     if near_column is not None:
         column = np.where(near[:, None, :], near_column[:, :, None, :], column)
         valid = np.where(near[:, None, :], (s == 0)[:, None], valid)
-    via = depth = None
+    via = depth = ends = None
     if tree is not None:
         rail = number + np.arange(turns, dtype=np.int64)[:, None]
         via, depth = tree.routes(rail, len(s), one)
+        ends = tree.ends(one)
         via, depth = np.where(far[:, None, :], via, -1), np.where(far[:, None, :], depth, 0)
     return Assignment(
         copies=one,
@@ -142,6 +144,7 @@ def assign(
         dim=dim,
         via=via,
         depth=depth,
+        ends=ends,
     )
 
 

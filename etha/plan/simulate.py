@@ -13,7 +13,7 @@ import torch
 
 from etha.errors import PlanError, Violation
 from etha.plan.layout import TensorSpec
-from etha.plan.program import CONTRIBUTE, FORWARD, RESULT, Region, Slot
+from etha.plan.program import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Slot
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -35,6 +35,7 @@ def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
     owners = sorted({r for name in plan.names for r in plan.source[name].holders()})
     with torch.no_grad():
         slots = _reduce(plan, owners, source)
+        taken: dict[tuple[int, int], torch.Tensor] = {}
         passed: list[tuple[int, int, int, int, Region]] = []
         moved: list[list[tuple[torch.Tensor, Region, torch.Tensor]]] = [[] for _ in plan.names]
         for rank in receivers:
@@ -42,6 +43,14 @@ def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
             for row in range(len(rp)):
                 region, tensor = rp.region(row), int(rp.tensor[row])
                 name = plan.names[tensor]
+                if rp.kind[row] == CARRY:
+                    taken[rank, row] = pack(source[int(rp.source[row])][name], region, 0).to(plan.wire_dtype(tensor))
+                    continue
+                if rp.kind[row] == DELIVER:
+                    if rp.source[row] == rank:
+                        dense = taken[rank, int(rp.depends[row])]
+                        moved[tensor].append((target[int(rp.target[row])][name], region, dense))
+                    continue
                 if rp.kind[row] == FORWARD:
                     if rp.target[row] == rank:
                         passed.append((int(rp.phase[row]), tensor, int(rp.source[row]), rank, region))

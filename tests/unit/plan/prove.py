@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from etha.plan import CONTRIBUTE, FORWARD, LOCAL, RECV, SEND, Plan, build_plan, simulate
+from etha.plan import CONTRIBUTE, DELIVER, FORWARD, LOCAL, RECV, SEND, Plan, build_plan, simulate
 from tests.unit.plan.truth import Case, random_case
 
 
@@ -54,7 +54,7 @@ def check_links(plan: Plan, sources: list[int], targets: list[int]) -> None:
                 inside = rp.kind[i] == CONTRIBUTE
                 row = (int(rp.kind[i]), int(rp.tensor[i]), int(rp.index[i]), int(rp.nbytes[i]), int(rp.phase[i]),
                        int(rp.round[i]), region, rp.slots[rp.slot[i]] if rp.slot[i] >= 0 else None)  # fmt: skip
-                passed = rp.kind[i] == FORWARD
+                passed = rp.kind[i] in (FORWARD, DELIVER)
                 assert not passed or rp.target[i] == rank or (rp.depends[i] >= 0 and
                                                               rp.phase[rp.depends[i]] < rp.phase[i])  # fmt: skip
                 link = ("in" if inside else "on" if passed else "out", int(rp.source[i]), int(rp.target[i]))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from etha.plan import CONTRIBUTE, FORWARD, LOCAL, RESULT, Layout, Plan, TensorSpec, build_plan
+from etha.plan import CONTRIBUTE, DELIVER, FORWARD, LOCAL, RESULT, Layout, Plan, TensorSpec, build_plan
 from etha.plan.bounds import bounds, nics_of_hosts
 from etha.plan.density import densest
 from etha.plan.flows import flows
@@ -104,7 +104,7 @@ def check_loads(plan: Plan) -> None:
     for kind, source, target, nbytes, here in rows_of_ranks(plan):
         links[kind, source, target] += nbytes
         rows[kind, source, target] += 1
-        sender, receiver = source + m * (kind == FORWARD), target + m * (kind != CONTRIBUTE)
+        sender, receiver = source + m * (kind in (FORWARD, DELIVER)), target + m * (kind != CONTRIBUTE)
         local += nbytes * here
         if not here and hosts[sender] != hosts[receiver]:
             ranks_out[sender] += nbytes

@@ -16,10 +16,24 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from etha.errors import EthaError
-from etha.plan import CONTRIBUTE, FORWARD, MOVE, RESULT, Layout, Plan, Region, Slot, TensorSpec, build_plan, simulate
+from etha.plan import (
+    CARRY,
+    CONTRIBUTE,
+    DELIVER,
+    FORWARD,
+    MOVE,
+    RESULT,
+    Layout,
+    Plan,
+    Region,
+    Slot,
+    TensorSpec,
+    build_plan,
+    simulate,
+)
 from etha.plan.program import Template
 
-SHAPE = (12, 10)
+SHAPE = (48, 10)
 Change = Callable[[Template, int, random.Random], Template | None]
 
 
@@ -28,14 +42,14 @@ def hosts(name: str, ranks: int, each: int) -> list[str]:
 
 
 def plans() -> Iterator[Plan]:
-    """Moves, moves from replicas in slices, sums, chains of hosts, sums that are passed on."""
+    """Moves, moves from replicas in slices, sums, chains of hosts, sums that are passed on, carried moves."""
     rows, columns, all_ = Layout((4,), [Shard(0)]), Layout((3,), [Shard(1)]), Layout.replicated(6)
     sums, twice = Layout((2, 2), [Partial(), Shard(0)]), Layout((2, 2), [Replicate(), Shard(0)])
     for source, target, relay in (
-        (rows, columns, False), (twice, columns, False), (sums, columns, False),
-        (rows, all_, True), (twice, all_, True), (sums, all_, True),
+        (rows, columns, 0), (twice, columns, 0), (sums, columns, 0),
+        (rows, all_, 2), (twice, all_, 2), (sums, all_, 2), (rows, columns, 3), (twice, columns, 3),
     ):  # fmt: skip
-        where = {"source_hosts": hosts("s", 4, 2), "target_hosts": hosts("t", 6, 2)} if relay else {}
+        where = {"source_hosts": hosts("s", 4, 2), "target_hosts": hosts("t", 6, relay)} if relay else {}
         here, there = (TensorSpec(SHAPE, torch.float32, layout) for layout in (source, target))
         yield build_plan({"w": here}, {"w": there}, relay_bytes=0, **where)  # type: ignore[arg-type]
 
@@ -123,9 +137,12 @@ MUTATIONS: dict[str, Change] = {
     "bytes + 4": column("nbytes", 4), "bytes - 4": column("nbytes", -4),
     "contribution + 1": column("index", 1, CONTRIBUTE), "contribution - 1": column("index", -1, CONTRIBUTE),
     "slot + 1": column("slot", 1, RESULT), "slot - 1": column("slot", -1, RESULT),
-    "brought by the next": column("depends", 1, FORWARD), "brought by the one before": column("depends", -1, FORWARD),
+    "brought by the next": column("depends", 1, FORWARD, DELIVER),
+    "brought by the one before": column("depends", -1, FORWARD, DELIVER),
     "a move passed on": column("kind", FORWARD - MOVE, MOVE),
     "passed on as a move": column("kind", MOVE - FORWARD, FORWARD),
+    "a move carried": column("kind", CARRY - MOVE, MOVE), "carried as a move": column("kind", MOVE - CARRY, CARRY),
+    "handed on as passed on": column("kind", FORWARD - DELIVER, DELIVER),
     "a result passed on": column("kind", FORWARD - RESULT, RESULT),
     **{f"{what} {by:+d} in dim {dim}": region(end, by, dim) for dim in (0, 1)
        for end, what in enumerate(("read", "write", "length")) for by in (1, -1)},
@@ -137,7 +154,7 @@ MUTATIONS: dict[str, Change] = {
 
 def harmless(plan: Plan) -> bool:
     """Whether the mutated plan still moves the right values, by running it."""
-    full = torch.arange(120, dtype=torch.float32).reshape(SHAPE)
+    full = torch.arange(480, dtype=torch.float32).reshape(SHAPE)
     source, target = ({r: {"w": torch.zeros(spec.local_shape(r) or ())} for r in spec.holders()}
                       for spec in (plan.source["w"], plan.target["w"]))  # fmt: skip
     for side, tensors in (("source", source), ("target", target)):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from etha.plan import FORWARD, MOVE, Layout, Plan, TensorSpec, buckets, build_plan
+from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, buckets, build_plan
 from tests.unit.plan.relayed import prove_relayed
 from tests.unit.plan.test_bounds import check_loads
 
@@ -28,7 +28,8 @@ def test_random_relays_are_exact_and_proven(part: int) -> None:
         found = plan.survey().flows
         seen["passed"] += bool((found.kind == FORWARD).any())
         seen["chains"] += found.hops > 1
-    assert seen["passed"] > PART // 3 and seen["chains"] > PART // 10
+        seen["carried"] += bool((found.kind == CARRY).any())
+    assert seen["passed"] > PART // 3 and seen["chains"] > PART // 10 and seen["carried"] > 1
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -98,6 +99,17 @@ def test_small_tensors_and_those_that_widen_go_directly() -> None:
     assert not forwards(plan_of(source, wide, 4))
     narrow = TensorSpec(target.shape, torch.bfloat16, target.layout)
     assert forwards(plan_of(source, narrow, 4, relay_bytes=FULL // 2))
+
+
+def test_idle_nics_carry_for_busy_ones() -> None:
+    """Columns 3, 3 and 2 of one host: the third rank takes in for the other two."""
+    source, target = (spec((n,), Shard(d), shape=(1024, 8)) for n, d in ((4, 0), (3, 1)))
+    plan = plan_of(source, target, 4)
+    assert {CARRY, DELIVER} <= set(plan.survey().flows.kind.tolist())
+    s = plan.stats()
+    assert s.quality < 1.02 < 3 * 3 / 8
+    plan.check()
+    check_loads(plan)
 
 
 def forwards(plan: Plan) -> bool:
