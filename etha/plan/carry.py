@@ -41,6 +41,7 @@ class Carriers:
 
     def split(self, topology: Topology, source: Ints, target: Ints, may: Bools, extent: Ints) -> Split | None:
         """How rows ``source`` -> ``target`` that ``may`` be split are, along ``extent``; None where none is."""
+        source = np.where(may, source, 0)  # rows that may not be split come from target ranks, some of them
         wire = (topology.source_host[source] != topology.target_host[target]) & (
             topology.source_agent[source] != topology.target_agent[target]
         )
