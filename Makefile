@@ -33,11 +33,12 @@ lint: install
 	$(BIN)/mypy --strict etha
 
 # Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too. What
-# starts no jobs runs beside them: they wait for processes more than they compute. (5: no test was selected here.)
+# starts no jobs runs beside them, in the time that they leave: they wait for processes more than they compute, and
+# some say within how long. (5: no test was selected here.)
 test: lint
 	@$(PRIVATE) \
 	run="$(BIN)/python -m pytest -p no:cacheprovider -m" select="not proof and not faults and not chaos and not soak"; \
-	$$run "$$select" tests --ignore tests/flow --ignore tests/faults $(PYTEST) >"$$tmp/pure" 2>&1 & pure=$$!; \
+	nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults $(PYTEST) >"$$tmp/pure" 2>&1 & pure=$$!; \
 	trap 'kill $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
 	jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three $(PYTEST) || jobs=$$?; \
 	rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
