@@ -209,7 +209,7 @@ async def test_a_frozen_agent_hangs_no_call_and_serves_on_when_it_thaws(tmp_path
     assert (task.cancelled(), told) == (True, [None])
     with pytest.raises(AgentLostError, match="Descriptors"):
         await link.send_descriptors({}, [0], timeout=0)
-    assert time.monotonic() - begin < 0.2 + 0.1 + 3 * GRACE + 1.0
+    assert time.monotonic() - begin < 0.2 + 0.1 + 3 * GRACE + 2.0  # what is added is for a busy machine
     process.kill(signal.SIGCONT)
     assert await link.request(Echo(text="thawed"), timeout=5.0) == Echo(text="thawed")
     await link.close()
