@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +14,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import etha
-from etha.errors import ConfigError, PeerLostError, TransferAbortedError, TransferError
+from etha.errors import AgentLostError, ConfigError, PeerLostError, TransferAbortedError, TransferError
 
 from .sides import Member, Sides
-from .sites import Site
+from .sites import Site, open_site
 from .ways import Way
 
 EVERY_WAY = pytest.mark.ways(*Way)
@@ -250,3 +252,15 @@ def test_the_blocking_client(site: Site, pair: str) -> None:
             assert recv.transfer("recv").version == 2
             assert newer.result(30).version == 2
             assert target.unique().tolist() == [2]
+
+
+async def test_an_agent_killed_while_a_snapshot_waits(pair: str) -> None:
+    with open_site(Way.LOCAL) as site:
+        async with Both(site, pair) as both:
+            futures = await both.snapshot(1)
+            os.kill((await both.sides.clients["trainer", 0].status())["agent"]["pid"], signal.SIGKILL)
+            for future in futures:
+                with pytest.raises(AgentLostError):
+                    await future
+            with pytest.raises((AgentLostError, PeerLostError)):
+                await both.handles["trainer", 0].transfer("send", snapshot=True)
