@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etha.plan.bounds import PlanStats
 from etha.plan.buckets import Bucket, buckets
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.layout import Layout
 from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.model import Links
 from etha.plan.plan import Plan, build_plan, violations
@@ -24,6 +24,7 @@ from etha.plan.program import (
 )
 from etha.plan.sides import Side, describe, side_from_plain
 from etha.plan.simulate import simulate
+from etha.plan.spec import TensorSpec
 
 __all__ = [
     "CARRY",

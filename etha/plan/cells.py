@@ -2,7 +2,8 @@
 
 A *cell* is what one coordinate of a dim's sharding axes keeps; all ranks with that coordinate own it.
 Everything is arrays of runs over one dim: nothing of the tensor's size. The composed list of a cell
-is always ascending, so an element's local index is its place in the cell's list.
+is always ascending, so an element's local index is its place in the cell's list. The cells of splits tile
+the dim; a region has one cell, which may leave gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import LayoutError
-from etha.plan.placement import Splits
+from etha.plan.kept import Kept
+from etha.plan.placement import Cut, Splits
 
 Ints = npt.NDArray[np.int64]
 #: More runs than this in one dim is a mistake, or an attack.
@@ -41,7 +43,7 @@ class DimTable:
 class Joint:
     """Several cuts of one dim laid over each other: ``cell`` is a cell of all of them at once.
 
-    ``offset[g]`` is the run's place in the list of grid g's cell, ``part[g][cell]`` that cell.
+    ``offset[g]`` is the run's place in the list of grid g's cell, ``part[g][cell]`` that cell, -1 in a gap of it.
     """
 
     start: Ints
@@ -105,10 +107,17 @@ def _cut(sizes: Ints, parts: int, factor: int) -> tuple[Ints, Ints, Ints, Ints]:
     return new[keep], lo[keep], hi[keep], offset[keep]
 
 
+def count(splits: Cut) -> int:
+    """Cells of a dim that is cut so."""
+    return 1 if isinstance(splits, Kept) else math.prod(cut[0] for cut in splits)
+
+
 @lru_cache(maxsize=16384)
-def table(n: int, splits: Splits) -> DimTable:
+def table(n: int, splits: Cut) -> DimTable:
     """The runs of all cells of a dim of ``n`` elements; cells in C-order of their axes in mesh order."""
-    total = math.prod(cut[0] for cut in splits)
+    if isinstance(splits, Kept):
+        return _kept(n, splits)
+    total = count(splits)
     if total > MAX_RUNS:
         raise LayoutError(f"one dim is cut into {total} cells")
     zero = np.zeros(1 if n else 0, dtype=np.int64)
@@ -142,6 +151,15 @@ def table(n: int, splits: Splits) -> DimTable:
     return _frozen(DimTable(start=start[order], stop=stop[order], cell=cell[order], offset=offset[order], sizes=sizes))
 
 
+def _kept(n: int, kept: Kept) -> DimTable:
+    if kept.end > n:
+        raise LayoutError(f"a region reaches to {kept.end} in a dim of {n} elements")
+    start, stop = np.array(kept.runs, dtype=np.int64).reshape(-1, 2).T.copy()
+    offset = np.cumsum(stop - start) - (stop - start)
+    sizes = np.array([kept.size], dtype=np.int64)
+    return _frozen(DimTable(start=start, stop=stop, cell=np.zeros_like(start), offset=offset, sizes=sizes))
+
+
 def _merge(start: Ints, cell: Ints, offset: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Join runs of a cell that touch; input in order of (cell, offset), lengths implied by the offsets."""
     if not len(start):
@@ -161,7 +179,7 @@ def _frozen(found: DimTable) -> DimTable:
 
 
 @lru_cache(maxsize=16384)
-def joint(n: int, grids: tuple[Splits, ...]) -> Joint:
+def joint(n: int, grids: tuple[Cut, ...]) -> Joint:
     """The cuts of several grids over each other; with one grid, its own table."""
     tables = [table(n, splits) for splits in grids]
     if len(tables) == 1:
@@ -171,11 +189,14 @@ def joint(n: int, grids: tuple[Splits, ...]) -> Joint:
         return Joint(
             start=only.start, stop=only.stop, cell=only.cell, offset=(only.offset,), part=(whole,), cells=cells
         )
-    points = np.unique(np.concatenate([t.start for t in tables])).astype(np.int64)
+    points = _points(n, *tables)
     rows = [np.searchsorted(t.start, points, "right") - 1 for t in tables]
-    stack = np.stack([t.cell[r] for t, r in zip(tables, rows, strict=True)], axis=1)
+    stack = np.stack([_cells_at(t, r, points) for t, r in zip(tables, rows, strict=True)], axis=1)
     names, cell = np.unique(stack, axis=0, return_inverse=True)
-    offset = tuple(t.offset[r] + points - t.start[r] for t, r in zip(tables, rows, strict=True))
+    offset = tuple(
+        t.offset[r] + points - t.start[r] if len(t.start) else np.zeros_like(points)
+        for t, r in zip(tables, rows, strict=True)
+    )
     return Joint(
         start=points,
         stop=np.append(points[1:], n).astype(np.int64)[: len(points)],
@@ -186,13 +207,31 @@ def joint(n: int, grids: tuple[Splits, ...]) -> Joint:
     )
 
 
+def _points(n: int, *tables: DimTable | Joint) -> Ints:
+    """Where a run of any of the tables begins or stops."""
+    found = np.unique(np.concatenate([*(t.start for t in tables), *(t.stop for t in tables)]))
+    return found[found < n].astype(np.int64)
+
+
+def _cells_at(held: DimTable, row: Ints, points: Ints) -> Ints:
+    """The cell of each point, -1 in a gap; ``row`` is the last run that begins at the point or before it."""
+    if not len(held.start):
+        return np.full(len(points), -1, dtype=np.int64)
+    return np.where((row >= 0) & (points < held.stop[row]), held.cell[row], -1)
+
+
 @lru_cache(maxsize=16384)
-def overlay(n: int, source: tuple[Splits, ...], target: Splits) -> Overlay:
-    """All pairs of one joint source cell and one target cell of a dim, with their runs."""
+def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
+    """All pairs of one joint source cell and one target cell of a dim, with their runs; the source has no gaps."""
     left, right = joint(n, source), table(n, target)
-    points = np.union1d(left.start, right.start)
-    a, b = np.searchsorted(left.start, points, "right") - 1, np.searchsorted(right.start, points, "right") - 1
+    gaps = isinstance(target, Kept)
+    points = _points(n, left, right) if gaps else np.union1d(left.start, right.start)
     length = np.append(points[1:], n)[: len(points)] - points
+    b = np.searchsorted(right.start, points, "right") - 1
+    if gaps:
+        inside = _cells_at(right, b, points) >= 0
+        points, length, b = points[inside], length[inside], b[inside]
+    a = np.searchsorted(left.start, points, "right") - 1
     key = right.cell[b] * max(left.cells, 1) + left.cell[a]
     order = np.argsort(key, kind="stable")
     key, length = key[order], length[order]
@@ -219,7 +258,7 @@ def overlay(n: int, source: tuple[Splits, ...], target: Splits) -> Overlay:
     by_source = []
     for g, splits in enumerate(source):
         cell = left.part[g][source_cell]
-        by_source.append((np.argsort(cell, kind="stable"), _pointers(cell, math.prod(cut[0] for cut in splits))))
+        by_source.append((np.argsort(cell, kind="stable"), _pointers(cell, count(splits))))
     return Overlay(
         source=source_cell,
         target=target_cell,

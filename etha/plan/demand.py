@@ -70,6 +70,9 @@ class _HostSets:
         self._known: dict[tuple[Hosts, ...], int] = {}
         self._sets: list[tuple[Hosts, ...]] = []
         self._of: dict[int, tuple[Holding, Ints]] = {}
+        #: Number of the empty set: nobody keeps what lies in a gap.
+        self.nobody = self._known[(frozenset(),)] = 0
+        self._sets.append((frozenset(),))
 
     def of(self, holding: Holding, side: int) -> Ints:
         """Number of the set of each cell, (cells,)."""
@@ -113,12 +116,14 @@ def _of_class(klass: TensorClass, sets: _HostSets) -> dict[tuple[int, ...], int]
         sizes = (sizes[:, None] * each).reshape(-1)
     columns = []
     for g, holding in enumerate(grids):
-        flat = np.zeros(1, dtype=np.int64)
+        flat, gap = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.bool_)
         for d, (joint, count) in enumerate(zip(joints, holding.cells, strict=True)):
             part = joint.part[g]
-            flat = (flat[:, None] * count + part).reshape(-1)
+            flat = (flat[:, None] * count + np.maximum(part, 0)).reshape(-1)
+            gap = (gap[:, None] | (part < 0)).reshape(-1)
             assert len(part) == joint.cells, d
-        columns.append(sets.of(holding, int(g >= len(origin)))[flat])
+        found = sets.of(holding, int(g >= len(origin)))[flat]
+        columns.append(np.where(gap, sets.nobody, found) if gap.any() else found)
     names, at = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     total = np.zeros(len(names), dtype=np.int64)
     np.add.at(total, at.reshape(-1), sizes)

@@ -6,8 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from etha.plan import dtypes
-from etha.plan.layout import TensorSpec
 from etha.plan.m2m import MIN_SLICE
+from etha.plan.spec import TensorSpec
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -17,7 +17,7 @@ _FORMAT = "etha-plan-2"
 
 def digest_of(plan: Plan) -> str:
     """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
-    h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE} {plan.relay}".encode())
+    h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE} {plan.relay} {plan.carry}".encode())
     t = plan.topology
     for array in (t.source_host, t.target_host, t.source_agent, t.target_agent):
         h.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())

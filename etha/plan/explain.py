@@ -11,10 +11,11 @@ import numpy.typing as npt
 from etha.plan import dtypes
 from etha.plan.bounds import Bounds, Loads, PlanStats, nics_of_hosts
 from etha.plan.flows import Flows
-from etha.plan.layout import TensorSpec
+from etha.plan.layout import Layout
 from etha.plan.model import Links, predict
 from etha.plan.program import CONTRIBUTE, inside_target
 from etha.plan.segments import ZERO_COPY, packing
+from etha.plan.spec import TensorSpec
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan
@@ -23,6 +24,9 @@ Ints = npt.NDArray[np.int64]
 _DISTANCE = ("local", "host", "wire")
 _LINKS = 6
 _CLASSES = 24
+#: Layouts of one tensor, and characters of a region's runs, that are shown.
+_PARTS = 4
+_RUNS = 60
 
 
 def size(nbytes: float) -> str:
@@ -144,10 +148,18 @@ def _classes(plan: Plan) -> Iterator[str]:
 
 
 def _layouts(spec: TensorSpec) -> str:
-    def one(mesh: tuple[int, ...], axes: str) -> str:
-        return f"{'x'.join(map(str, mesh))} [{axes}]"
+    def one(part: Layout) -> str:
+        if part.kept is not None:
+            return f"{part.ranks.size} [{' x '.join(_short(str(kept)) for kept in part.kept)}]"
+        return f"{'x'.join(map(str, part.mesh_shape))} [{', '.join(str(a) for a in part.axes)}]"
 
-    return " and ".join(one(part.mesh_shape, ", ".join(str(a) for a in part.axes)) for part in spec.layouts)
+    shown = [one(part) for part in spec.layouts[:_PARTS]]
+    more = len(spec.layouts) - len(shown)
+    return " and ".join([*shown, f"{more} more"] if more else shown)
+
+
+def _short(runs: str) -> str:
+    return runs if len(runs) <= _RUNS else f"{runs[: _RUNS - 3]}..."
 
 
 def _links(found: Flows) -> Iterator[str]:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import LayoutError
-from etha.plan.placement import Axis, Splits, splits_of
+from etha.plan.kept import Kept
+from etha.plan.placement import Axis, Cut, splits_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -22,7 +23,7 @@ class Grid:
     C-order over the Partial axes, P replicas in C-order over the Replicate axes.
     """
 
-    splits: tuple[Splits, ...]
+    splits: tuple[Cut, ...]
     ranks: Ints
     partial: tuple[tuple[Axis, int], ...]
 
@@ -46,3 +47,12 @@ def grid_of(axes: tuple[Axis, ...], ranks: Ints, ndim: int, *, literal: bool) ->
     table = np.ascontiguousarray(ranks.transpose(order)).reshape(-1, k, p)
     table.flags.writeable = False
     return Grid(splits=splits, ranks=table, partial=tuple((axes[a], ranks.shape[a]) for a in partial))
+
+
+def grid_of_region(product: tuple[Kept, ...], ranks: Ints, ndim: int) -> Grid:
+    """All of ``ranks`` hold the same part: one cell, and as many replicas."""
+    if len(product) != ndim:
+        raise LayoutError(f"a region of {len(product)} dims of a tensor of {ndim} dims")
+    table = np.ascontiguousarray(ranks).reshape(1, 1, -1)
+    table.flags.writeable = False
+    return Grid(splits=product, ranks=table, partial=())

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.plan import cells
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.layout import Layout
+from etha.plan.spec import TensorSpec
 
 Ints = npt.NDArray[np.int64]
 

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.errors import LayoutError
+from etha.plan import cells
 from etha.plan.layout import Layout
-from etha.plan.placement import Axis, Splits
+from etha.plan.placement import Axis, Cut
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -100,7 +101,7 @@ class Holding:
     ``count`` (cells,) are the replicas of each cell that are complete: all K contributions present.
     """
 
-    splits: tuple[Splits, ...]
+    splits: tuple[Cut, ...]
     ranks: Ints
     count: Ints
     partial: tuple[tuple[Axis, int], ...]
@@ -116,12 +117,12 @@ class Holding:
     @property
     def cells(self) -> tuple[int, ...]:
         """Cells of each dim."""
-        return tuple(int(np.prod([cut[0] for cut in s], dtype=np.int64)) for s in self.splits)
+        return tuple(cells.count(s) for s in self.splits)
 
 
 def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: int, order: Ints) -> list[Holding]:
     """The layouts of one name as holders; layouts that cut alike become one, their ranks replicas."""
-    groups: dict[tuple[tuple[Splits, ...], tuple[tuple[Axis, int], ...]], list[Ints]] = {}
+    groups: dict[tuple[tuple[Cut, ...], tuple[tuple[Axis, int], ...]], list[Ints]] = {}
     for layout in sorted(layouts, key=lambda part: int(part.ranks.min())):
         grid = layout.grid(ndim)
         groups.setdefault((grid.splits, grid.partial), []).append(grid.ranks)

@@ -13,9 +13,11 @@ import numpy as np
 
 from etha.errors import LayoutError, Violation
 from etha.plan import cells
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.kept import Kept, Product
+from etha.plan.layout import Layout
 from etha.plan.mesh import check_shape
 from etha.plan.placement import Splits
+from etha.plan.spec import TensorSpec
 
 #: Sizes tried for one dim before the user is asked for ``shapes=``.
 _MAX_CANDIDATES = 1 << 20
@@ -25,8 +27,10 @@ def merge_layouts(name: str, side: str, by_rank: Mapping[int, Layout]) -> tuple[
     """The layouts of one name, from the layout that each rank described; and what disagrees.
 
     Equal descriptions are one layout. Different ones must be over disjoint ranks, each then holds the
-    whole tensor. Sorted by their lowest rank, so that every rank derives the same.
+    whole tensor, or a region of it; equal regions of single ranks become one. Sorted by their lowest rank, so
+    that every rank derives the same.
     """
+    by_rank = _equal_regions(by_rank)
     described: dict[Layout, list[int]] = {}
     for rank in sorted(by_rank):
         described.setdefault(by_rank[rank], []).append(rank)
@@ -46,6 +50,18 @@ def merge_layouts(name: str, side: str, by_rank: Mapping[int, Layout]) -> tuple[
                 )
                 found.append(_layout(name, side, described[other][0], text))
     return tuple(layouts), found
+
+
+def _equal_regions(by_rank: Mapping[int, Layout]) -> Mapping[int, Layout]:
+    """Ranks describe regions each for itself; those that keep the same share one layout."""
+    ranks: dict[Product, list[int]] = {}
+    for rank, layout in sorted(by_rank.items()):
+        if layout.kept is not None and layout.mesh_shape == (1,) and rank in layout:
+            ranks.setdefault(layout.kept, []).append(rank)
+    if all(len(same) == 1 for same in ranks.values()):
+        return by_rank
+    merged = {r: one for same in ranks.values() for one in [by_rank[same[0]].held_by(same)] for r in same}
+    return {**by_rank, **merged}
 
 
 def _layout(name: str, side: str, rank: int | None, text: str) -> Violation:
@@ -73,6 +89,8 @@ def infer_global_shape(
     outside = [rank for rank in ranks if rank not in layout]
     if outside:
         return None, f"ranks {outside[:8]} hold it but are not in the mesh of {layout}"
+    if layout.kept is not None:
+        return None, f"{layout} does not tell it; give the global shape in shapes="
     readings = [layout]
     if layout.has_strided and layout.strided == "auto":
         readings.append(layout.with_reading("literal"))
@@ -92,6 +110,7 @@ def _infer(layout: Layout, ndim: int, shapes: Mapping[int, tuple[int, ...]]) -> 
     grid = layout.grid(ndim)
     sizes = []
     for dim, splits in enumerate(grid.splits):
+        assert not isinstance(splits, Kept)
         seen: dict[int, tuple[int, int]] = {}  # cell -> (local size, a rank that has it)
         for rank, shape in shapes.items():
             where = layout.cell(ndim, rank)

@@ -50,6 +50,22 @@ def read_mesh(mesh: Any) -> tuple[tuple[int, ...], Ints | None]:
     return ranks.shape, check_ranks(ranks.astype(np.int64))
 
 
+def mesh_from_plain(plain: object) -> tuple[tuple[int, ...], Ints | None]:
+    """(shape, table of ranks or None for 0..n-1) of {"shape": [...], "ranks": [...] | None}; untrusted."""
+    match plain:
+        case {"shape": list() | tuple() as shape, "ranks": ranks, **more} if not more:
+            sizes = check_mesh_shape(shape)
+        case _:
+            raise LayoutError(f"not the mesh of a layout: {str(plain)[:200]}")
+    if ranks is None:
+        return sizes, None
+    if not isinstance(ranks, (list, tuple)) or not all(type(r) is int for r in ranks):
+        raise LayoutError("the ranks of a mesh are a flat list of integers, or null for 0..n-1")
+    if len(ranks) != math.prod(sizes) or not all(0 <= r < MAX_RANKS for r in ranks):
+        raise LayoutError(f"{len(ranks)} ranks, in 0..{MAX_RANKS - 1}, do not fill a mesh of shape {sizes}")
+    return sizes, check_ranks(np.array(ranks, dtype=np.int64).reshape(sizes))
+
+
 def check_mesh_shape(shape: Sequence[Any]) -> tuple[int, ...]:
     """``shape`` as a tuple of positive ints; LayoutError otherwise."""
     if len(shape) > 32 or not all(type(m) is int and 0 < m <= MAX_RANKS for m in shape):

@@ -22,11 +22,12 @@ from etha.plan.chunks import TensorClass
 from etha.plan.digest import digest_of
 from etha.plan.fanout import RELAY_BYTES, decide
 from etha.plan.inward import carriers
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.layout import Layout
 from etha.plan.m2m import M2M, Holding, Topology, holdings
 from etha.plan.program import CONTRIBUTE, RankPlan, Region, Template, inside_target
 from etha.plan.reduction import Reduction, reduce_op
 from etha.plan.sheet import Sheet
+from etha.plan.spec import TensorSpec
 from etha.plan.violations import Problem, coverage_problems, name_violations, spec_problems
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Plan:
         topology: Topology,
         *,
         relay: int | None = None,
+        carry: bool = True,
     ) -> None:
         self.source: Mapping[str, TensorSpec] = MappingProxyType(dict(source))
         self.target: Mapping[str, TensorSpec] = MappingProxyType(dict(target))
@@ -60,6 +62,8 @@ class Plan:
         self.topology = topology
         #: From how many bytes on tensors enter a host once and are passed on; None where none are.
         self.relay = relay
+        #: Whether idle NICs of a host take in for busy ones.
+        self.carry = carry
         self.classes: list[TensorClass] = []
         #: Of each tensor: its class (-1 without one) and its turn in the rotation of that class.
         self.class_of: Ints
@@ -103,7 +107,7 @@ class Plan:
                 self.classes.append(entry)
         if self.relay is not None:
             decide(self.classes, self.topology, self.relay)
-            through = carriers(self.classes, self.topology)
+            through = carriers(self.classes, self.topology) if self.carry else None
             for klass in self.classes:
                 klass.carriers = through if klass.nbytes >= self.relay and klass.reduction is None else None
         self._entry_of = np.array(numbers, dtype=np.int64)
@@ -267,12 +271,14 @@ def build_plan(
     target_agents: Sequence[str] | None = None,
     fan_out: str = "relay",
     relay_bytes: int = RELAY_BYTES,
+    carry: bool = True,
 ) -> Plan:
     """Plan every tensor of ``source`` into ``target``, matched by name.
 
     ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; equal
     agents copy locally. Default: every rank alone. ``fan_out``: "relay" lets tensors of at least ``relay_bytes``
-    enter a host once and target ranks pass them on (FORWARD rows); "direct" has the source send every copy.
+    enter a host once and target ranks pass them on (FORWARD rows), and with ``carry`` idle NICs of a host take in for
+    busy ones (CARRY rows); "direct" has the source send every copy.
     LayoutError for malformed input; what cannot work is in ``violations`` and raised by ``check()``.
     """
     if fan_out not in ("relay", "direct"):
@@ -282,7 +288,7 @@ def build_plan(
         _world_size(target, target_hosts, target_agents),
     )
     topology = Topology.of(sizes, (source_hosts, target_hosts), (source_agents, target_agents))
-    return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None)
+    return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None, carry=carry)
 
 
 def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:

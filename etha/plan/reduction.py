@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from etha.plan import cells, dtypes
+from etha.plan.kept import Kept
 from etha.plan.m2m import MIN_SLICE, Holding
 from etha.plan.placement import REDUCIBLE, Axis
 from etha.plan.program import Template
@@ -67,7 +68,8 @@ class Reduction:
         self.parts = _parts([int(e.max()) for e in self.extents], peers, dtypes.itemsize(dtype))
         self.number = int(np.prod(self.parts, dtype=np.int64))
         self.period = peers // int(np.gcd(peers, self.number)) if self.number else 1
-        refined = tuple((*s, (p, 0, len(s))) for s, p in zip(holding.splits, self.parts, strict=True))
+        splits = [s for s in holding.splits if not isinstance(s, Kept)]  # all of them: no source is a region
+        refined = tuple((*s, (p, 0, len(s))) for s, p in zip(splits, self.parts, strict=True))
         refined = tuple(tuple(cut for cut in s if cut[0] > 1) for s in refined)
         self.slots = Holding(splits=refined, ranks=holding.ranks, count=holding.count, partial=())
 

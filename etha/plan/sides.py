@@ -21,8 +21,9 @@ import torch
 
 from etha.errors import LayoutError
 from etha.plan import dtypes
-from etha.plan.layout import Layout, TensorSpec
+from etha.plan.layout import Layout
 from etha.plan.mesh import check_mesh_shape
+from etha.plan.spec import TensorSpec
 
 Specs = dict[str, TensorSpec]
 #: What a placement is called in the file -> its code in plain data, and how to read its arguments.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from etha.errors import PlanError, Violation
-from etha.plan.layout import TensorSpec
 from etha.plan.program import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Slot
+from etha.plan.spec import TensorSpec
 
 if TYPE_CHECKING:
     from etha.plan.plan import Plan

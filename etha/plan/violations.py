@@ -13,8 +13,8 @@ import numpy as np
 from etha.errors import Violation
 from etha.plan import dtypes
 from etha.plan.chunks import TensorClass
-from etha.plan.layout import TensorSpec
 from etha.plan.reduction import reduce_op
+from etha.plan.spec import TensorSpec
 
 SOURCE, TARGET = "source", "target"
 
@@ -45,6 +45,11 @@ def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
         text = "the target layout is Partial: nobody can say how a value is to be split into contributions"
         found.append(Problem("target_partial", TARGET, None, f"{text}; give Replicate or Shard"))
     for part in source.layouts:
+        if part.kept is not None:
+            ranks = part.ranks.reshape(-1).tolist()
+            text = "regions receive only: a part that is told by its runs cannot be sent; send what a layout describes"
+            found += [Problem("layout", SOURCE, rank, text) for rank in ranks]
+            continue
         partial = part.grid(len(source.shape)).partial
         if partial:
             how = reduce_op(partial)

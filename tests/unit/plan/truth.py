@@ -91,6 +91,65 @@ class Truth:
         return index
 
 
+@dataclass
+class Loaded(Truth):
+    """What a loader takes: ``kept`` are, per tensor dim, the indices of all ranks of this region, ascending."""
+
+    kept: list[list[int]] = field(default_factory=list)
+
+    def layout(self) -> Layout:
+        return Layout.region([runs_of(dim) for dim in self.kept], self.ranks)
+
+    def indices(self, shape: Sequence[int], rank: int) -> list[list[int]]:
+        assert rank in self.ranks and len(shape) == len(self.kept)
+        return self.kept
+
+
+def runs_of(indices: list[int]) -> list[tuple[int, int]]:
+    """(start, stop) of indices that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for i in indices:
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs
+
+
+def random_dim(rng: random.Random, n: int) -> list[int]:
+    """Some of the indices of one dim: all, none, a window, or several runs with gaps."""
+    how = rng.random()
+    if how < 0.2 or n == 0:
+        return list(range(n))
+    if how < 0.25:
+        return []
+    if how < 0.55:
+        lo = rng.randrange(n)
+        return list(range(lo, rng.randrange(lo, n) + 1))
+    if how < 0.8:
+        step = rng.choice([2, 3, 5])
+        return [i for i in range(n) if i // step % 2 == rng.choice([0, 0, 0, 1])]
+    return [i for i in range(n) if rng.random() < 0.6]
+
+
+def random_regions(rng: random.Random, shape: tuple[int, ...], ranks: list[int]) -> list[Truth]:
+    """Each rank keeps something of its own, what another one keeps, or nothing; overlaps and gaps as they fall."""
+    found: list[Truth] = []
+    for rank in ranks:
+        if found and rng.random() < 0.2:
+            like = rng.choice(found)
+            assert isinstance(like, Loaded)
+            if rng.random() < 0.5:
+                like.ranks.append(rank)
+                like.mesh = (len(like.ranks),)
+            else:  # equal, but told apart
+                found.append(Loaded((1,), [rank], [Replicate()], kept=like.kept))
+            continue
+        kept = [random_dim(rng, n) for n in shape]
+        found.append(Loaded((1,), [rank], [Replicate()], kept=kept))
+    return found
+
+
 def take(full: torch.Tensor, indices: list[list[int]]) -> torch.Tensor:
     """The local tensor with these global indices."""
     for dim, kept in enumerate(indices):
@@ -271,4 +330,8 @@ def random_case(seed: int, rng: random.Random | None = None) -> Case:
                 for key, world in zip(both, (here, there), strict=True):
                     kwargs[key] = [rng.choice(names) for _ in range(world)]
     names = rng.sample(["a", "b", "c.weight", "ä", "z/0"], rng.choice([1, 1, 2, 3, 5]))
+    if rng.random() < 0.3:  # what loaders take; now and then beside ordinary layouts
+        plain = target.pop() if len(target) > 1 and rng.random() < 0.5 else None
+        target = random_regions(rng, shape, [r for truth in target for r in truth.ranks])
+        target += [] if plain is None else [plain]
     return Case(shape, source, target, dtypes, names, kwargs, seed=seed)
