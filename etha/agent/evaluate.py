@@ -161,6 +161,9 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
     if len(shapes) > 1:
         return None, [bad("shape_mismatch", f"the ranks of one side give it the global shapes {sorted(shapes)}")]
     shape = next(iter(shapes), None)
+    wrong = _beyond(name, side, ranks)
+    if wrong:
+        return None, wrong
     layouts, wrong = merge_layouts(name, side, {rank: d.layout for rank, d in ranks.items()})
     if wrong:
         return None, wrong
@@ -177,6 +180,21 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
     except LayoutError as error:
         return None, [bad("layout", error.message)]
     return spec, shape_violations(name, side, spec, locals_)
+
+
+def _beyond(name: str, side: str, ranks: Mapping[int, Described]) -> list[Violation]:
+    """Ranks whose region does not lie in the global shape, each by itself."""
+    found = []
+    for rank, d in ranks.items():
+        if d.layout.kept is None:
+            continue
+        try:
+            if d.shape is None:
+                raise LayoutError("it registers a region without the global shape: give shapes=")
+            d.layout.check(d.shape)
+        except LayoutError as error:
+            found.append(Violation(code="layout", name=name, side=side, rank=rank, text=error.message))
+    return found
 
 
 def _infer(

@@ -25,7 +25,7 @@ from etha.client.connection import Connection
 from etha.client.deadline import Deadline, check_timeout
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
-from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.manifest import PairDefaults, Runs, build_manifest
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.place import Place, device_of
 from etha.client.register import check_options, register
@@ -158,6 +158,7 @@ class AsyncTensorBusClient:
         pair_name: str | None = None,
         placements: Mapping[str, Sequence[Placement]] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        regions: Mapping[str, Runs] | None = None,
         direction: Literal["send", "recv", "both"] | None = None,
         bucket_size: int | None = None,
         atomic: bool = False,
@@ -168,7 +169,9 @@ class AsyncTensorBusClient:
 
         ``tensors``: (tensor, pair name) in the same order on all ranks, or name -> tensor with
         ``pair_name``. A DTensor brings its layout; a plain tensor takes ``placements[name]``, else the
-        pair's default. ``shapes``: global shapes of plain tensors. ``bucket_size`` in bytes. ``atomic``:
+        pair's default. ``shapes``: global shapes of plain tensors. ``regions``: names whose plain tensor
+        here holds an irregular part of the global one, to receive it: per dim ascending (start, stop), of
+        which it holds the product, densely; needs ``shapes[name]``. ``bucket_size`` in bytes. ``atomic``:
         receive into shadow memory, so that the tensors change only after commit. ``verify``: compare
         checksums of both ends before any transfer is committed, of every byte ("full") or, for a sixteenth
         of the cost, of every 16th chunk in turn, at least one of each tensor ("sample"); the strongest
@@ -185,6 +188,7 @@ class AsyncTensorBusClient:
             pair_name=pair_name,
             placements=placements,
             shapes=shapes,
+            regions=regions,
             pairs={name: defaults for name, (_, defaults) in self._pairs.items()},
             device=self._device,
         )

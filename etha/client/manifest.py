@@ -22,6 +22,8 @@ from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 
 Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
+#: Per tensor dim the (start, stop) that this rank's tensor holds of the global one.
+Runs = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,13 @@ class PairDefaults:
             )
         try:
             return self.place.layout_of(self.mesh, chosen)
+        except LayoutError as error:
+            raise _named(name, error) from None
+
+    def region(self, name: str, runs: object) -> Layout:
+        """The layout of a plain tensor that holds a region, on this worker's own rank; LayoutError names the tensor."""
+        try:
+            return Layout.region(runs, [self.place.rank])  # type: ignore[arg-type]  # read and refused there
         except LayoutError as error:
             raise _named(name, error) from None
 
@@ -108,6 +117,7 @@ def build_manifest(
     pair_name: str | None,
     placements: Mapping[str, Sequence[Placement]] | None,
     shapes: Mapping[str, Sequence[int]] | None,
+    regions: Mapping[str, Runs] | None = None,
     pairs: Mapping[str, PairDefaults],
     device: torch.device,
 ) -> Manifest:
@@ -116,7 +126,10 @@ def build_manifest(
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
         raise ConfigError(f"pairs {unknown} are not formed in this client: call init_pair first")
-    # ``placements`` and ``shapes`` may name tensors of other ranks: all may give the same mappings.
+    # ``placements`` and ``shapes`` may name tensors of other ranks: all may give the same mappings. A region is
+    # of this rank's own tensor.
+    if strangers := sorted((regions or {}).keys() - {name for name, _, _ in named}):
+        raise ConfigError(f"regions={{{strangers[0]!r}: ...}} is of no tensor that this rank registers")
     items: list[Item] = []
     refusals: list[Refusal] = []
     unsharded = unsharded_parameters()
@@ -130,7 +143,12 @@ def build_manifest(
         defaults = pairs[pair]
         shape: tuple[int, ...] | None
         key: Any
-        if isinstance(tensor, DTensor):
+        if regions and name in regions:
+            _check_region(name, tensor, placements, shapes)
+            layout = defaults.region(name, regions[name])
+            layout = layouts.setdefault(layout, layout)
+            shape = tuple(int(n) for n in shapes[name]) if shapes else None
+        elif isinstance(tensor, DTensor):
             spec = tensor._spec
             key = (pair, id(spec.mesh), spec.placements)
             layout = layouts.get(key) or layouts.setdefault(key, defaults.layout_of_dtensor(name, tensor))
@@ -147,6 +165,24 @@ def build_manifest(
         )
     refusals += aliases([(item.name, item.local) for item in items])
     return Manifest(form=form, pairs=used, items=tuple(items), refusals=tuple(refusals))
+
+
+def _check_region(
+    name: str,
+    tensor: torch.Tensor,
+    placements: Mapping[str, Sequence[Placement]] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+) -> None:
+    """ConfigError and LayoutError for a region that does not go with what else is said of the tensor."""
+    if isinstance(tensor, DTensor):
+        raise ConfigError(f"regions[{name!r}]: the tensor is a DTensor and brings its own layout; register a plain one")
+    if placements and name in placements:
+        raise ConfigError(f"tensor {name!r} has both regions[...] and placements[...]: give one of them")
+    if not shapes or name not in shapes:
+        raise LayoutError(
+            f"tensor {name!r} holds a region of a global tensor whose shape it does not tell: "
+            f"give shapes={{{name!r}: (...)}}, the shape of the whole tensor"
+        )
 
 
 def _named(name: str, error: LayoutError) -> LayoutError:

@@ -20,6 +20,7 @@ from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.manifest import Runs
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
@@ -126,6 +127,7 @@ class TensorBusClient:
         pair_name: str | None = None,
         placements: Mapping[str, Sequence[Placement]] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        regions: Mapping[str, Runs] | None = None,
         direction: Literal["send", "recv", "both"] | None = None,
         bucket_size: int | None = None,
         atomic: bool = False,
@@ -140,6 +142,7 @@ class TensorBusClient:
                 pair_name=pair_name,
                 placements=placements,
                 shapes=shapes,
+                regions=regions,
                 direction=direction,
                 bucket_size=bucket_size,
                 atomic=atomic,

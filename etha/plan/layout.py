@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -35,7 +36,18 @@ class Layout:
     Immutable and hashable; malformed input raises LayoutError.
     """
 
-    __slots__ = ("_axes", "_digest", "_grids", "_hash", "_placements", "_ranks", "_region", "_shape", "_strided")
+    __slots__ = (
+        "_axes",
+        "_digest",
+        "_grids",
+        "_hash",
+        "_placements",
+        "_ranks",
+        "_region",
+        "_shape",
+        "_strided",
+        "_table",
+    )
 
     _placements: tuple[Placement, ...] | None
 
@@ -63,6 +75,7 @@ class Layout:
         if region is not None and not (len(axes) == 1 and axes[0].kind == "R" and strided == "auto"):
             raise LayoutError("the ranks of a region are a mesh of one axis on which it is replicated")
         self._shape, self._axes, self._strided, self._ranks, self._region = shape, axes, strided, ranks, region
+        self._table = ranks
         self._placements = None
         self._hash = hash((shape, axes, strided, None if ranks is None else ranks.tobytes(), region))
         self._digest: str | None = None
@@ -116,9 +129,10 @@ class Layout:
     @property
     def ranks(self) -> Ints:
         """The table of ranks, of the mesh's shape; read-only."""
-        if self._ranks is None:
-            return np.arange(np.prod(self._shape), dtype=np.int64).reshape(self._shape)
-        return self._ranks
+        if self._table is None:
+            self._table = np.arange(math.prod(self._shape), dtype=np.int64).reshape(self._shape)
+            self._table.flags.writeable = False
+        return self._table
 
     @property
     def has_strided(self) -> bool:
@@ -167,7 +181,9 @@ class Layout:
         where = self.cell(len(shape), rank)
         if where is None:
             raise LayoutError(f"rank {rank} is not in the mesh {self.ranks.tolist()}: it holds no local tensor")
-        self.check(shape)
+        if self._region is not None:
+            self.check(shape)
+            return tuple(kept.size for kept in self._region)
         splits = self.grid(len(shape)).splits
         return tuple(int(cells.table(n, s).sizes[c]) for n, s, c in zip(shape, splits, where, strict=True))
 

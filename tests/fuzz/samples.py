@@ -17,6 +17,7 @@ from etha.peer import wire
 from etha.peer.wire import Scope
 
 LAYOUT = {"mesh": {"shape": [2], "ranks": None}, "placements": [["S", 0]]}
+REGION = {"mesh": {"shape": [1], "ranks": [3]}, "region": [[[0, 2], [5, 9]], [[1, 4]]]}
 ERRORS = (
     ProtocolError("spoken wrongly"),
     PeerLostError("gone", reason="died"),
@@ -40,7 +41,7 @@ def of_hint(hint: Any, rng: random.Random) -> Any:
         return tuple(of_hint(arg, rng) for arg in args)
     if origin is dict:
         if args[1] is Any:
-            return rng.choice((LAYOUT, {}, {"a": [1, {"b": b"c"}], "d": None}))
+            return rng.choice((LAYOUT, REGION, {}, {"a": [1, {"b": b"c"}], "d": None}))
         return {rng.choice("abc"): of_hint(args[1], rng) for _ in range(rng.randrange(3))}
     if isinstance(hint, type) and issubclass(hint, EthaError):
         return rng.choice(ERRORS)

@@ -18,7 +18,7 @@ from etha.store.records import AgentRecord, Member, PairState, PairView
 from etha.store.rosters import BatchView, Roster, version_from_text
 
 from .mutation import mutated_hash, mutated_text
-from .samples import LAYOUT
+from .samples import LAYOUT, REGION
 from .trial import bounded, judge, rng_of, seeds
 
 Hash = dict[str, str]
@@ -44,6 +44,8 @@ MANIFEST = {
     "t:b": json.dumps(["weights", "bfloat16", DIGEST, None, [2]]),
     "r:0": json.dumps(["dtype", "x", "no", True]),
 }
+KEPT = Layout.from_plain(REGION).digest()
+KEEPS = {"t:w": json.dumps(["weights", "float32", KEPT, [9, 4], None])}
 RECORD = '["0123abcd","map",["weights"],null,4096,true,"full",3]'
 VERDICT = 'abcdef [["a2","a3"],false,268435456,4,0]'
 ROSTER = {"t/0": RECORD, "i/0": RECORD, "token:t/0": "x", "entries": "2", "agent:a1": VERDICT, "closed:t/0": "1"}
@@ -83,6 +85,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "manifest": (MANIFEST, lambda v: (Manifest.layout_digests(v), Manifest.from_fields(v, LAYOUTS))),
     "library": (MANIFEST, lambda v: fetched(v, {DIGEST: json.dumps(LAYOUT)})),
     "layout": (json.dumps(LAYOUT), lambda v: fetched(MANIFEST, {DIGEST: v})),
+    "region": (json.dumps(REGION), lambda v: fetched(KEEPS, {KEPT: v})),
 }
 
 

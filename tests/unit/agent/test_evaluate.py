@@ -176,3 +176,44 @@ def test_replicas_over_disjoint_ranks_are_one_tensor() -> None:
     other = {**manifests, 1: Manifest(tensors={"w": tensor(Layout([1], [Replicate()]), None, (5,))}, refusals=())}
     _, [violation] = describe_side("t", other)
     assert "its replicas have the different shapes [(4,), (5,)]" in violation.text
+
+
+def kept(rank: int, *runs: tuple[int, int], shape: tuple[int, ...] | None = (4,), local: Any = None) -> Described:
+    return tensor(Layout.region([runs], [rank]), shape, local)
+
+
+def test_ranks_that_keep_regions_receive_and_do_not_send() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, w=tensor(SHARDED))
+    roster.rank("i", 0, w=kept(0, (0, 1), (3, 4)))
+    roster.rank("i", 1, w=kept(1, (0, 3)))
+    found = roster.evaluate()
+    assert set(found.plans) == {"t"} and not found.refused
+    assert found.nbytes("t") == 2 * 4 + 3 * 4
+    assert codes(found.violations["i"]) == {("layout", "w", "i", 0), ("layout", "w", "i", 1)}
+    found.plans["t"].check()
+    assert found.plans["t"].target["w"].layouts == tuple(
+        Layout.region([runs], [rank]) for rank, runs in enumerate([[(0, 1), (3, 4)], [(0, 3)]])
+    )
+
+
+def test_ranks_that_keep_the_same_are_one_layout() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, w=tensor(SHARDED))
+        roster.rank("i", rank, w=kept(rank, (1, 3)))
+    assert roster.evaluate().plans["t"].target["w"].layouts == (Layout.region([[(1, 3)]], [0, 1]),)
+
+
+def test_regions_that_do_not_lie_in_the_tensor_or_do_not_fill_their_own() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, given={"direction": "send"}, w=tensor(SHARDED), v=tensor(SHARDED), u=tensor(SHARDED))
+    roster.rank("i", 0, w=kept(0, (0, 5)), v=kept(0, (0, 2), local=(3,)), u=kept(0, (0, 2), shape=None, local=(2,)))
+    roster.rank("i", 1, w=kept(1, (0, 4)), v=kept(1, (2, 4)), u=kept(1, (2, 4)))
+    found = {(v.code, v.name, v.rank): v.text for v in roster.evaluate().refused if v.side == "i"}
+    assert found.keys() == {("layout", "w", 0), ("shape_mismatch", "v", 0), ("layout", "u", 0)}
+    assert "rank 0 reaches to 5 in dim 0, where the tensor has 4" in found["layout", "w", 0]
+    assert "local shape is (3,)" in found["shape_mismatch", "v", 0]
+    assert "shapes=" in found["layout", "u", 0]

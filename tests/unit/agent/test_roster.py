@@ -16,7 +16,7 @@ from etha.errors import LayoutError, ProtocolError
 from etha.memory.handles import TensorHandle
 from etha.plan import Layout
 
-LAYOUTS = [Layout((2,), [Shard(0)]), Layout((2,), [Replicate()])]
+LAYOUTS = [Layout((2,), [Shard(0)]), Layout((2,), [Replicate()]), Layout.region([[(0, 2), (4, 5)]], [0])]
 
 
 def handle(*shape: int, dtype: str = "float32") -> TensorHandle:
@@ -113,6 +113,15 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=10,
 )
+
+
+def test_a_region_is_short_json_in_redis() -> None:
+    manifest = Manifest.of(register(entry("w", 2, (5,), (3,)), entry("v", 2, (4,), (3,))), 0)
+    assert through_redis(manifest) == manifest
+    (text,) = manifest.layouts().values()
+    assert text == '{"mesh":{"shape":[1],"ranks":null},"region":[[[0,2],[4,5]]]}'
+    assert manifest.tensors["w"].local is None, "the region tells it"
+    assert manifest.tensors["v"].local == (3,), "the region does not lie in this shape"
 
 
 @given(key=st.sampled_from(["t:w", "r:0", "r:x", "z", "t:"]), value=json_values, cut=st.booleans())

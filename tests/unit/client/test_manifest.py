@@ -78,3 +78,41 @@ def test_the_same_tensors_again() -> None:
         assert not first.same_tensors(build(other, pair_name="p"))
     assert not first.same_tensors(build({"w": w}, pair_name="p", placements={"w": [Replicate()]}))
     assert not first.items[0].local.requires_grad and first.items[0].local.data_ptr() == w.data_ptr()
+
+
+def test_a_region_is_the_layout_of_this_rank_alone() -> None:
+    region = {"w": [[(0, 1), (3, 5)], [(2, 4)]]}
+    found = build({"w": torch.zeros(3, 2), "v": torch.zeros(2)}, pair_name="p", regions=region, shapes={"w": (6, 4)})
+    w, v = found.items
+    assert w.layout == Layout.region([[(0, 1), (3, 5)], [(2, 4)]], [0]) and w.shape == (6, 4)
+    assert v.layout == Layout((2,), [Shard(0)])
+
+
+def test_equal_regions_are_one_layout() -> None:
+    names = ["a", "b", "c"]
+    found = build(
+        {n: torch.zeros(2) for n in names},
+        pair_name="p",
+        regions={name: [[(1, 3)]] for name in names},
+        shapes=dict.fromkeys(names, (4,)),
+    )
+    assert len({id(item.layout) for item in found.items}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"regions": {"w": [[(0, 2)]]}}, LayoutError, r"tensor 'w' holds a region .* give shapes=\{'w': \(\.\.\.\)\}"),
+        ({"regions": {"w": [[(0, 2)]]}, "shapes": {"v": (4,)}}, LayoutError, "tensor 'w' holds a region"),
+        ({"regions": {"w": [[(2, 2)]]}, "shapes": {"w": (4,)}}, LayoutError, "tensor 'w': dim 0 of a region: the run"),
+        ({"regions": {"x": [[(0, 2)]]}, "shapes": {"x": (4,)}}, ConfigError, "'x': ...} is of no tensor"),
+        (
+            {"regions": {"w": [[(0, 2)]]}, "shapes": {"w": (4,)}, "placements": {"w": [Shard(0)]}},
+            ConfigError,
+            "both regions",
+        ),
+    ],
+)
+def test_regions_that_say_too_little_or_too_much(options: Any, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        build({"w": torch.zeros(2)}, pair_name="p", **options)
