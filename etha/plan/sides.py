@@ -80,7 +80,9 @@ class _Layouts:
         self._made: dict[str, Layout] = {}
 
     def of(self, tensor: Mapping[str, Any]) -> Layout | list[Layout]:
-        which = tensor.get("layout")
+        which, regions = tensor.get("layout"), tensor.get("regions")
+        if regions is not None:
+            return [self._one(region) for region in regions]
         if isinstance(which, list):
             return [self._one(self._named[name]) for name in which]
         if which is not None:
@@ -88,6 +90,9 @@ class _Layouts:
         return self._one({**self._side, **tensor})
 
     def _one(self, plain: Mapping[str, Any]) -> Layout:
+        if "region" in plain:
+            key = repr((plain["region"], plain["ranks"]))
+            return self._made.get(key) or self._made.setdefault(key, Layout.region(plain["region"], plain["ranks"]))
         mesh, placements, strided = plain.get("mesh"), plain.get("placements"), plain.get("strided", "auto")
         key = repr((mesh, placements, strided))
         found = self._made.get(key)
@@ -179,8 +184,10 @@ def describe(
 
 
 def layout_to_plain(layout: Layout) -> dict[str, Any]:
-    """A layout as the file has it: {"mesh": ..., "placements": [...]}."""
+    """A layout as the file has it: {"mesh": ..., "placements": [...]}, or {"region": ..., "ranks": [...]}."""
     plain = layout.to_plain()
+    if layout.kept is not None:
+        return {"region": plain["region"], "ranks": layout.ranks.tolist()}
     ranks, shape = plain["mesh"]["ranks"], plain["mesh"]["shape"]
     mesh: Any = shape
     if ranks is not None:

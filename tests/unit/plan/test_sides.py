@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from etha.errors import ConfigError, LayoutError
-from etha.plan import Layout, describe, side_from_plain
+from etha.plan import Layout, build_plan, describe, side_from_plain
 from etha.plan.sides import expand, layout_to_plain
 from etha.planfile import read_plan
 
@@ -122,6 +122,30 @@ def test_what_cannot_be_described_says_why() -> None:
         describe({"w": torch.zeros(1)})
     with pytest.raises(LayoutError, match="range"):
         describe({"w.{0..1}": torch.zeros(1)}, layouts=Layout.replicated(1))
+
+
+def test_regions_are_told_by_their_runs_and_ranks() -> None:
+    one = {"region": [[[0, 2], [5, 9]], [[0, 4]]], "ranks": [0, 2]}
+    other = {"region": [[], [[0, 4]]], "ranks": [1]}
+    shape = {"shape": [9, 4], "dtype": "float32"}
+    side = side_from_plain(
+        {
+            "layouts": {"one": one, "other": other},
+            "tensors": {"a": {**shape, "regions": [one, other]}, "b": {**shape, "layout": ["one", "other"]}},
+        }
+    )
+    layouts = (Layout.region([[(0, 2), (5, 9)], [(0, 4)]], [0, 2]), Layout.region([[], [(0, 4)]], [1]))
+    assert side.specs["a"].layouts == side.specs["b"].layouts == layouts
+    assert [layout_to_plain(layout) for layout in layouts] == [one, other]
+    source = side_from_plain({"mesh": [3], "placements": ["S(0)"], "tensors": dict.fromkeys("ab", shape)})
+    build_plan(source.specs, side.specs).check()
+    for wrong in (
+        {"region": [[[0, 2]]]},
+        {"region": [[[2, 0]]], "ranks": [0]},
+        {"region": [[[0, 12]], []], "ranks": [0]},
+    ):
+        with pytest.raises(LayoutError, match="tensor 'a'"):
+            side_from_plain({"tensors": {"a": {**shape, "regions": [wrong]}}})
 
 
 @pytest.fixture
