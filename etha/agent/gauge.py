@@ -15,7 +15,9 @@ class Gauge:
 
     def __init__(self, part: Part, readers: Collection[str]) -> None:
         self._own = part.work
-        sent = sum(flow.nbytes for flow in part.wire.sends.values()) if part.wire is not None else 0
+        sent = 0
+        if part.wire is not None:
+            sent = sum(flow.nbytes for flow in part.wire.sends.values()) - part.wire.passed
         given = sum(nbytes for (role, _), nbytes in part.nbytes.items() if role == "source")
         self._theirs = max(0, given - sent - part.near.total) if readers else 0
         self._done = 0

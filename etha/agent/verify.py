@@ -107,7 +107,8 @@ class Checks:
         )
 
     def _early(self, chunk: Chunk) -> bool:
-        return chunk.subject.kind is not Kind.RESULT and self._reads.overwritten(chunk)
+        subject = chunk.subject
+        return subject.kind is not Kind.RESULT and subject.source[0] == "source" and self._reads.overwritten(chunk)
 
     def run(self, piece: Piece, reader: Reader) -> None:
         """Find out the sums of a piece and compare those of which both ends are here; TransferError names the first
@@ -150,7 +151,8 @@ class Checks:
             return
         subject = line.chunk.subject
         (role, rank), region = subject.sinks[i]
-        there, here = f"{self._sides[role]} rank {rank}", f"{self._sides['source']} rank {subject.source[1]}"
+        giver, given = subject.source
+        there, here = f"{self._sides[role]} rank {rank}", f"{self._sides[giver]} rank {given}"
         dims = self._reads.places(line.chunk, region)
         what = f"of {there} is not what {here} holds"
         if subject.kind is Kind.GIVEN:

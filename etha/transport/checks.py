@@ -1,6 +1,6 @@
 """Checks: which chunks of a transfer are compared after it has moved, and between whom; from the plan alone. Pure.
 
-    MOVE     source tensor -> target tensors       GIVEN    a contribution -> the reduction at its owner's agent
+    MOVE     tensor -> target tensors              GIVEN    a contribution -> the reduction at its owner's agent
     RESULT   that reduction -> target tensor       FOLDED   contributions -> targets of an agent that reduces alone
 
 Both ends of a link derive the same courses, so checksums travel as bare numbers in this order. A row whose
@@ -29,6 +29,7 @@ from etha.transport.crossings import Crossings
 from etha.transport.crossings import Part as Reduction
 from etha.transport.program import Member
 from etha.transport.reduce import PART, Bounds, clip, parts
+from etha.transport.relays import Relays
 from etha.transport.ways import Ways
 
 #: Bytes of one chunk at most: its copy stays in cache while it is cast and summed.
@@ -146,6 +147,7 @@ def _cuts(shape: tuple[int, ...], itemsize: int, full: bool) -> tuple[Bounds, ..
 class _Deriver:
     def __init__(self, plan: Plan, ways: Ways, full: bool) -> None:
         self._plan, self._ways, self._full = plan, ways, full
+        self._relays: Relays | None = None
 
     def scheme(self, staging: int) -> Scheme:
         ways = self._ways
@@ -156,7 +158,15 @@ class _Deriver:
             crossings = Crossings(self._plan, ways, staging // 8)
             for side, courses in ((crossings.sent, gives), (crossings.received, takes)):
                 for peer, moves in side.items():
-                    courses[peer] += [self._move(m.tensor, m.source, m.region, m.sinks) for m in moves]
+                    courses[peer] += [self._move(m.tensor, ("source", m.source), m.region, m.sinks) for m in moves]
+            relays = crossings.relays
+            for found, courses in ((relays.given, gives), (relays.taken, takes)):
+                for peer, passes in found.items():
+                    courses[peer] += [
+                        self._move(p.tensor, ("target", p.rank), p.region, p.sinks or ((p.rank, p.region),))
+                        for p in passes
+                    ]
+            self._relays = relays
             for agent in crossings.owners:
                 for giver, taker, subject in self._reduced(crossings.parts(agent)):
                     if giver == taker == ways.me:
@@ -172,13 +182,13 @@ class _Deriver:
             takes={peer: Course(found, full=full) for peer, found in sorted(takes.items()) if found},
         )
 
-    def _move(self, tensor: int, source: int, region: Region, sinks: Wanted) -> Subject:
+    def _move(self, tensor: int, source: Member, region: Region, sinks: Wanted) -> Subject:
         name = self._plan.names[tensor]
         width = max(self._plan.source[name].dtype.itemsize, self._plan.target[name].dtype.itemsize)
         return Subject(
             kind=Kind.MOVE,
             tensor=tensor,
-            source=("source", source),
+            source=source,
             # The region of the source's end comes first; it is the same object where it is the only one.
             sinks=tuple((("target", rank), there) for rank, there in sinks),
             cuts=_cuts(region.shape, width, self._full),
@@ -194,7 +204,7 @@ class _Deriver:
             columns = (rp.tensor, rp.source, rp.region_index)
             for tensor, source, number in zip(*(c[rows].tolist() for c in columns), strict=True):
                 region = rp.region_at(number)
-                yield self._move(tensor, source, region, ((rank, region),))
+                yield self._move(tensor, ("source", source), region, ((rank, region),))
 
     def _folds(self) -> Iterator[Subject]:
         ways, me = self._ways, self._ways.me
@@ -240,7 +250,10 @@ class _Deriver:
             for number, (target, region) in enumerate(part.wanted):
                 dims = clip(region.dims, part.bounds, 0)
                 if dims is not None and all(runs[:, 2].any() for runs in dims):
+                    # Only where they are known, which is where they are compared.
+                    fellows = self._relays.fellows(tensor, target, region) if self._relays is not None else ()
                     yield part.at, self._ways.target[target], Subject(
-                        kind=Kind.RESULT, tensor=tensor, source=owner, sinks=((("target", target), region),),
+                        kind=Kind.RESULT, tensor=tensor, source=owner,
+                        sinks=tuple((("target", rank), there) for rank, there in ((target, region), *fellows)),
                         cuts=(part.bounds,), part=part, number=number,
                     )  # fmt: skip

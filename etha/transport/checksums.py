@@ -91,9 +91,11 @@ class Reads(Laying):
         if subject.kind is Kind.GIVEN:
             laid = self.end("source", rank, subject.tensor, region, chunk.bounds, dtype, dense=False)
             return Read(laid=laid, owner=subject.source, numel=chunk.numel, dtype=dtype, target=dtype)
-        wire = self.plan.wire_dtype(subject.tensor)
-        laid = self.end("source", rank, subject.tensor, region, chunk.bounds, wire, dense=True)
         lenient = dtype is not target
+        wire = self.plan.wire_dtype(subject.tensor)
+        if subject.source[0] == "target":  # which passes it on
+            wire = target
+        laid = self.end(subject.source[0], rank, subject.tensor, region, chunk.bounds, wire, dense=True, read=True)
         return Read(
             laid=laid, owner=subject.source, numel=chunk.numel, dtype=wire, target=target, lenient=lenient
         )  # fmt: skip

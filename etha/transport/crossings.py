@@ -3,7 +3,8 @@
     stage 0  contributions, wave 0      stage 1  tensor to tensor      stage 2  results, wave 0
     stage 3  contributions, wave 1                                     stage 5  results, wave 1 ...
 
-What several targets of one agent want, or several replicas of one agent hold, crosses once. Reductions go
+What several targets of one agent want, or several replicas of one agent hold, crosses once. What targets pass on
+comes after all of that (``relays``). Reductions go
 in waves that fit the staging; nothing of a stage waits for a later one, anywhere, so nobody waits in a ring.
 Pure.
 """
@@ -23,6 +24,7 @@ from etha.plan import Plan
 from etha.plan.program import CONTRIBUTE, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.boxes import Ints
 from etha.transport.reduce import Bounds, parts
+from etha.transport.relays import Relays
 from etha.transport.ways import Ways
 
 #: Bytes of the accumulator of one part of a slot: what travels, is reduced and is released as one.
@@ -78,6 +80,9 @@ class Crossings:
         self._keys: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
         self._regions: list[Region] = []
         self._parts: dict[str, list[Part]] = {}
+        self.relays = Relays(plan, ways)
+        #: The first round of the plan in which anything goes to an agent.
+        self.rounds: dict[str, int] = dict(self.relays.rounds)
         self.sent: dict[str, list[Move]] = self._moves("source")
         self.received: dict[str, list[Move]] = self._moves("target")
         #: Agents with slots to which this one gives or from which it takes, itself included if it owns any.
@@ -100,16 +105,20 @@ class Crossings:
             ends = rp.target if side == "source" else rp.source
             chosen = np.flatnonzero(rp.kind == MOVE)
             chosen = chosen[far[ends[chosen]]] if len(chosen) else chosen
-            columns = (rp.tensor, rp.source, rp.target, rp.region_index)
-            for tensor, source, target, region in zip(*(c[chosen].tolist() for c in columns), strict=True):
+            columns = (rp.tensor, rp.source, rp.target, rp.region_index, rp.round)
+            for tensor, source, target, region, turn in zip(*(c[chosen].tolist() for c in columns), strict=True):
                 rows.append((tensor, source, target, rp.region_at(region)))
+                if side == "source":
+                    peer = ways.target[target]
+                    self.rounds[peer] = min(turn, self.rounds.get(peer, turn))
         rows.sort(key=lambda row: row[:3])  # stable: rows of two ranks stay in the plan's order
         found: dict[str, dict[tuple[int, tuple[bytes, ...]], Move]] = defaultdict(dict)
         for tensor, source, target, region in rows:
             peer = ways.target[target] if side == "source" else ways.source[source]
             key = (tensor, self._content(tensor, source, region))
             move = found[peer].get(key)
-            sinks = (*(() if move is None else move.sinks), (target, region))
+            fellows = self.relays.fellows(tensor, target, region) if side == "target" else ()
+            sinks = (*(() if move is None else move.sinks), (target, region), *fellows)
             found[peer][key] = Move(tensor, source, region, sinks) if move is None else move._replace(sinks=sinks)
         return {peer: list(moves.values()) for peer, moves in found.items()}
 

@@ -2,6 +2,7 @@
 
     begin(stream) .. end(stream) around a stream's part;  fail(cause) closes the streams of the run
     admit(part) -> receive contributions -> arrived(part) -> value(part) -> send results -> sent(part)
+    receive -> laid(numbers) -> await_laid(numbers) -> pass on
 
 ``over`` is set on the event loop when no thread touches the run's memory any more, whatever ended it.
 """
@@ -12,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from etha.transport.base import Progress
 from etha.transport.crossings import Part
 from etha.transport.flows import WireProgram
 from etha.transport.program import Member
+from etha.transport.relays import Ledger
 from etha.transport.segments import Op
 from etha.transport.staging import Budget, Desk, Desks, dense_view
 
@@ -79,6 +81,7 @@ class Exchange:
         self._ended = self.done = 0
         self._finished = False
         self._told = 0.0
+        self._ledger = Ledger()
         self._states = {p.number: _State(len(p.far)) for p in program.parts}
         #: Of each wave: values to be made and results to be sent; it is over when none is left.
         self._left: dict[int, int] = defaultdict(int)
@@ -145,6 +148,21 @@ class Exchange:
             if self._on_progress is not None and now - self._told >= PROGRESS_EVERY:
                 self._told = now
                 self._call(self._on_progress, self.done)
+
+    # ---- what is passed on --------------------------------------------------------------------
+
+    def laid(self, numbers: Sequence[int]) -> None:
+        """These pieces lie where they belong."""
+        with self._changed:
+            self._ledger.lay(numbers)
+            self._changed.notify_all()
+
+    def await_laid(self, numbers: Sequence[int]) -> None:
+        """Wait until all of these pieces do."""
+        with self._changed:
+            while self.error is None and not self._ledger.ready(numbers):
+                self._changed.wait()
+            self._check()
 
     # ---- reductions ---------------------------------------------------------------------------
 

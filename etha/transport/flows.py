@@ -48,6 +48,7 @@ class Piece:
 
     ``straight`` is the memory itself, where the piece is one segment of one mapped tensor and nothing is cast.
     ``index``: number of the contribution to ``part`` that this is, at its receiver; -1: something else.
+    ``arrival``: number by which pieces ``after`` it, to other agents, wait until it is laid down; -1: none does.
     """
 
     stage: int
@@ -60,6 +61,8 @@ class Piece:
     address: int = 0
     part: Part | None = None
     index: int = -1
+    arrival: int = -1
+    after: tuple[int, ...] = ()
 
     @property
     def padded(self) -> int:
@@ -71,7 +74,8 @@ class Piece:
 class Span:
     """What a stream does in one go: ``memory``, or a contribution, or pieces at their places in a chunk.
 
-    ``parts`` are waited for before (sending results). ``nbytes`` is payload, ``wire`` what travels.
+    ``parts`` are waited for before (sending results), and the ``arrivals`` of other spans that it comes ``after``.
+    ``nbytes`` is payload, ``wire`` what travels.
     """
 
     nbytes: int
@@ -81,6 +85,8 @@ class Span:
     pieces: tuple[tuple[int, Piece], ...] = ()
     parts: tuple[Part, ...] = ()
     index: int = -1
+    arrivals: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,7 +123,8 @@ class WireProgram:
     ``early`` are copies out of memory that source and target share, to be made before anything is written
     (``aliased``: also run the program of the lane first). ``slabs``: bytes of the even and of the odd waves.
     ``scratch`` is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk``
-    the most that a stream packs or unpacks at once. ``witness`` is shown every reduction.
+    the most that a stream packs or unpacks at once. ``passed`` of the bytes sent are others', received before.
+    ``sends`` is in the order of the plan's rounds. ``witness`` is shown every reduction.
     """
 
     sends: Mapping[str, Flow]
@@ -130,6 +137,7 @@ class WireProgram:
     scratch: int = 0
     slabs: tuple[int, int] = (0, 0)
     chunk: int = 0
+    passed: int = 0
     witness: Observer | None = None
 
     @property
@@ -206,16 +214,20 @@ def _joins(last: Piece, wire: int, piece: Piece) -> bool:
         return False
     if last.straight is None or piece.straight is None:
         return last.straight is piece.straight and wire + piece.padded <= CHUNK
+    # What is passed on goes in small steps, so that every hop is at work soon.
+    most = CHUNK if piece.after or piece.arrival >= 0 or last.arrival >= 0 else PIECE
     return (
         piece.address == last.address + last.nbytes
         and last.padded == last.nbytes
-        and wire + piece.padded <= PIECE
+        and wire + piece.padded <= most
         and piece.ends[0].view is last.ends[0].view
     )
 
 
 def _span(run: list[Piece]) -> Span:
     first = run[0]
+    arrivals = tuple(sorted({p.arrival for p in run if p.arrival >= 0}))
+    after = tuple(sorted({number for p in run for number in p.after}))
     nbytes, wire = sum(p.nbytes for p in run), sum(p.padded for p in run)
     owners = tuple(sorted({owner for p in run for owner in p.owners}))
     if first.index >= 0:
@@ -225,13 +237,16 @@ def _span(run: list[Piece]) -> Span:
         view = first.ends[0].view
         assert view is not None
         memory = first.straight if len(run) == 1 else span_memory(view, first.address, nbytes)
-        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory)
+        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after)
     places, at = [], 0
     for piece in run:
         places.append((at, piece))
         at += piece.padded
     parts = {p.part.number: p.part for p in run if p.part is not None}
-    return Span(nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()))
+    return Span(
+        nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()), arrivals=arrivals,
+        after=after,
+    )  # fmt: skip
 
 
 def span_memory(view: View, address: int, nbytes: int) -> memoryview:

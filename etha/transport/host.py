@@ -200,14 +200,14 @@ class _Seen(Plan):
         moves = moves[near[rp.source[moves]] & own[rp.target[moves]]]
         role[moves] = LOCAL
         done: dict[tuple[int, int, int], bool] = {}
-        for row in np.flatnonzero(rp.kind != MOVE).tolist():
+        for row in np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT)).tolist():
             slot = rp.slots[int(rp.slot[row])]
             key = (slot.owner, slot.tensor, slot.number)
             if key not in done:
                 done[key] = self._alone(*key)
             if done[key] and (rp.kind[row] == CONTRIBUTE or own[int(rp.target[row])]):
                 role[row] = LOCAL
-            elif rp.kind[row] in (CONTRIBUTE, RESULT):
+            else:
                 kind[row] = _NOTHING
         return replace(rp, role=role, kind=kind)
 

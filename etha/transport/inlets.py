@@ -92,6 +92,8 @@ class Inlet(Stream):
                 self._straight(exchange, span, span.memory)
             else:
                 self._unpacked(exchange, span)
+            if span.arrivals:
+                exchange.laid(span.arrivals)
             exchange.moved(span.nbytes)
             self.hall.count(self.peer, 0, span.nbytes)
 

@@ -46,16 +46,26 @@ class Laying:
         self.shares = any(self._written.overlaps(v) for views in sources.values() for v in views.values())
 
     def end(
-        self, side: str, rank: int, tensor: int, region: Region, bounds: Bounds, wire: torch.dtype, *, dense: bool
+        self,
+        side: str,
+        rank: int,
+        tensor: int,
+        region: Region,
+        bounds: Bounds,
+        wire: torch.dtype,
+        *,
+        dense: bool,
+        read: bool | None = None,
     ) -> Laid:
         """The part within ``bounds`` of a region, between a tensor and dense bytes.
 
-        ``dense``: bounds count in the region packed; else in the slot at the region's other end.
+        ``dense``: bounds count in the region packed; else in the slot at the region's other end. ``read``: from the
+        tensor to the bytes; without it as the side says.
         """
         view = self.view(side, rank, tensor)
-        end = 0 if side == "source" else 1
+        end = 0 if (side == "source" if read is None else read) else 1
         self.check(region, view, end)
-        key = (id(region), bounds, side, dense, wire, view.shape, view.strides, view.dtype, view.private)
+        key = (id(region), bounds, end, dense, wire, view.shape, view.strides, view.dtype, view.private)
         found = self._laid.get(key)
         if found is None:
             dims: Sequence[Ints] = region.dims

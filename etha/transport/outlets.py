@@ -41,7 +41,7 @@ class Outlet(Stream):
 
     def _try(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
         span = flow.lanes[lane][0]
-        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or not self._writable():
+        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or not self._writable():
             return False
         desk = self.hall.desks.free()
         if desk is None:
@@ -99,10 +99,12 @@ class Outlet(Stream):
 
     def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
         spans = flow.lanes[lane]
-        # Held back for the first bytes, unless these have to wait for a reduction.
-        more = 0 if spans[0].parts else socket.MSG_MORE
+        # Held back for the first bytes, unless these have to wait for a reduction, or to come in.
+        more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
         self.sock.sendall(Header.of(flow, lane, exchange.label).pack(), more)
         for span in spans:
+            if span.after:
+                exchange.await_laid(span.after)
             if span.memory is not None:
                 self._straight(exchange, span, span.memory)
             else:

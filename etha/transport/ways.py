@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etha.plan import Plan
-from etha.plan.program import CONTRIBUTE, MOVE, RESULT
+from etha.plan.program import CONTRIBUTE, FORWARD, MOVE, RESULT
 from etha.transport.program import Member
 
 
@@ -79,20 +79,22 @@ class Slots:
 def account(plan: Plan, ways: Ways) -> tuple[dict[Member, int], dict[Member, tuple[Member, ...]]]:
     """(bytes, other ends) of each rank of this agent, whatever way they go, from the plan alone.
 
-    Bytes are at the wire dtype: what a source rank gives and a target rank takes, its own copies included.
+    Bytes are at the wire dtype: what a source rank gives and a target rank takes for itself, its own copies included.
+    What a target rank passes on is not counted; for who gets it, that rank is the other end.
     """
     slots = Slots(plan)
     nbytes: dict[Member, int] = {}
     peers: dict[Member, tuple[Member, ...]] = {}
-    for side, kinds, other in (("source", (MOVE, CONTRIBUTE), "target"), ("target", (MOVE, RESULT), "source")):
+    for side, kinds, other in (("source", (MOVE, CONTRIBUTE), "target"), ("target", (MOVE, RESULT, FORWARD), "source")):
         for rank in ways.ranks(side, ways.me):
             rp = plan.for_rank(side, rank)
             mine = np.isin(rp.kind, kinds) & ((rp.source if side == "source" else rp.target) == rank)
             nbytes[side, rank] = int(rp.nbytes[mine].sum())
             moves = mine & (rp.kind == MOVE)
             met = set(np.unique((rp.target if side == "source" else rp.source)[moves]).tolist())
-            for row in np.flatnonzero(mine & (rp.kind != MOVE)).tolist():
+            passed = np.unique(rp.source[mine & (rp.kind == FORWARD)]).tolist()
+            for row in np.flatnonzero(mine & ((rp.kind == CONTRIBUTE) | (rp.kind == RESULT))).tolist():
                 slot = rp.slots[int(rp.slot[row])]
                 met |= slots.of(slot.owner)[slot.tensor, slot.number][1 if side == "source" else 0]
-            peers[side, rank] = tuple((other, r) for r in sorted(met))
+            peers[side, rank] = (*((other, r) for r in sorted(met)), *(("target", r) for r in passed))
     return nbytes, peers

@@ -25,7 +25,8 @@ from etha.transport.flows import BUCKET, CHUNK, STREAMS, End, Flow, PartWork, Pi
 from etha.transport.geometry import scratch
 from etha.transport.laying import Laid, Laying, Views
 from etha.transport.program import Member
-from etha.transport.reduce import clip
+from etha.transport.reduce import Bounds, clip
+from etha.transport.relays import Arrivals, Pass, hull
 from etha.transport.ways import Ways
 
 
@@ -56,12 +57,19 @@ class _Compiler(Laying):
         super().__init__(plan, ways, sources, targets)
         self._staging = staging
         self._crossings = Crossings(plan, ways, staging // 8)
+        self._relays = self._crossings.relays
+        self._arrivals = Arrivals(self._relays.origins)
+        self._passed = 0
 
     def program(self, bucket: int, streams: int) -> WireProgram:
         """All of it."""
         me, crossings = self.ways.me, self._crossings
-        sends = self._flows(True, crossings.sent, bucket, streams)
+        # First what comes in: what is passed on hangs on it.
         receives = self._flows(False, crossings.received, bucket, streams)
+        if missing := self._relays.roots - self._arrivals.seen:
+            names = sorted({self.plan.names[place.tensor] for place in missing})
+            raise ValueError(f"{names}: passed on, but not received from another agent")
+        sends = self._flows(True, crossings.sent, bucket, streams)
         mine = tuple(crossings.parts(me)) if me in crossings.owners else ()
         sent: dict[int, int] = defaultdict(int)
         for flow in sends.values():
@@ -86,6 +94,7 @@ class _Compiler(Laying):
             staged=self.staged,
             scratch=max((n * (w.source.itemsize + 3 * a + w.wire.itemsize) for n, w, a in widths), default=0),
             slabs=(even, odd),
+            passed=self._passed,
             chunk=max(
                 (s.wire for f in (*sends.values(), *receives.values()) for n in f.lanes for s in n if s.pieces),
                 default=0,
@@ -104,8 +113,12 @@ class _Compiler(Laying):
                 crossing = self._contributions(part) if sending == (agent != me) else self._results(part, sending)
                 for peer, piece in crossing:
                     pieces[peer].append(piece)
+        for peer, passes in (self._relays.given if sending else self._relays.taken).items():
+            for one in passes:
+                pieces[peer] += self._pass(one, sending)
         flows = {}
-        for peer in sorted(peer for peer, found in pieces.items() if found):
+        turns = self._crossings.rounds
+        for peer in sorted((p for p, found in pieces.items() if found), key=lambda p: (turns.get(p, 0), p)):
             pieces[peer].sort(key=lambda p: p.stage)
             names = (me, peer) if sending else (peer, me)
             mark = self.plan.digest()
@@ -126,7 +139,30 @@ class _Compiler(Laying):
                 ends = [self.end("source", move.source, move.tensor, move.region, bounds, wire, dense=True)]
             else:
                 ends = [self.end("target", rank, move.tensor, r, bounds, wire, dense=True) for rank, r in move.sinks]
-            yield self.piece(1, move.tensor, wire, bounds, owners, ends)
+            piece = self.piece(1, move.tensor, wire, bounds, owners, ends)
+            yield piece if sending else self._marked(piece, move.tensor, move.sinks, bounds)
+
+    # ---- from target to target ----------------------------------------------------------------
+
+    def _pass(self, one: Pass, sending: bool) -> Iterator[Piece]:
+        tensor, wire = one.tensor, self.plan.wire_dtype(one.tensor)
+        for bounds in blocks(one.region.shape, CHUNK // wire.itemsize):
+            if sending:
+                laid = self.end("target", one.rank, tensor, one.region, bounds, wire, dense=True, read=True)
+                piece = self.piece(one.stage, tensor, wire, bounds, (("target", one.rank),), [laid])
+                self._passed += piece.nbytes
+                yield replace(piece, after=self._arrivals.before(one.origin, bounds))
+                continue
+            owners: tuple[Member, ...] = tuple(sorted(("target", rank) for rank, _ in one.sinks))
+            ends = [self.end("target", rank, tensor, r, bounds, wire, dense=True) for rank, r in one.sinks]
+            yield self._marked(self.piece(one.stage, tensor, wire, bounds, owners, ends), tensor, one.sinks, bounds)
+
+    def _marked(self, piece: Piece, tensor: int, sinks: Sequence[tuple[int, Region]], bounds: Bounds) -> Piece:
+        """The piece with a number, where this agent passes on what it brings."""
+        if not self._relays.roots:
+            return piece
+        number = self._arrivals.mark((self._relays.place(tensor, rank, r), bounds) for rank, r in sinks)
+        return replace(piece, arrival=number)
 
     # ---- reductions ---------------------------------------------------------------------------
 
@@ -178,9 +214,14 @@ class _Compiler(Laying):
                 piece = self.piece(3 * part.wave + 2, tensor, wire, whole, (), [(None, steps, None)], part)
                 yield agent, piece
                 continue
+            sinks += [fellow for rank, region in sinks for fellow in self._relays.fellows(tensor, rank, region)]
             owners = tuple(sorted({("target", rank) for rank, _ in sinks}))
             ends = [self._sink(rank, tensor, region, part, wire) for rank, region in sinks]
-            yield part.at, self.piece(3 * part.wave + 2, tensor, wire, whole, owners, ends)
+            piece = self.piece(3 * part.wave + 2, tensor, wire, whole, owners, ends)
+            if self._relays.roots:
+                brought = ((self._relays.place(tensor, r, reg), hull(reg, part.bounds)) for r, reg in sinks)
+                piece = replace(piece, arrival=self._arrivals.mark(brought))
+            yield part.at, piece
 
     def _sink(self, rank: int, tensor: int, region: Region, part: Part, wire: torch.dtype) -> Laid:
         """From the dense bytes of a result's piece to a target."""

@@ -18,6 +18,7 @@ from etha.transport.flows import WireProgram
 from etha.transport.outlets import Outlet
 from etha.transport.staging import Budget
 from tests.unit.transport.agents import Agent, Job, agents, bits, make_plan, same, transfer
+from tests.unit.transport.relaying import copies, relayed_job
 from tests.unit.transport.test_tcp import partial, random_job, rows
 
 LIMIT = 64 << 20
@@ -94,6 +95,26 @@ async def test_both_ends_of_any_redistribution_agree(seed: int) -> None:
         lines = await watched.move(at, seq=seed)
     same(job.target, expected)
     assert bool(lines) == any(x.numel() for held in job.target.values() for x in held.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_both_ends_of_what_is_passed_on_agree(seed: int) -> None:
+    job = relayed_job(seed)
+    job.streams = 2
+    expected = job.expected()
+    async with agents(job.agents, streams=2) as at:
+        await Watched(job, full=seed % 3 != 0).move(at, seq=seed)
+    same(job.target, expected)
+
+
+@pytest.mark.parametrize("partial", [0, 3])
+async def test_a_bit_that_changed_behind_a_relay_is_found_between_the_two(partial: int) -> None:
+    job = copies((1024, 300), 3, partial=partial)
+    async with agents(job.agents) as at:
+        watched = Watched(job)
+        for rank in range(3):
+            with pytest.raises(TransferError, match=r"chunk \[.*\] of t rank \d is not what .*[st] rank \d"):
+                await watched.move(at, 1 + rank, between=lambda rank=rank: flip(job.target[rank]["w0"]))
 
 
 @pytest.mark.parametrize("seed", FLIPPED)

@@ -1,0 +1,152 @@
+"""Jobs in which target agents pass on what they receive, and transfers played span by span in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from etha.plan import Layout, TensorSpec, build_plan, reduction, senders
+from etha.transport.crossings import Part
+from etha.transport.flows import Span, WireProgram
+from etha.transport.relays import Ledger
+from tests.unit.transport.agents import Job, Local
+from tests.unit.transport.test_local import FLOATS, allocate, layout
+from tests.unit.transport.test_tcp import content
+
+
+@contextmanager
+def least_slice(nbytes: int) -> Iterator[None]:
+    """Plans within cut pieces down to so many bytes."""
+    with mock.patch.object(senders, "MIN_SLICE", nbytes), mock.patch.object(reduction, "MIN_SLICE", nbytes):
+        yield
+
+
+def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | None = 1) -> Job:
+    """Random layouts, dtypes, strides and memory; one or two source hosts, up to four target hosts of up to two agents.
+
+    ``chains``: at most so many chains of hosts a piece; None: as many as the planner likes.
+    """
+    rng = rng or random.Random(seed)
+    m, n = rng.choice([1, 2, 4]), rng.choice([2, 3, 4, 6, 8])
+    source, target = {}, {}
+    for i in range(rng.randint(1, 4)):
+        large = rng.random() < 0.2
+        ndim = rng.randint(1, 3)
+        shape = tuple(rng.choice([40, 64, 100] if large else [1, 2, 3, 5, 7, 8, 16, 33]) for _ in range(ndim))
+        a = rng.choice(FLOATS)
+        b = rng.choice([a, a, *FLOATS[:4]])
+        there = layout(rng, n, ndim, False)
+        if rng.random() < 0.6:  # copies, which is what relays are for
+            two = n % 2 == 0 and rng.random() < 0.5
+            there = Layout((2, n // 2), [Shard(0), Replicate()]) if two else Layout.replicated(n)
+        source[f"t{i}"] = TensorSpec(shape, a, layout(rng, m, ndim, rng.random() < 0.3 and a.itemsize > 1))
+        target[f"t{i}"] = TensorSpec(shape, b, there)
+    here = tuple(rng.choice(["a", "b"]) for _ in range(m))
+    several = rng.random() < 0.4
+    names = [*"cdef"[: rng.choice([1, 2, 3, 4])], *(["a"] if rng.random() < 0.2 else [])]
+    there_at = sorted(rng.choice(names) + (rng.choice(["", "2"]) if several else "") for _ in range(n))
+    if rng.random() < 0.3:
+        rng.shuffle(there_at)
+    with least_slice(rng.choice([1, 16, 64, 1024])):
+        plan = build_plan(
+            source, target, source_agents=here, target_agents=there_at, source_hosts=here,
+            target_hosts=[name[0] for name in there_at], fan_out="relay", relay_bytes=0, carry=False,
+        )  # fmt: skip
+        for klass in plan.classes:
+            if chains is not None and klass.passable and not plan.topology.one_agent:
+                klass.chains = chains
+    assert not plan.violations
+
+    def held(specs: Mapping[str, TensorSpec], ranks: int, is_source: bool) -> Local:
+        return {
+            r: {
+                k: allocate(random.Random(f"{seed} {k} {content(s, r)}"), shape, s.dtype, is_source)
+                for k, s in specs.items()
+                if (shape := s.local_shape(r)) is not None
+            }
+            for r in range(ranks)
+        }
+
+    private = (rng.random() < 0.5, rng.random() < 0.5)
+    return Job(plan, here, tuple(there_at), held(source, m, True), held(target, n, False), private)
+
+
+def copies(
+    shape: tuple[int, ...], hosts: int, ranks: int = 1, *, dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    partial: int = 0, tensors: int = 1, **options: object,
+) -> Job:  # fmt: skip
+    """Tensors on one source host, rows over two ranks or ``partial`` contributions, to a copy on every target rank."""
+    a, b = dtypes or (torch.float32, torch.float32)
+    m = partial or 2
+    here = ("s",) * m
+    there = tuple(f"t{host}" for host in range(hosts) for _ in range(ranks))
+    source = TensorSpec(shape, a, Layout((m,), [Partial("sum") if partial else Shard(0)]))
+    target = TensorSpec(shape, b, Layout.replicated(hosts * ranks))
+    names = [f"w{i}" for i in range(tensors)]
+    plan = build_plan(
+        dict.fromkeys(names, source), dict.fromkeys(names, target), source_agents=here, target_agents=there,
+        source_hosts=here, target_hosts=there, carry=False,
+    )  # fmt: skip
+    held = {r: {k: torch.rand(source.local_shape(r) or ()).to(a) for k in names} for r in range(m)}
+    blank = {r: {k: torch.zeros(shape, dtype=b) for k in names} for r in range(hosts * ranks)}
+    return Job(plan, here, there, held, blank, **options)  # type: ignore[arg-type]
+
+
+class Played:
+    """One transfer over all agents without bytes: streams carry spans in order, a step at a time.
+
+    A sender's span goes once what it waits for has come to its agent and its reductions are complete; a receiver's
+    counts once all of its bytes have come.
+    """
+
+    def __init__(self, programs: Mapping[str, WireProgram]) -> None:
+        self.programs = programs
+        self.ledgers = {name: Ledger() for name in programs}
+        self.missing = {name: {p.number: len(p.far) for p in program.parts} for name, program in programs.items()}
+        self.lanes: list[tuple[str, str, tuple[Span, ...], tuple[Span, ...]]] = []
+        for name, program in programs.items():
+            for peer, flow in program.sends.items():
+                back = programs[peer].receives[name]
+                assert flow.digest == back.digest and flow.wire == back.wire
+                self.lanes += [(name, peer, *both) for both in zip(flow.lanes, back.lanes, strict=True)]
+        self.sent, self.got = [0] * len(self.lanes), [0] * len(self.lanes)
+        self.carried, self.taken = [0] * len(self.lanes), [0] * len(self.lanes)
+
+    def moves(self) -> list[Callable[[], None]]:
+        """What can happen next."""
+        found: list[Callable[[], None]] = []
+        for i, (sender, _, out, back) in enumerate(self.lanes):
+            if self.sent[i] < len(out) and self._may(sender, out[self.sent[i]]):
+                found.append(lambda i=i: self._send(i))  # type: ignore[misc]
+            if self.got[i] < len(back) and self.carried[i] >= self.taken[i] + back[self.got[i]].wire:
+                found.append(lambda i=i: self._receive(i))  # type: ignore[misc]
+        return found
+
+    @property
+    def over(self) -> bool:
+        """Whether everything has come."""
+        return all(n == len(lane[3]) for n, lane in zip(self.got, self.lanes, strict=True))
+
+    def _may(self, agent: str, span: Span) -> bool:
+        return self.ledgers[agent].ready(span.after) and all(self._made(agent, part) for part in span.parts)
+
+    def _made(self, agent: str, part: Part) -> bool:
+        return self.missing[agent][part.number] == 0
+
+    def _send(self, i: int) -> None:
+        self.carried[i] += self.lanes[i][2][self.sent[i]].wire
+        self.sent[i] += 1
+
+    def _receive(self, i: int) -> None:
+        _, receiver, _, back = self.lanes[i]
+        span = back[self.got[i]]
+        self.taken[i] += span.wire
+        self.got[i] += 1
+        self.ledgers[receiver].lay(span.arrivals)
+        if span.index >= 0:
+            self.missing[receiver][span.parts[0].number] -= 1

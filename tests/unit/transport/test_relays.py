@@ -1,0 +1,214 @@
+"""Target agents pass on what they receive: to the bit as ``simulate``, in any order of events; faults in between."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from etha.errors import PeerLostError
+from etha.plan import Layout, TensorSpec, build_plan
+from etha.plan.program import FORWARD
+from etha.transport.base import Peer
+from etha.transport.plane import WireRun
+from etha.transport.relays import Arrivals, Ledger, Place, Relays
+from etha.transport.ways import account
+from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
+from tests.unit.transport.relaying import Played, copies, relayed_job
+
+ORDERS = st.lists(st.integers(0, 1 << 30), max_size=200)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_random_relays_equal_simulate(seed: int) -> None:
+    job = relayed_job(seed)
+    job.streams, job.bucket_size = 2, 1 << (10 + seed % 12)
+    expected = job.expected()
+    async with agents(job.agents, streams=2) as at:
+        await transfer(job, at)
+    same(job.target, expected)
+
+
+def test_many_of_the_random_jobs_pass_something_on() -> None:
+    def passed(seed: int) -> bool:
+        plan = relayed_job(seed).plan
+        ranks = range(len(plan.topology.target_host))
+        return any(bool((plan.for_rank("target", rank).kind == FORWARD).any()) for rank in ranks)
+
+    assert sum(passed(seed) for seed in range(40)) >= 15
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10_000), order=ORDERS, chains=st.sampled_from([1, 1, 2, None]))
+def test_every_order_of_events_ends(seed: int, order: list[int], chains: int | None) -> None:
+    """Whatever stream is slow: a piece that can go is always there until all have come."""
+    job = relayed_job(seed, chains=chains)
+    job.streams, job.bucket_size = 1 + seed % 3, 1 << (6 + seed % 12)
+    played = Played({name: job.wire(name) for name in job.agents})
+    turn = 0
+    while moves := played.moves():
+        moves[order[turn % len(order)] % len(moves) if order else -1]()
+        turn += 1
+    assert played.over
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    [
+        ((1024, 512), None),
+        ((1031, 517), None),
+        ((700, 1000), (torch.float32, torch.bfloat16)),
+        ((2048, 1024), (torch.int8, torch.int32)),
+    ],
+)
+async def test_a_source_host_sends_one_copy(shape: tuple[int, int], dtypes: object, ranks: int) -> None:
+    job = copies(shape, 4, ranks, dtypes=dtypes)  # type: ignore[arg-type]
+    wire = min(t.itemsize for t in (job.source[0]["w0"], job.target[0]["w0"]))
+    once = shape[0] * shape[1] * wire
+    async with agents(job.agents) as at:
+        await transfer(job, at)
+        assert sum(t.sent for t in at["s"].plane.traffic.values()) == once
+        for host in range(4):
+            assert sum(t.received for t in at[f"t{host}"].plane.traffic.values()) == once
+    same(job.target, job.expected())
+
+
+@pytest.mark.parametrize("private", [(False, False), (True, True)])
+async def test_reduced_results_are_passed_on_to_the_bit(private: tuple[bool, bool]) -> None:
+    job = copies((1500, 700), 4, partial=3, private=private)
+    async with agents(job.agents) as at:
+        await transfer(job, at)
+        sent = sum(t.sent for t in at["s"].plane.traffic.values())
+        assert sent == 1500 * 700 * 4
+    same(job.target, job.expected())
+
+
+def test_floats_that_widen_are_sent_by_the_source() -> None:
+    job = copies((1024, 1024), 3, dtypes=(torch.bfloat16, torch.float32))
+    assert not any(Relays(job.plan, job.ways(name)).given for name in job.agents)
+
+
+def test_plans_with_carriers_are_refused() -> None:
+    job, held, there = copies((4096, 512), 1), Shard(0), ["t0", "t1", "t2"]
+    target = {
+        "w0": TensorSpec((4096, 512), torch.float32, Layout([0], [held])),
+        "x": TensorSpec((1, 3), torch.float32, Layout((3,), [Shard(1)])),
+    }
+    source = {**job.plan.source, "x": TensorSpec((1, 3), torch.float32, Layout((2,), [held]))}
+    plan = build_plan(source, target, source_agents=["s"] * 2, target_agents=there, target_hosts=["t"] * 3)
+    ways = Job(plan, ("s", "s"), tuple(there), {}, {}).ways("t1")
+    with pytest.raises(ValueError, match="carry=False"):
+        Relays(plan, ways)
+
+
+def test_accounts_count_what_a_rank_gets_and_not_what_it_passes_on() -> None:
+    job = copies((1024, 1024), 3)
+    found = {}
+    for name in job.agents:
+        nbytes, peers = account(job.plan, job.ways(name))
+        found |= nbytes
+        if name != "s":
+            assert all(peers[member] for member in peers)
+    whole = 1024 * 1024 * 4
+    assert found["source", 0] + found["source", 1] == whole
+    assert all(found["target", rank] == whole for rank in range(3))
+
+
+def chain_programs(job: Job) -> list[str]:
+    """Target agents in the order of the one chain."""
+    given = {name: [*Relays(job.plan, job.ways(name)).given] for name in job.agents if name != "s"}
+    [first] = set(given) - {peer for some in given.values() for peer in some}
+    order = [first]
+    while given[order[-1]]:
+        [following] = given[order[-1]]
+        order.append(following)
+    return order
+
+
+def test_a_piece_is_passed_on_before_the_tensor_has_come() -> None:
+    """Pipelined by pieces: the first of the last host goes when little has come to the first host."""
+    job = copies((4096, 1024), 4)
+    played = Played({name: job.wire(name) for name in job.agents})
+    last = chain_programs(job)[-1]
+    total = sum(len(lane[3]) for lane in played.lanes if lane[0] == "s")
+
+    def come(name: str) -> int:
+        return sum(n for n, lane in zip(played.got, played.lanes, strict=True) if lane[1] == name)
+
+    # Events at the far end first: whatever can go further does.
+    while not come(last):
+        played.moves()[-1]()
+    sent = sum(n for n, lane in zip(played.sent, played.lanes, strict=True) if lane[0] == "s")
+    assert sent <= 1 + total // 4
+
+
+async def opened(job: Job, at: dict[str, Agent]) -> dict[str, WireRun]:
+    runs = {name: WireRun(program=job.wire(name), seq=1) for name in job.agents}
+    for name, run in runs.items():
+        await at[name].transport.open([Peer(agent=p, address=at[p].address_for(name)) for p in run.program.sends])
+    return runs
+
+
+@pytest.mark.parametrize("how", ["abort", "drop", "close"])
+async def test_a_relay_that_ends_in_the_middle_ends_who_waits_for_it(how: str) -> None:
+    """Who is left hears of it or is stopped by the coordinator; nobody's thread stays, and the next run is exact."""
+    job = copies((4096, 1024), 4)
+    chain = chain_programs(job)
+    async with agents(job.agents) as at:
+        runs = await opened(job, at)
+        middle = chain[1]
+        begun = asyncio.Event()
+        tasks = {
+            name: asyncio.ensure_future(at[name].transport.run(runs[name], lambda done: begun.set()))
+            for name in job.agents
+            if name != middle
+        }
+        await begun.wait()
+        assert not tasks[chain[2]].done()
+        if how == "abort":
+            gate = Gate(lambda: at[middle].transport.stop(ValueError("no")))
+            run = dataclasses.replace(runs[middle], guards={("target", int(middle[1:])): gate})
+            with pytest.raises(ValueError, match="no"):
+                await at[middle].transport.run(run)
+        elif how == "drop":
+            for name in (chain[0], chain[2]):
+                at[name].plane.drop(middle)
+        else:
+            await at[middle].plane.close()
+        async with asyncio.timeout(5):
+            for name in (chain[0], chain[2]):
+                with pytest.raises(PeerLostError):
+                    await tasks[name]
+            for name in ("s", chain[3]):  # as the coordinator's ABORT does
+                at[name].transport.stop(PeerLostError("told", reason="died"))
+            sent, last = await asyncio.gather(tasks["s"], tasks[chain[3]], return_exceptions=True)
+            assert isinstance(last, PeerLostError)
+            assert isinstance(sent, PeerLostError) or sent == runs["s"].program.total, "or it had sent all of it"
+        if how != "close":
+            for held in job.target.values():
+                held["w0"].zero_()
+            await transfer(job, at, seq=2)
+            same(job.target, job.expected())
+
+
+def test_a_ledger_is_ready_once_all_have_come() -> None:
+    ledger = Ledger()
+    assert ledger.ready(()) and not ledger.ready((0,))
+    ledger.lay((0, 2))
+    assert ledger.ready((0, 2)) and not ledger.ready((0, 1))
+
+
+def test_arrivals_number_only_what_is_asked_for() -> None:
+    here, there = Place(0, 0, ()), Place(0, 1, ())
+    arrivals = Arrivals({here})
+    assert arrivals.mark([(there, ((0, 4),))]) == -1
+    assert [arrivals.mark([(here, ((i, i + 2),))]) for i in (0, 2, 4)] == [0, 1, 2]
+    assert arrivals.before(here, ((1, 3),)) == (0, 1)
+    assert arrivals.before(here, ((2, 4),)) == (1,)
+    assert arrivals.seen == {here, there}
