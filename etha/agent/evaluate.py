@@ -89,7 +89,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
             target_hosts=where.hosts[target],
             source_agents=where.agents[source],
             target_agents=where.agents[target],
-            fan_out="direct",
+            carry=False,
         )
         wrong = common + [v for v in only_as_target if v.side == target]
         wrong += [
