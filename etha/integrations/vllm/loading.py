@@ -1,0 +1,99 @@
+"""A vLLM model as its loaders expect it, although its weights were processed long ago; vLLM's layerwise reload.
+
+While a model serves, its parameters may be packed, fused or gone. vLLM can put them back as they were created, on
+the meta device, run its loaders, process each layer as it is full, and copy the result to where the live one lies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from etha.integrations.vllm.keep import Kept, Meta, Recording
+
+#: Tells of every layer that nothing was loaded into, which is what a recording is for.
+_NOISE = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+
+def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> dict[str, Kept]:
+    """What this worker's model keeps of each checkpoint tensor; the model serves on as before."""
+    with _created(model, model_config):
+        params = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return Recording(params, device).of(metas, _loader(model))
+
+
+def reload(
+    model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, quiet: bool = False
+) -> None:
+    """Load ``weights`` by checkpoint names into the live model, layer by layer.
+
+    ``quiet``: some layers are meant to stay as they are, which vLLM would warn of.
+    """
+    with _packed_again(model):
+        initialize_layerwise_reload(model)
+        try:
+            _loader(model)(weights)
+        finally:
+            with _quiet() if quiet else nullcontext():
+                finalize_layerwise_reload(model, model_config)
+
+
+def _loader(model: Any) -> Any:
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with disable_mtp_completeness_check():
+            model.load_weights(iter(weights))
+
+    return load
+
+
+@contextmanager
+def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
+    """The model with its parameters as they were created, on meta, and its own loaders, not vLLM's buffering ones."""
+    initialize_layerwise_reload(model)
+    try:
+        for tensor in (*model.parameters(), *model.buffers()):
+            loader: Any = getattr(tensor, "weight_loader", None)
+            while getattr(loader, "__name__", "") == "online_process_loader":
+                loader = loader.__wrapped__
+                setattr(tensor, "weight_loader", loader)  # noqa: B010
+        yield
+    finally:
+        with _quiet():
+            finalize_layerwise_reload(model, model_config)
+
+
+@contextmanager
+def _packed_again(model: nn.Module) -> Iterator[None]:
+    """Experts on a CPU pack their weights only while they have no kernel, so that vLLM 0.32's own reload leaves what
+    was loaded unpacked, and their answers wrong: they get a new kernel with every version.
+    """
+    kernels = []
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and all(p.device.type == "cpu" for p in module.parameters()):
+            kernels.append((method, kernel))
+            method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing was loaded into it
+                method.moe_kernel = kernel
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = _NOISE.level
+    _NOISE.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _NOISE.setLevel(before)

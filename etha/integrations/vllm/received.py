@@ -1,0 +1,95 @@
+"""Received: what one worker keeps of a checkpoint, in memory that an agent fills, and how it gets into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from etha.client.tensors import empty as mapped
+from etha.integrations.vllm.cut import Cut
+from etha.integrations.vllm.direct import live_views
+from etha.integrations.vllm.keep import Kept, Meta, nothing
+from etha.integrations.vllm.loading import record, reload
+from etha.integrations.vllm.standin import StandIn
+from etha.integrations.vllm.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """The tap of a stand-in whose bytes have come."""
+
+    cut: Cut
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        if trace is None:  # such a read keeps the whole tensor
+            return self.cut.dense.as_strided(seen.shape, seen.stride(), seen.storage_offset())
+        return self.cut.read(trace)
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        into.copy_(self.read(trace, seen))
+
+
+class Received:
+    """A version on its way into ``model``: ``tensors`` and ``regions`` are what to register, ``apply`` brings it in.
+
+    ``direct``: parameters that can be written as they are take no way through loaders. ``atomic``: they, too, change
+    in ``apply`` only; else the live parameters themselves are registered, and are torn while bytes arrive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        metas: list[Meta],
+        device: torch.device,
+        *,
+        direct: bool,
+        atomic: bool,
+    ) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self.kept = record(model, model_config, metas, device)
+        self._live = live_views(model, self.kept) if direct else {}
+        self._written = {} if atomic else self._live
+        self.tensors = {name: self._written.get(name, self._room(item)) for name, item in self.kept.items()}
+        self.regions = {name: item.region for name, item in self.kept.items()}
+        self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
+
+    def _room(self, item: Kept) -> torch.Tensor:
+        if item.meta.name in self._written:
+            return self._written[item.meta.name]
+        if self._device.type == "cpu" and not nothing(item):
+            return mapped(item.shape, dtype=item.dtype)
+        return torch.empty(item.shape, dtype=item.dtype, device=self._device)
+
+    def apply(self) -> None:
+        """Bring what was received into the live model; between two steps of the engine."""
+        for name, view in self._live.items():
+            if name not in self._written:
+                view.copy_(self.tensors[name])
+        rest = [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
+        if rest:
+            untouched = {item.meta.name for item in rest} != self.kept.keys()
+            reload(self._model, self._config, (self._stand_in(item) for item in rest), quiet=untouched)
+
+    def _stand_in(self, item: Kept) -> tuple[str, torch.Tensor]:
+        tap = _Replay(Cut(self.tensors[item.meta.name], item.region))
+        return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
+
+    def report(self) -> Mapping[str, Any]:
+        """How each tensor comes in, and bytes: of the checkpoint as it is received, and what of it is kept here.
+
+        ``whole``: tensors that could not be recorded, with the reason, and their bytes.
+        """
+        whole = {name: item for name, item in self.kept.items() if item.why is not None}
+        return {
+            "tensors": len(self.kept),
+            "direct": sorted(self._live),
+            "left_out": sorted(name for name, item in self.kept.items() if nothing(item)),
+            "whole": {name: {"why": item.why, "bytes": item.nbytes} for name, item in whole.items()},
+            "bytes": sum(item.nbytes for item in self.kept.values()),
+            "checkpoint_bytes": sum(torch.Size(k.meta.shape).numel() * k.dtype.itemsize for k in self.kept.values()),
+        }

@@ -1,0 +1,93 @@
+"""StandIn: a checkpoint tensor that has no elements of its own, for loaders to take what they keep from.
+
+Views of it are views of a meta tensor of the checkpoint's shape, so that offset, sizes and strides tell which
+elements a loader has come to. An operation that is no view reads: the stand-in's tap gives the tensor to compute
+with, an empty one while recording, the received bytes in a replay. Nothing is wrapped again after a read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from etha.integrations.vllm.trace import Trace
+
+aten: Any = torch.ops.aten
+
+
+class Tap(Protocol):
+    """Where the reads of a stand-in come out; ``trace`` is None where a view is no product of index sets."""
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        """The tensor to compute with in place of the view; ``seen`` is the view of a meta tensor."""
+        ...
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        """``into.copy_`` of the view."""
+        ...
+
+
+class StandIn(torch.Tensor):
+    """A tensor of ``shape`` and ``dtype`` on ``device`` whose reads go through ``tap``."""
+
+    _seen: torch.Tensor
+    _whole: tuple[int, ...]
+    _tap: Tap
+
+    @staticmethod
+    def __new__(cls, seen: torch.Tensor, whole: tuple[int, ...], device: torch.device, tap: Tap) -> StandIn:
+        self: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls,
+            seen.shape,
+            strides=seen.stride(),
+            storage_offset=seen.storage_offset(),
+            dtype=seen.dtype,
+            device=device,
+            requires_grad=False,
+        )
+        self._seen, self._whole, self._tap = seen, whole, tap
+        return self
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tap: Tap) -> StandIn:
+        """A stand-in for a whole contiguous checkpoint tensor."""
+        return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), tuple(shape), device, tap)
+
+    # Results of operations are what __torch_dispatch__ says, not wrapped in this class once more.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"StandIn({tuple(self.shape)}, dtype={self.dtype}, of {self._whole})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Views give views, everything else reads; see the module."""
+        kwargs = kwargs or {}
+        if func.is_view and isinstance(args[0], cls):
+            source = args[0]
+            seen = func(source._seen, *args[1:], **kwargs)
+            return tree_map(lambda t: cls(t, source._whole, source.device, source._tap), seen)
+        if func is aten.copy_.default and not isinstance(args[0], cls):
+            args[1]._tap.copy(args[0], args[1]._trace(), args[1]._seen)
+            return args[0]
+        if func is aten._to_copy.default and isinstance(args[0], cls) and _same_kind(args[0], kwargs):
+            found = args[0]._read()
+            return func(found, *args[1:], **{**kwargs, "device": found.device})
+        args, kwargs = tree_map(lambda t: t._read() if isinstance(t, cls) else t, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _trace(self) -> Trace | None:
+        seen = self._seen
+        return Trace.of(self._whole, int(seen.storage_offset()), seen.shape, seen.stride())
+
+    def _read(self) -> torch.Tensor:
+        return self._tap.read(self._trace(), self._seen)
+
+
+def _same_kind(tensor: StandIn, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy is asked for to the device that the stand-in says it is on: then it stays where its bytes are."""
+    device = kwargs.get("device")
+    return device is None or torch.device(device).type == tensor.device.type

@@ -1,0 +1,232 @@
+"""The trainer's side: every rank sends the shards it holds; rank 0 speaks to the engine, too.
+
+    rank 0    start_weight_update   send   pause  update_weights  finish_weight_update  resume
+    others                          send
+
+Both sides may be relaunched at any time, with other world sizes: the pair forms again with the next version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+from torch.distributed.tensor.placement_types import Replicate
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+from etha import AsyncTensorBusClient, TransferResult
+from etha.client import portal
+from etha.client.place import Place
+from etha.client.results import Pair
+from etha.config import LaunchEnv
+from etha.errors import ConfigError, EthaError, PeerLostError
+from etha.integrations.vllm.control import Control, Pause, unreachable
+from etha.integrations.vllm.source import EthaSource
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+#: Seconds between two looks for an engine that does not answer.
+_AGAIN = 0.5
+
+
+@dataclass
+class EthaTrainerInitInfo(TrainerInitInfo):
+    """A trainer rank's part in the pair ``pair``; every rank gives the same but for ``rank``.
+
+    ``world_size``: ranks of the trainer (default: torch.distributed's, else $WORLD_SIZE, else 1). ``names``: ordered
+    regex replacements from the model's names to the checkpoint's. ``direct``: engine parameters that can be written
+    as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
+    without a copy, while the engine may be answering, and torn if a transfer fails. ``pause``: what becomes of
+    requests under way while a version comes in, "wait", "abort", "keep" (go on, computed anew), or None.
+    ``timeout``: seconds for meeting, and for each version. ``redis_url``, ``namespace``: of both sides where they
+    are given, else each side's environment.
+    """
+
+    backend: ClassVar[str] = "etha"
+
+    pair: str = "weights"
+    world_size: int | None = None
+    names: Mapping[str, str] | None = None
+    direct: bool = False
+    atomic: bool = True
+    pause: Pause | None = "wait"
+    timeout: float = 300.0
+    local_name: str = "trainer"
+    remote_name: str = "inference"
+    batch: str = "weights"
+    redis_url: str | None = field(default=None, repr=False)
+    namespace: str | None = None
+
+
+class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerInitInfo]):
+    """vLLM's trainer engine of the backend ``etha``; made by ``WeightTransferTrainerFactory.trainer_init``."""
+
+    init_info_cls = EthaTrainerInitInfo
+
+    def __init__(
+        self, init_info: EthaTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._info = init_info
+        self._weights = EthaSource.of(source, init_info.names)
+        self._control = Control(client, init_info.pause)
+        self._bus = AsyncTensorBusClient(
+            redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
+        )
+        self._portal: portal.Portal | None = portal.enter(self)
+        self._pair: Pair | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: EthaTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Meet the engine, on every rank of the trainer; an engine that does not answer yet is waited for.
+
+        Errors of ``init_pair`` and ``register_tensors``, and the client's.
+        """
+        engine = cls(init_info, client=client, source=source)
+        try:
+            engine._run(engine._form())
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    def send_weights(self, version: int | str | None = None) -> TransferResult:
+        """Bring the weights as they are now into the engine as ``version``; on every rank.
+
+        The engine's weight version is ``version``, else the transfer's number. Where the pair was lost, it is
+        formed again first, which waits for an engine that is starting. TransferError and its subclasses: the
+        engine answers with what it had. On rank 0 the engine is live with it when this returns.
+        """
+        return self._run(self._send(version))
+
+    def shutdown(self) -> None:
+        """Leave the pair; idempotent."""
+        if self._portal is not None:
+            left, self._portal = self._portal, None
+            try:
+                left.call(self._bus.close())
+            finally:
+                portal.leave(self)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._portal is None:
+            work.close()
+            raise ConfigError(f"the trainer engine of pair {self._info.pair!r} is shut down: make another")
+        return self._portal.call(work)
+
+    # ---- on the loop ---------------------------------------------------------------------------
+
+    async def _form(self) -> None:
+        self._pair = None
+        async with _first_error(), asyncio.TaskGroup() as both:
+            if self.is_sender:
+                both.create_task(self._engine_joins())
+            joining = both.create_task(self._join())
+        self._pair = joining.result()
+
+    async def _join(self) -> Pair:
+        info = self._info
+        world = Place.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env()).world_size
+        pair = await self._bus.init_pair(
+            info.pair, info.local_name, info.remote_name, world, (world,), [Replicate()], rank=info.rank
+        )
+        await self._bus.register_tensors(info.batch, self._weights.tensors(), pair_name=info.pair, direction="send")
+        return pair
+
+    async def _engine_joins(self) -> None:
+        info, metas = self._info, self._weights.metadata()
+        told: dict[str, Any] = {
+            "pair": info.pair,
+            "local_name": info.remote_name,
+            "remote_name": info.local_name,
+            "batch": info.batch,
+            "names": [meta.name for meta in metas],
+            "dtypes": [str(meta.dtype).removeprefix("torch.") for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+            "direct": info.direct,
+            "atomic": info.atomic,
+            "timeout": info.timeout,
+        }
+        told |= {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
+        while True:
+            try:
+                # A trainer that was killed may have left the engine waiting.
+                await asyncio.to_thread(self._control.resume)
+                await asyncio.to_thread(self.client.init_weight_transfer_engine, told)
+                return
+            except Exception as error:
+                if not unreachable(error):
+                    raise
+                log.info("pair %s: the engine does not answer yet (%s)", info.pair, error)
+            await asyncio.sleep(_AGAIN)
+
+    async def _send(self, version: int | str | None) -> TransferResult:
+        fresh = self._pair is None or self._pair.lost.is_set()
+        if fresh:
+            await self._form()
+        try:
+            return await self._round(version)
+        except PeerLostError:
+            if fresh:
+                raise
+            log.info("pair %s was lost: forming it again", self._info.pair)
+        await self._form()
+        return await self._round(version)
+
+    async def _round(self, version: int | str | None) -> TransferResult:
+        if not self.is_sender:
+            return await self._bus.transfer(self._info.batch, "send", version=version)
+        await self._start()
+        try:
+            result = await self._bus.transfer(self._info.batch, "send", version=version)
+        except BaseException:
+            await self._cancel()
+            raise
+        label = str(result.seq if version is None else version)
+        await asyncio.to_thread(self._bring_in, label)
+        return result
+
+    def _bring_in(self, label: str) -> None:
+        try:
+            self._control.pause()
+            self.client.update_weights({})
+            self.client.finish_weight_update(weight_version=label)
+        finally:
+            self._control.resume()
+
+    async def _start(self) -> None:
+        try:
+            await asyncio.to_thread(self.client.start_weight_update)
+        except Exception:
+            if self._pair is not None and self._pair.lost.is_set():
+                raise PeerLostError(
+                    f"pair {self._info.pair!r}: the engine has left", pair=self._info.pair, reason="died"
+                ) from None
+            # An update that a trainer before this one began and never ended.
+            await self._cancel()
+            await asyncio.to_thread(self.client.start_weight_update)
+
+    async def _cancel(self) -> None:
+        with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
+            await asyncio.to_thread(self.client.update_weights, {"cancel": True})
+
+
+@asynccontextmanager
+async def _first_error() -> AsyncIterator[None]:
+    """Of the errors of a task group one, ours rather than a client's: the others are of its end."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        found = group.exceptions
+        raise next((error for error in found if isinstance(error, EthaError)), found[0]) from None
