@@ -46,6 +46,7 @@ PURE = {
     "config.py",
     *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
     *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),
+    *(f"{name}.py" for name in ("plan/kept", "plan/spec", "agent/products")),
     *(
         f"plan/{name}.py"
         for name in ("merge", "sides", "flows", "demand", "density", "blocks", "sheet", "model", "segments", "explain")

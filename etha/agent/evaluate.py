@@ -7,10 +7,11 @@ else: no clock, no memory of earlier batches, one order of everything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from etha.agent.effects import Member
+from etha.agent.products import beyond, clashes, joined, parts_of
 from etha.agent.roster import Described, Manifest, Record
 from etha.bus.messages import Verify
 from etha.errors import LayoutError, Violation
@@ -48,6 +49,8 @@ class Evaluation:
     seq: int
     tensors: int
     sizes: Mapping[str, int]
+    #: Name of each part of a region -> its tensor's: the source's ranks hold that.
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -73,18 +76,19 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
     ordered = sorted(records.items())
     common, only_as_target = _refusals(ordered, manifests)
     specs: dict[str, Specs] = {}
+    members = {side: {rank: manifests[record.manifest] for (s, rank), record in ordered if s == side} for side in sides}
+    parts = {side: parts_of(members[side]) for side in sides}
+    named = {**parts[first], **parts[second]}
     for side in sides:
-        found = {rank: manifests[record.manifest] for (s, rank), record in ordered if s == side}
-        specs[side], wrong = describe_side(side, found)
-        common += wrong
+        specs[side], wrong = describe_side(side, members[side])
+        common += wrong + clashes(members[side], side, named)
     common += _forms(ordered) + _pairs(ordered, manifests)
     plans: dict[str, Plan] = {}
     violations: dict[str, tuple[Violation, ...]] = {}
     for source, target in ((first, second), (second, first)):
         names = {"source": source, "target": target}
         plan = build_plan(
-            specs[source],
-            specs[target],
+            *joined(specs[source], specs[target], parts[source], parts[target]),
             source_hosts=where.hosts[source],
             target_hosts=where.hosts[target],
             source_agents=where.agents[source],
@@ -112,7 +116,8 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         bucket_size=min(sizes, default=None),
         verify=_strongest(records),
         seq=max((record.seq for record in records.values()), default=0),
-        tensors=len(specs[first].keys() | specs[second].keys()),
+        tensors=len((specs[first].keys() | specs[second].keys()) - named.keys()),
+        parts=named,
         sizes={source: _target_bytes(plan) for source, plan in plans.items()},
     )
 
@@ -161,7 +166,7 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
     if len(shapes) > 1:
         return None, [bad("shape_mismatch", f"the ranks of one side give it the global shapes {sorted(shapes)}")]
     shape = next(iter(shapes), None)
-    wrong = _beyond(name, side, ranks)
+    wrong = beyond(name, side, ranks)
     if wrong:
         return None, wrong
     layouts, wrong = merge_layouts(name, side, {rank: d.layout for rank, d in ranks.items()})
@@ -180,21 +185,6 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
     except LayoutError as error:
         return None, [bad("layout", error.message)]
     return spec, shape_violations(name, side, spec, locals_)
-
-
-def _beyond(name: str, side: str, ranks: Mapping[int, Described]) -> list[Violation]:
-    """Ranks whose region does not lie in the global shape, each by itself."""
-    found = []
-    for rank, d in ranks.items():
-        if d.layout.kept is None:
-            continue
-        try:
-            if d.shape is None:
-                raise LayoutError("it registers a region without the global shape: give shapes=")
-            d.layout.check(d.shape)
-        except LayoutError as error:
-            found.append(Violation(code="layout", name=name, side=side, rank=rank, text=error.message))
-    return found
 
 
 def _infer(

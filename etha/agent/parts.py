@@ -85,6 +85,7 @@ class Parts:
         """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
         assert live.evaluation is not None
         names = live.evaluation.plans[source].names
+        held = [live.evaluation.parts.get(name, name) for name in names]  # what the source's ranks call it
         sources: Views = {}
         targets: Views = {}
         for (side, rank), tensors in live.tensors.items():
@@ -94,10 +95,11 @@ class Parts:
                 raise TransferError(f"{side} rank {rank} has not attached its shadows")
             aside = tensors.snapshot if snapshot and not receives else None
             handles = shadows or aside or tensors.handles
-            (targets if receives else sources)[rank] = _resolve(tensors.session.memory.resolve, handles, names)
+            found = _resolve(tensors.session.memory.resolve, handles, names if receives else held)
+            (targets if receives else sources)[rank] = found
         for rank in self._read(live, source):
             shown = live.snapshots if snapshot else live.exhibition
-            sources[rank] = shown.memory((source, rank)).views(names)
+            sources[rank] = shown.memory((source, rank)).views(held)
         return sources, targets
 
 

@@ -22,13 +22,17 @@ _MAX_INT = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """One tensor on one rank. ``shape`` is global (None: unknown), ``local`` what really lies there."""
+    """One tensor on one rank. ``shape`` is global (None: unknown), ``local`` what really lies there.
+
+    ``of`` is the tensor of which this is one more part (a region of several products), None for tensors.
+    """
 
     pair: str
     dtype: str
     layout: Layout
     shape: tuple[int, ...] | None
     local: tuple[int, ...] | None
+    of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,9 @@ class Manifest:
                 layout=layouts[entry.layout],
                 shape=entry.shape,
                 local=None if entry.handle.shape == told[key] else entry.handle.shape,
+                of=entry.of,
             )
+        _check_parts(tensors)
         return cls(tensors=tensors, refusals=register.refusals)
 
     def layouts(self) -> dict[str, str]:
@@ -68,9 +74,12 @@ class Manifest:
         return {digest: json.dumps(layout.to_plain(), separators=(",", ":")) for digest, layout in found.items()}
 
     def fields(self) -> dict[str, str]:
-        """The manifest as a hash: ``t:NAME`` -> [pair, dtype, layout, shape, local], ``r:I`` -> refusal."""
+        """The manifest as a hash: ``t:NAME`` -> [pair, dtype, layout, shape, local(, of)], ``r:I`` -> refusal."""
         out = {
-            f"t:{name}": json.dumps([d.pair, d.dtype, d.layout.digest(), d.shape, d.local], separators=(",", ":"))
+            f"t:{name}": json.dumps(
+                [d.pair, d.dtype, d.layout.digest(), d.shape, d.local, *([] if d.of is None else [d.of])],
+                separators=(",", ":"),
+            )
             for name, d in self.tensors.items()
         }
         for i, r in enumerate(self.refusals):
@@ -85,13 +94,20 @@ class Manifest:
         for key, text in fields.items():
             kind, _, name = key.partition(":")
             match kind, _json(key, text):
-                case "t", [str(pair), str(dtype), str(digest), shape, local] if digest in layouts:
-                    sizes, real = _shape(key, shape), _shape(key, local)
-                    tensors[name] = Described(pair=pair, dtype=dtype, layout=layouts[digest], shape=sizes, local=real)
+                case "t", [str(pair), str(dtype), str(digest), shape, local, *of] if digest in layouts and _part(of):
+                    tensors[name] = Described(
+                        pair=pair,
+                        dtype=dtype,
+                        layout=layouts[digest],
+                        shape=_shape(key, shape),
+                        local=_shape(key, local),
+                        of=of[0] if of else None,
+                    )
                 case "r", [str(code), str(tensor), str(why), bool(target_only)] if name.isdecimal():
                     refusals[int(name)] = Refusal(code=code, name=tensor, text=why, target_only=target_only)
                 case _:
                     _wrong(key, text)
+        _check_parts(tensors)
         return cls(tensors=tensors, refusals=tuple(refusals[i] for i in sorted(refusals)))
 
     @staticmethod
@@ -101,7 +117,7 @@ class Manifest:
         for key, text in fields.items():
             if key.startswith("t:"):
                 match _json(key, text):
-                    case [_, _, str(digest), _, _]:
+                    case [_, _, str(digest), _, _, *_]:
                         found.add(digest)
                     case _:
                         _wrong(key, text)
@@ -181,6 +197,17 @@ def _predict(layout: Layout, shape: tuple[int, ...] | None, rank: int) -> tuple[
         return layout.local_shape(shape, rank)
     except LayoutError:
         return None
+
+
+def _part(of: list[Any]) -> bool:
+    return not of or (len(of) == 1 and isinstance(of[0], str))
+
+
+def _check_parts(tensors: Mapping[str, Described]) -> None:
+    """ProtocolError for a part of a tensor that the rank does not register."""
+    for name, d in tensors.items():
+        if d.of is not None and (d.of not in tensors or tensors[d.of].of is not None):
+            raise ProtocolError(f"{name!r} is told to be a part of {d.of!r}, which is no tensor of its rank")
 
 
 def _size(value: Any) -> bool:

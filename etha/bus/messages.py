@@ -87,7 +87,8 @@ class Entry:
     """One registered tensor.
 
     ``shape`` is the global shape, None where only all ranks together tell it; ``layout`` indexes
-    ``Register.layouts``, ``pair`` indexes ``Register.pairs``.
+    ``Register.layouts``, ``pair`` indexes ``Register.pairs``. ``of`` is the tensor of which this is one more
+    part, by a name of its own: a region may be a list of products.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Entry:
     layout: int
     shape: tuple[int, ...] | None
     handle: TensorHandle
+    of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ from etha.client.connection import Connection
 from etha.client.deadline import Deadline, check_timeout
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
-from etha.client.manifest import PairDefaults, Runs, build_manifest
+from etha.client.manifest import PairDefaults, build_manifest
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.place import Place, device_of
+from etha.client.products import Runs
 from etha.client.register import check_options, register
 from etha.client.report import OnError, check_on_error, reported
 from etha.client.results import Offer, Pair, TransferResult, Version
@@ -171,7 +172,8 @@ class AsyncTensorBusClient:
         ``pair_name``. A DTensor brings its layout; a plain tensor takes ``placements[name]``, else the
         pair's default. ``shapes``: global shapes of plain tensors. ``regions``: names whose plain tensor
         here holds an irregular part of the global one, to receive it: per dim ascending (start, stop), of
-        which it holds the product, densely; needs ``shapes[name]``. ``bucket_size`` in bytes. ``atomic``:
+        which it holds the product, densely, or a list of these, one after the other in a flat tensor; needs
+        ``shapes[name]``. ``bucket_size`` in bytes. ``atomic``:
         receive into shadow memory, so that the tensors change only after commit. ``verify``: compare
         checksums of both ends before any transfer is committed, of every byte ("full") or, for a sixteenth
         of the cost, of every 16th chunk in turn, at least one of each tensor ("sample"); the strongest

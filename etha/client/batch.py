@@ -96,7 +96,7 @@ class Registration:
     snapshots: int = 0
 
     def __post_init__(self) -> None:
-        self.fingerprints = tuple(fingerprint(tensor) for tensor in self.locals)
+        self.fingerprints = tuple(fingerprint(memory_of(item.owner)) for item in self.manifest.items)
 
     @property
     def stage(self) -> Stage:
@@ -120,4 +120,4 @@ class Registration:
 
     def received(self) -> None:
         """Autograd must see that the tensors have changed."""
-        torch.autograd.graph.increment_version([item.owner for item in self.manifest.items])
+        torch.autograd.graph.increment_version([item.owner for item in self.manifest.items if item.of is None])

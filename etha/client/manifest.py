@@ -6,6 +6,7 @@ mapping by name; both become names here, so that the rest of Etha knows one form
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -18,12 +19,11 @@ from torch.distributed.tensor.placement_types import Placement
 from etha.bus.messages import Refusal
 from etha.client.inspect import aliases, check_tensor_name, local_of, refusals_of, unsharded_parameters
 from etha.client.place import Place
+from etha.client.products import Runs, check_region, parts_of
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 
 Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
-#: Per tensor dim the (start, stop) that this rank's tensor holds of the global one.
-Runs = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,6 @@ class PairDefaults:
         except LayoutError as error:
             raise _named(name, error) from None
 
-    def region(self, name: str, runs: object) -> Layout:
-        """The layout of a plain tensor that holds a region, on this worker's own rank; LayoutError names the tensor."""
-        try:
-            return Layout.region(runs, [self.place.rank])  # type: ignore[arg-type]  # read and refused there
-        except LayoutError as error:
-            raise _named(name, error) from None
-
     def layout_of_dtensor(self, name: str, tensor: DTensor) -> Layout:
         """A DTensor's own layout, in ranks of the side; LayoutError names the tensor."""
         try:
@@ -91,6 +84,8 @@ class Item:
     local: torch.Tensor
     layout: Layout
     shape: tuple[int, ...] | None
+    #: The tensor of which this is one more part, each of them with a name of its own.
+    of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +139,15 @@ def build_manifest(
         shape: tuple[int, ...] | None
         key: Any
         if regions and name in regions:
-            _check_region(name, tensor, placements, shapes)
-            layout = defaults.region(name, regions[name])
-            layout = layouts.setdefault(layout, layout)
+            check_region(name, tensor, placements, shapes)
             shape = tuple(int(n) for n in shapes[name]) if shapes else None
-        elif isinstance(tensor, DTensor):
+            items += [
+                Item(name=part, pair=used.index(pair), owner=tensor, local=view, shape=shape, of=of,
+                     layout=layouts.setdefault(layout, layout))
+                for part, of, view, layout in parts_of(name, local_of(tensor), regions[name], defaults.place.rank)
+            ]  # fmt: skip
+            continue
+        if isinstance(tensor, DTensor):
             spec = tensor._spec
             key = (pair, id(spec.mesh), spec.placements)
             layout = layouts.get(key) or layouts.setdefault(key, defaults.layout_of_dtensor(name, tensor))
@@ -163,26 +162,15 @@ def build_manifest(
         items.append(
             Item(name=name, pair=used.index(pair), owner=tensor, local=local_of(tensor), layout=layout, shape=shape)
         )
+    if any(item.of is not None for item in items):
+        _check_names([item.name for item in items])
     refusals += aliases([(item.name, item.local) for item in items])
     return Manifest(form=form, pairs=used, items=tuple(items), refusals=tuple(refusals))
 
 
-def _check_region(
-    name: str,
-    tensor: torch.Tensor,
-    placements: Mapping[str, Sequence[Placement]] | None,
-    shapes: Mapping[str, Sequence[int]] | None,
-) -> None:
-    """ConfigError and LayoutError for a region that does not go with what else is said of the tensor."""
-    if isinstance(tensor, DTensor):
-        raise ConfigError(f"regions[{name!r}]: the tensor is a DTensor and brings its own layout; register a plain one")
-    if placements and name in placements:
-        raise ConfigError(f"tensor {name!r} has both regions[...] and placements[...]: give one of them")
-    if not shapes or name not in shapes:
-        raise LayoutError(
-            f"tensor {name!r} holds a region of a global tensor whose shape it does not tell: "
-            f"give shapes={{{name!r}: (...)}}, the shape of the whole tensor"
-        )
+def _check_names(names: Sequence[str]) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"tensor {twice[0]!r} has the name of a part of another tensor's region: rename it")
 
 
 def _named(name: str, error: LayoutError) -> LayoutError:

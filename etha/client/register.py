@@ -61,6 +61,7 @@ async def register(
             layout=layouts.setdefault(item.layout, len(layouts)),
             shape=item.shape,
             handle=handle,
+            of=item.of,
         )
         for item, handle in zip(manifest.items, handles, strict=True)
     )

@@ -20,8 +20,8 @@ from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
-from etha.client.manifest import Runs
 from etha.client.options import OnCommit, OnProgress, Options
+from etha.client.products import Runs
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 from etha.client.results import Pair as AsyncPair

@@ -24,21 +24,31 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "norm": (7,),
     "gap": (9, 2),
     "scale": (),
+    "listed": (9, 5),
+    "L" * 500: (6,),
 }
 Runs = list[list[tuple[int, int]]]
 #: Of each name what rank 0 and rank 1 keep: overlaps, gaps, the same, nothing, and all that there is.
-KEPT: dict[str, tuple[Runs, Runs]] = {
+KEPT: dict[str, tuple[Any, Any]] = {
     "qkv": ([[(0, 2), (5, 9)], [(0, 3), (4, 6)]], [[(1, 6), (8, 11)], [(2, 5)]]),
     "experts": ([[(0, 2)], [(0, 5)], [(0, 3)]], [[(1, 2), (3, 4)], [(1, 2), (4, 5)], [(0, 1), (2, 3)]]),
     "embed": ([[(0, 13)], [(0, 4)]], [[], [(0, 4)]]),
     "norm": ([[(1, 3), (4, 7)]], [[(1, 3), (4, 7)]]),
     "gap": ([[(0, 1)], [(0, 2)]], [[(8, 9)], [(1, 2)]]),
     "scale": ([], []),
+    # Rank 0 keeps three products, which overlap; rank 1 a list of one.
+    "listed": (
+        [[[(0, 2), (4, 5)], [(1, 3)]], [[(3, 9)], [(0, 1), (4, 5)]], [[(8, 9)], [(0, 5)]]],
+        [[[(1, 8)], [(2, 4)]]],
+    ),
+    "L" * 500: ([[[(0, 1)]], [[(2, 5)]]], [[(1, 2), (4, 6)]]),
 }
-DTYPE = {"experts": torch.bfloat16}
+DTYPE = {"experts": torch.bfloat16, "listed": torch.float16}
 
 
-def picked(full: torch.Tensor, runs: Runs) -> torch.Tensor:
+def picked(full: torch.Tensor, runs: Any) -> torch.Tensor:
+    if runs and runs[0] and isinstance(runs[0][0], list):  # a list of products: flat, one after another
+        return torch.cat([picked(full, product).reshape(-1) for product in runs])
     for dim, kept in enumerate(runs):
         full = full.index_select(dim, torch.tensor([i for a, b in kept for i in range(a, b)], dtype=torch.long))
     return full.clone()
@@ -136,6 +146,20 @@ async def test_the_direction_that_no_region_sends_in_works_alone(site: Site, pai
             await handles["inference", 0].transfer("send")
         await sides.move(handles)
         assert mine["inference"].tolist() == [1.0, 2.0, 6.0]
+
+
+async def test_other_ranks_may_not_use_the_name_of_a_part(site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        await sides.meet(device_mesh=(1,), trainer={"placements": [Replicate()]})
+        mine = {
+            "trainer": {"w": torch.arange(8.0), "w [product 1]": torch.zeros(2)},
+            "inference": {"w": torch.zeros(3)},
+        }
+        kept = {"regions": {"w": [[[(1, 3)]], [[(6, 7)]]]}, "shapes": {"w": (8,)}}
+        options: dict[str, Any] = {"trainer": {}, "inference": kept}
+        answers = await sides.register("b", lambda side, rank: (mine[side], options[side]))
+        with pytest.raises(RegistrationError, match=r"trainer rank 0.* has the name of a part of 'w' on another rank"):
+            raise answers["inference", 0]
 
 
 async def test_a_local_tensor_of_another_shape_than_its_region(site: Site, pair: str) -> None:

@@ -45,7 +45,10 @@ MANIFEST = {
     "r:0": json.dumps(["dtype", "x", "no", True]),
 }
 KEPT = Layout.from_plain(REGION).digest()
-KEEPS = {"t:w": json.dumps(["weights", "float32", KEPT, [9, 4], None])}
+KEEPS = {
+    "t:w": json.dumps(["weights", "float32", KEPT, [9, 4], None]),
+    "t:w [product 1]": json.dumps(["weights", "float32", KEPT, [9, 4], None, "w"]),
+}
 RECORD = '["0123abcd","map",["weights"],null,4096,true,"full",3]'
 VERDICT = 'abcdef [["a2","a3"],false,268435456,4,0]'
 ROSTER = {"t/0": RECORD, "i/0": RECORD, "token:t/0": "x", "entries": "2", "agent:a1": VERDICT, "closed:t/0": "1"}
@@ -83,6 +86,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "record": (RECORD, lambda v: Record.from_json("k", v)),
     "verdict": (VERDICT, lambda v: Verdict.from_text("a1", v)),
     "manifest": (MANIFEST, lambda v: (Manifest.layout_digests(v), Manifest.from_fields(v, LAYOUTS))),
+    "parts": (KEEPS, lambda v: Manifest.from_fields(v, {KEPT: Layout.from_plain(REGION)})),
     "library": (MANIFEST, lambda v: fetched(v, {DIGEST: json.dumps(LAYOUT)})),
     "layout": (json.dumps(LAYOUT), lambda v: fetched(MANIFEST, {DIGEST: v})),
     "region": (json.dumps(REGION), lambda v: fetched(KEEPS, {KEPT: v})),

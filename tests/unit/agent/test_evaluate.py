@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,45 @@ def test_ranks_that_keep_the_same_are_one_layout() -> None:
         roster.rank("t", rank, w=tensor(SHARDED))
         roster.rank("i", rank, w=kept(rank, (1, 3)))
     assert roster.evaluate().plans["t"].target["w"].layouts == (Layout.region([[(1, 3)]], [0, 1]),)
+
+
+def part(rank: int, *runs: tuple[int, int]) -> Described:
+    return replace(kept(rank, *runs), of="w")
+
+
+def test_parts_are_planned_from_the_tensor_of_which_they_are_parts() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, w=tensor(SHARDED))
+    roster.rank("i", 0, **{"w": kept(0, (0, 1)), "w [product 1]": part(0, (2, 4)), "w [product 2]": part(0, (0, 4))})
+    roster.rank("i", 1, **{"w": kept(1, (0, 3)), "w [product 1]": part(1, (3, 4))})
+    found = roster.evaluate()
+    assert not found.refused and found.tensors == 1 and found.nbytes("t") == 4 * (1 + 2 + 4 + 3 + 1)
+    assert found.parts == {"w [product 1]": "w", "w [product 2]": "w"}
+    plan = found.plans["t"]
+    plan.check()
+    assert plan.names == ("w", "w [product 1]", "w [product 2]")
+    assert plan.source["w [product 2]"] is plan.source["w"]
+    assert plan.target["w [product 2]"].holders() == [0]
+    assert codes(found.violations["i"]) == {("layout", "w", "i", 0), ("layout", "w", "i", 1)}
+
+
+def test_a_part_of_what_the_source_lacks_is_told_by_its_tensor_alone() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, given={"direction": "send"}, v=tensor(SHARDED))
+        roster.rank("i", rank, **{"v": tensor(), "w": kept(rank, (0, 1)), "w [product 1]": part(rank, (2, 4))})
+    assert codes(roster.evaluate().refused) == {("missing_name", "w", "t", None)}
+
+
+def test_a_tensor_with_the_name_of_a_part_is_refused() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, **{"w": tensor(SHARDED), "w [product 1]": tensor(SHARDED)})
+        roster.rank("i", rank, **{"w": kept(rank, (0, 1)), "w [product 1]": part(rank, (2, 4))})
+    found = {(v.name, v.side, v.rank): v.text for v in roster.evaluate().violations["t"]}
+    assert found.keys() == {("w [product 1]", "t", 0), ("w [product 1]", "t", 1)}
+    assert all("name of a part of 'w'" in text for text in found.values())
 
 
 def test_regions_that_do_not_lie_in_the_tensor_or_do_not_fill_their_own() -> None:

@@ -124,6 +124,30 @@ def test_a_region_is_short_json_in_redis() -> None:
     assert manifest.tensors["v"].local == (3,), "the region does not lie in this shape"
 
 
+def test_a_part_says_whose_it_is() -> None:
+    part = replace(entry("w [product 1]", 2, (5,), (3,)), of="w")
+    manifest = Manifest.of(register(entry("w", 2, (5,), (3,)), part), 0)
+    assert through_redis(manifest) == manifest
+    assert manifest.tensors["w [product 1]"].of == "w" and manifest.tensors["w"].of is None
+    fields = manifest.fields()
+    for wrong in ("[1]", '["w","x"]', "[null]"):
+        listed = json.loads(fields["t:w"]) + json.loads(wrong)
+        with pytest.raises(ProtocolError, match="'t:w'"):
+            Manifest.from_fields(
+                {"t:w": json.dumps(listed)}, {d.layout.digest(): d.layout for d in manifest.tensors.values()}
+            )
+
+
+def test_a_part_of_nothing_is_refused() -> None:
+    for of in ("v", "w"):
+        message = register(replace(entry("w", 2), of=of))
+        with pytest.raises(ProtocolError, match=f"'w' is told to be a part of '{of}', which is no tensor"):
+            Manifest.of(message, 0)
+    digest = LAYOUTS[0].digest()
+    with pytest.raises(ProtocolError, match="no tensor of its rank"):
+        Manifest.from_fields({"t:w": json.dumps(["p", "float32", digest, [5], None, "v"])}, {digest: LAYOUTS[0]})
+
+
 @given(key=st.sampled_from(["t:w", "r:0", "r:x", "z", "t:"]), value=json_values, cut=st.booleans())
 def test_fields_are_read_whole_or_refused(key: str, value: object, cut: bool) -> None:
     text = json.dumps(value)[: -1 if cut else None]

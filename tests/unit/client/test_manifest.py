@@ -116,3 +116,33 @@ def test_equal_regions_are_one_layout() -> None:
 def test_regions_that_say_too_little_or_too_much(options: Any, error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         build({"w": torch.zeros(2)}, pair_name="p", **options)
+
+
+def test_a_list_of_products_is_registered_as_parts_of_a_flat_tensor() -> None:
+    flat = torch.arange(10.0)
+    found = build(
+        {"w": flat, "v": torch.zeros(1)},
+        pair_name="p",
+        regions={"w": [[[(0, 2)], [(0, 1), (3, 4)]], [[], [(0, 4)]], [[(1, 4)], [(2, 4)]]], "v": [[[(1, 2)]]]},
+        shapes={"w": (6, 4), "v": (4,)},
+    )
+    assert [(item.name, item.of) for item in found.items] == [
+        ("w", None), ("w [product 1]", "w"), ("w [product 2]", "w"), ("v", None),
+    ]  # fmt: skip
+    assert [tuple(item.local.shape) for item in found.items] == [(2, 2), (0, 4), (3, 2), (1,)]
+    assert all(item.owner is flat for item in found.items[:3])
+    assert found.items[2].local.tolist() == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+    found.items[2].local.fill_(-1)
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, *[-1.0] * 6]
+    assert found.refusals == ()
+
+
+def test_a_list_of_products_fills_its_tensor() -> None:
+    lists = {"w": [[[(0, 2)]], [[(1, 2)]]]}
+    for wrong in (torch.zeros(4), torch.zeros(1, 3), torch.zeros(6)[::2]):
+        with pytest.raises(LayoutError, match=r"tensor 'w': a list of 2 products lies in one flat .* shape \(3,\)"):
+            build({"w": wrong}, pair_name="p", regions=lists, shapes={"w": (4,)})
+    with pytest.raises(LayoutError, match="tensor 'w': dim 0 of a region"):
+        build({"w": torch.zeros(3)}, pair_name="p", regions={"w": [[[(0, 2)]], [[(2, 1)]]]}, shapes={"w": (4,)})
+    with pytest.raises(ConfigError, match="name of a part"):
+        build({"w": torch.zeros(3), "w [product 1]": torch.zeros(4)}, pair_name="p", regions=lists, shapes={"w": (4,)})
