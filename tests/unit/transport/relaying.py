@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.plan import Layout, TensorSpec, build_plan, reduction, senders
+from etha.plan import Layout, Plan, TensorSpec, build_plan, reduction, senders
+from etha.plan.fanout import RELAY_BYTES
+from etha.plan.program import FORWARD
 from etha.transport.crossings import Part
 from etha.transport.flows import Span, WireProgram
 from etha.transport.relays import Ledger
@@ -78,7 +83,7 @@ def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | No
 
 def copies(
     shape: tuple[int, ...], hosts: int, ranks: int = 1, *, dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-    partial: int = 0, tensors: int = 1, **options: object,
+    partial: int = 0, tensors: int = 1, relay_bytes: int = RELAY_BYTES, **options: object,
 ) -> Job:  # fmt: skip
     """Tensors on one source host, rows over two ranks or ``partial`` contributions, to a copy on every target rank."""
     a, b = dtypes or (torch.float32, torch.float32)
@@ -90,11 +95,52 @@ def copies(
     names = [f"w{i}" for i in range(tensors)]
     plan = build_plan(
         dict.fromkeys(names, source), dict.fromkeys(names, target), source_agents=here, target_agents=there,
-        source_hosts=here, target_hosts=there, carry=False,
+        source_hosts=here, target_hosts=there, relay_bytes=relay_bytes, carry=False,
     )  # fmt: skip
     held = {r: {k: torch.rand(source.local_shape(r) or ()).to(a) for k in names} for r in range(m)}
     blank = {r: {k: torch.zeros(shape, dtype=b) for k in names} for r in range(hosts * ranks)}
     return Job(plan, here, there, held, blank, **options)  # type: ignore[arg-type]
+
+
+class Crossed(Plan):
+    """A plan of equal replicated tensors in which tensor i goes round the target ranks from rank i: chains that cross.
+
+    The planner makes chains in one order of hosts; here every agent waits for every other one, for some tensor.
+    """
+
+    def __init__(self, plan: Plan, turns: Sequence[int]) -> None:
+        # Not a plan of its own: only what is asked for to compile and to simulate it.
+        self._whole, self._turns = plan, turns
+        self.names, self.source, self.target = plan.names, plan.source, plan.target
+        self.class_of, self.topology = plan.class_of, plan.topology
+        self.n = len(plan.topology.target_host)
+
+    def wire_dtype(self, tensor: int) -> torch.dtype:
+        return self._whole.wire_dtype(tensor)
+
+    def digest(self) -> str:
+        return f"{self._whole.digest()} {self._turns}"
+
+    def for_rank(self, side: str, rank: int) -> Any:
+        found: dict[str, list[int]] = {name: [] for name in ("kind", "phase", "round", "tensor", "source", "target")}
+        regions = []
+        for tensor, turn in enumerate(self._turns):
+            rp = self._whole.for_rank(side, rank if side == "source" else (rank - turn) % self.n)
+            for row in np.flatnonzero(rp.tensor == tensor).tolist():
+                for name, column in found.items():
+                    column.append(int(getattr(rp, name)[row]))
+                found["target"][-1] = (found["target"][-1] + turn) % self.n
+                if rp.kind[row] == FORWARD:
+                    found["source"][-1] = (found["source"][-1] + turn) % self.n
+                regions.append(rp.region(row))
+        columns = {name: np.array(column, np.int64) for name, column in found.items()}
+        return SimpleNamespace(
+            **columns,
+            region_index=np.arange(len(regions)),
+            region_at=regions.__getitem__,
+            slots=(),
+            index=columns["kind"],
+        )
 
 
 class Played:

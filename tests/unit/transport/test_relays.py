@@ -19,7 +19,7 @@ from etha.transport.plane import WireRun
 from etha.transport.relays import Arrivals, Ledger, Place, Relays
 from etha.transport.ways import account
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
-from tests.unit.transport.relaying import Played, copies, relayed_job
+from tests.unit.transport.relaying import Crossed, Played, copies, relayed_job
 
 ORDERS = st.lists(st.integers(0, 1 << 30), max_size=200)
 
@@ -55,6 +55,45 @@ def test_every_order_of_events_ends(seed: int, order: list[int], chains: int | N
         moves[order[turn % len(order)] % len(moves) if order else -1]()
         turn += 1
     assert played.over
+
+
+def crossed(turns: list[int], rows: int = 64) -> Job:
+    """Small tensors, so that many share a span, each round four hosts from another one."""
+    job = copies((rows, 64), 4, tensors=len(turns), relay_bytes=0)
+    job.plan = Crossed(job.plan, turns)
+    return job
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    turns=st.lists(st.integers(0, 3), min_size=2, max_size=9),
+    order=ORDERS,
+    streams=st.integers(1, 3),
+    bucket=st.integers(10, 20),
+)
+def test_chains_that_cross_never_wait_in_a_ring(turns: list[int], order: list[int], streams: int, bucket: int) -> None:
+    job = crossed(turns)
+    job.streams, job.bucket_size = streams, 1 << bucket
+    played = Played({name: job.wire(name) for name in job.agents})
+    turn = 0
+    while moves := played.moves():
+        moves[order[turn % len(order)] % len(moves) if order else -1]()
+        turn += 1
+    assert played.over
+
+
+@pytest.mark.parametrize("rows", [64, 1024])
+async def test_chains_that_cross_over_real_streams(rows: int) -> None:
+    job = crossed([0, 2, 1, 3, 3, 1, 0, 2], rows)
+    async with agents(job.agents) as at:
+        runs = await opened(job, at)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(at[name].transport.run(run) for name, run in runs.items()))
+        for host in range(4):
+            given = {peer for peer, t in at[f"t{host}"].plane.traffic.items() if t.sent}
+            assert given == {f"t{(host + 1) % 4}"}, "a ring of agents"
+    full = {k: torch.cat([job.source[r][k] for r in range(2)]) for k in job.plan.names}
+    same(job.target, dict.fromkeys(range(4), full))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
