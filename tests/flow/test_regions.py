@@ -169,3 +169,32 @@ async def test_a_local_tensor_of_another_shape_than_its_region(site: Site, pair:
         options = {"trainer": {}, "inference": {"regions": {"w": [[(1, 3), (6, 7)]]}, "shapes": {"w": (8,)}}}
         answers = await sides.register("b", lambda side, rank: ({"w": mine[side]}, options[side]))
         assert "its local shape is (4,), but its layout gives it (3,) of (8,)" in answers["trainer", 0].message
+
+
+@pytest.mark.ways(Way.TCP)
+@pytest.mark.timeout(240)
+async def test_equal_regions_of_several_hosts_leave_the_source_once(site: Site, pair: str) -> None:
+    """Ranks 0 to 2 keep the same 2.1 MB and pass it on; rank 3 keeps two products of its own."""
+    full = torch.randn(1100, 600)
+    same: Runs = [[(0, 300), (500, 1080)], [(0, 600)]]
+    own = [[[(7, 400)], [(1, 300), (400, 401)]], [[(1099, 1100)], [(0, 600)]]]
+    kept: list[Any] = [same, same, same, own]
+    async with Sides(
+        site, pair, inference=4, where=lambda side, rank: "s" if side == "trainer" else "wxyz"[rank]
+    ) as sides:
+        await sides.meet(trainer={"device_mesh": (1,), "placements": [Replicate()]}, timeout=60)
+        mine = [stale(picked(full, runs)) for runs in kept]
+
+        def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
+            if side == "trainer":
+                return {"w": full}, {"timeout": 60}
+            return {"w": mine[rank]}, {"regions": {"w": kept[rank]}, "shapes": {"w": (1100, 600)}, "timeout": 60}
+
+        handles = await sides.register("b", given)
+        before = await sides.clients["trainer", 0].status()
+        results = await sides.move(handles, timeout=60)
+        after = await sides.clients["trainer", 0].status()
+        assert all(torch.equal(tensor, picked(full, runs)) for tensor, runs in zip(mine, kept, strict=True))
+        assert [results["inference", r].bytes for r in range(4)] == [t.numel() * 4 for t in mine]
+        sent = [sum(link["bytes_sent"] for link in s["agent"]["links"]) for s in (before, after)]
+        assert sent[1] - sent[0] == 4 * (mine[0].numel() + mine[3].numel())

@@ -42,11 +42,14 @@ def hosts(name: str, ranks: int, each: int) -> list[str]:
 
 
 def plans() -> Iterator[Plan]:
-    """Moves, moves from replicas in slices, sums, chains of hosts, sums that are passed on, carried moves."""
+    """Moves, moves from replicas in slices, sums, regions, chains of hosts, sums that are passed on, carried moves."""
     rows, columns, all_ = Layout((4,), [Shard(0)]), Layout((3,), [Shard(1)]), Layout.replicated(6)
+    same = Layout.region([[(0, 5), (7, 11), (13, 18)], [(1, 4), (6, 9)]], [0, 1, 2, 3])
+    kept = [same, Layout.region([[(3, 20)], [(0, 2), (5, 6), (8, 10)]], [4, 5])]
     sums, twice = Layout((2, 2), [Partial(), Shard(0)]), Layout((2, 2), [Replicate(), Shard(0)])
     for source, target, relay in (
         (rows, columns, 0), (twice, columns, 0), (sums, columns, 0),
+        (sums, kept, 0), (twice, kept, 2),
         (rows, all_, 2), (twice, all_, 2), (sums, all_, 2), (rows, columns, 3), (twice, columns, 3),
     ):  # fmt: skip
         where = {"source_hosts": hosts("s", 4, 2), "target_hosts": hosts("t", 6, relay)} if relay else {}
@@ -160,7 +163,7 @@ def harmless(plan: Plan) -> bool:
     for side, tensors in (("source", source), ("target", target)):
         spec = plan.source["w"] if side == "source" else plan.target["w"]
         for rank, held in tensors.items():
-            rows, columns = spec.layouts[0].owned(SHAPE, rank) or ((), ())
+            rows, columns = next(part.owned(SHAPE, rank) for part in spec.layouts if rank in part) or ((), ())
             part = full[[i for a, b in rows for i in range(a, b)]][:, [i for a, b in columns for i in range(a, b)]]
             held["w"] = part.clone() if side == "source" else torch.full_like(part, -1)
             held["right"] = part * (2 if any(axis.partial for axis in plan.source["w"].layouts[0].axes) else 1)
