@@ -11,7 +11,6 @@ ends the update for all, and the engine answers with what it had.
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 
 from etha import TensorBusClient, TransferFuture, TransferResult
 from etha.client.sync_handle import BatchHandle
@@ -30,7 +30,8 @@ from etha.errors import ConfigError, TransferAbortedError
 from etha.integrations.vllm.keep import Meta
 from etha.integrations.vllm.received import Received
 
-log = logging.getLogger(__name__)
+# Under vLLM's own root: what an engine prints is what is logged there.
+log = init_logger("vllm.etha")
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,80 @@
+"""Checkpoints, a runtime directory with its Redis and agents, and engines, each made once and ended at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def room() -> Iterator[Path]:
+    """A directory with a short name for sockets, checkpoints and logs."""
+    path = Path(tempfile.mkdtemp(prefix="etha-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def env(room: Path) -> Iterator[dict[str, str]]:
+    """The environment of both sides: one agent and an embedded Redis of their own, which end with the tests."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.vllm.preload"])
+    runtime = room / "run"
+    runtime.mkdir(mode=0o700)
+    found = {"ETHA_RUNTIME_DIR": str(runtime), "ETHA_NAMESPACE": "vllm", "ETHA_IDLE": "600"}
+    yield found
+    status = subprocess.run(
+        [Path(sys.executable).with_name("etha"), "status", "--json"],
+        env={**os.environ, **found},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    with suppress(ValueError, KeyError, ProcessLookupError, TypeError):
+        os.kill(int(json.loads(status.stdout)["agents"][0]["pid"]), signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(room: Path, env: dict[str, str]) -> Callable[[str, int], Path]:
+    """kind, seed -> the directory of a small model."""
+    from tests.vllm.checkpoints import make
+
+    @cache
+    def of(kind: str, seed: int) -> Path:
+        return make(kind, room / f"{kind}{seed}", seed=seed).path
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def fresh(room: Path, env: dict[str, str]) -> Callable[[Path, int], tuple[list[list[int]], dict[str, str]]]:
+    """model, workers -> greedy tokens and checksums of an engine that loaded it from its file."""
+    from tests.vllm import engines
+
+    @cache
+    def of(model: Path, workers: int) -> tuple[list[list[int]], dict[str, str]]:
+        return engines.fresh(model, workers, env, room / f"fresh-{model.name}-{workers}.log")
+
+    return of
+
+
+@pytest.fixture
+def logs(room: Path, request: pytest.FixtureRequest) -> Path:
+    """This test's own logs."""
+    path = Path(tempfile.mkdtemp(dir=room))
+    return path

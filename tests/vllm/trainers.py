@@ -1,0 +1,150 @@
+"""Trainers of any shape that send a checkpoint's weights from where their layout has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.vllm.checkpoints import Checkpoint
+from tests.vllm.nursery import Child, serve
+
+
+class Trainer:
+    """The ranks of one trainer, one process each."""
+
+    def __init__(self, shape: Sequence[int], model: Path, url: str, env: dict[str, str], logs: Path, **info: Any):
+        """``shape``: () plain, (n,) FSDP2 over n ranks, (n, t) FSDP2 over n times tensor-parallel t."""
+        world = torch.Size(shape).numel()
+        meeting = logs / f"meeting-{os.urandom(4).hex()}"
+        self.ranks = [
+            Child(_train, rank, tuple(shape), str(meeting), str(model), url, info, env=env, log=logs / f"trainer{rank}")
+            for rank in range(world)
+        ]
+
+    def join(self) -> None:
+        """Meet the engine, on all ranks."""
+        self._all("join")
+
+    def send(self, model: Path, version: int | str | None = None) -> list[Any]:
+        """Take ``model``'s weights and bring them in; each rank's (version, bytes, peers, peak of memory)."""
+        return self._all("send", str(model), version)
+
+    def _all(self, *message: Any) -> list[Any]:
+        for rank in self.ranks:
+            rank.send(*message)
+        return [rank.hear() for rank in self.ranks]
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def end(self) -> None:
+        """Leave, all ranks, in good order."""
+        for rank in self.ranks:
+            rank.pipe.close()
+        for rank in self.ranks:
+            rank.end()
+
+
+def _train(
+    pipe: Connection, rank: int, shape: tuple[int, ...], meeting: str, path: str, url: str, info: dict[str, Any]
+) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
+
+    torch.set_num_threads(1)
+    model = _model(path, shape, rank, meeting)
+    world = torch.Size(shape).numel()
+    engines: list[Any] = []
+
+    def answer(what: str, *arguments: Any) -> Any:
+        if what == "join":
+            source = EthaSource(Checkpoint(Path(path)).tensors()) if model is None else ModuleSource(model)
+            told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
+            client = HTTPVLLMWeightSyncClient(url)
+            engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))
+            return None
+        (engine,) = engines
+        if what == "die in the transfer":
+            _die_when_bytes_move(engine)
+            what = "send"
+        path_of_version, version = arguments
+        _take(dict(engine._weights.tensors()), Checkpoint(Path(path_of_version)))
+        _forget_peak()
+        before = _memory("VmRSS")
+        result = engine.send_weights(version)
+        return result.version, result.bytes, result.peers, _memory("VmHWM") - before
+
+    try:
+        serve(pipe, answer)
+    finally:
+        for engine in engines:
+            engine.shutdown()
+
+
+def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str) -> nn.Module | None:
+    """A Qwen3 over the mesh; None for a trainer that has plain tensors by name."""
+    if not shape:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import Qwen3ForCausalLM
+
+    world = torch.Size(shape).numel()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    model: Any = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    for layer in model.model.layers:
+        if len(shape) == 2:
+            columns = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+            columns |= {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+            rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], {**columns, **rows})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+@torch.no_grad()
+def _take(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
+    """Set every tensor to the checkpoint's, each rank its own part of it."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, value in checkpoint.tensors().items():
+        mine = tensors[name]
+        if isinstance(mine, DTensor):
+            value = distribute_tensor(value.to(mine.dtype), mine.device_mesh, mine.placements, src_data_rank=None)
+        mine.copy_(value)
+
+
+def _die_when_bytes_move(engine: Any) -> None:
+    """SIGKILL to this rank as soon as its transfer reports bytes, while others still move."""
+    transfer = engine._bus.transfer
+
+    async def last(*arguments: Any, **options: Any) -> Any:
+        return await transfer(*arguments, **options, progress=lambda done, total: os.kill(os.getpid(), 9))
+
+    engine._bus.transfer = last
+
+
+def _forget_peak(pid: int | str = "self") -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _memory(field: str, pid: int | str = "self") -> int:
+    """Bytes of one field of a process's status: VmRSS now, VmHWM at its peak."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {field} in the status of {pid}")
