@@ -109,8 +109,7 @@ class Crossings:
             for tensor, source, target, region, turn in zip(*(c[chosen].tolist() for c in columns), strict=True):
                 rows.append((tensor, source, target, rp.region_at(region)))
                 if side == "source":
-                    peer = ways.target[target]
-                    self.rounds[peer] = min(turn, self.rounds.get(peer, turn))
+                    self._begin(ways.target[target], turn)
         rows.sort(key=lambda row: row[:3])  # stable: rows of two ranks stay in the plan's order
         found: dict[str, dict[tuple[int, tuple[bytes, ...]], Move]] = defaultdict(dict)
         for tensor, source, target, region in rows:
@@ -121,6 +120,9 @@ class Crossings:
             sinks = (*(() if move is None else move.sinks), (target, region), *fellows)
             found[peer][key] = Move(tensor, source, region, sinks) if move is None else move._replace(sinks=sinks)
         return {peer: list(moves.values()) for peer, moves in found.items()}
+
+    def _begin(self, peer: str, turn: int) -> None:
+        self.rounds[peer] = min(turn, self.rounds.get(peer, turn))
 
     def _near(self, side: str, other: str) -> bool:
         me = self._ways.me
@@ -147,6 +149,11 @@ class Crossings:
                 # The owner of a contribution is its target, a source rank; of a result its source.
                 owners = np.concatenate([rp.target[rp.kind == CONTRIBUTE], rp.source[rp.kind == RESULT]])
                 found |= {self._ways.source[o] for o in np.unique(owners).tolist()}
+                given = np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT) if side == "source" else False)
+                for kind, target, turn in zip(
+                    *(c[given].tolist() for c in (rp.kind, rp.target, rp.round)), strict=True
+                ):
+                    self._begin((self._ways.source if kind == CONTRIBUTE else self._ways.target)[target], turn)
         return tuple(sorted(found))
 
     def _waves(self, agent: str) -> list[Part]:

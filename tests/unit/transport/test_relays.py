@@ -251,3 +251,15 @@ def test_arrivals_number_only_what_is_asked_for() -> None:
     assert arrivals.before(here, ((1, 3),)) == (0, 1)
     assert arrivals.before(here, ((2, 4),)) == (1,)
     assert arrivals.seen == {here, there}
+
+
+def test_streams_begin_in_the_order_of_the_rounds() -> None:
+    """In each round every sender has another receiver; what follows a chain comes after what was its own."""
+    source = TensorSpec((8, 8), torch.float32, Layout((4,), [Shard(0)]))
+    target = TensorSpec((8, 8), torch.float32, Layout((4,), [Shard(1)]))
+    here, there = tuple(f"s{i}" for i in range(4)), tuple(f"t{i}" for i in range(4))
+    plan = build_plan({"t": source}, {"t": target}, source_agents=here, target_agents=there)
+    held = {r: {"t": torch.rand(2, 8)} for r in range(4)}
+    job = Job(plan, here, there, held, {r: {"t": torch.zeros(8, 2)} for r in range(4)})
+    sends = [list(job.wire(name).sends) for name in here]
+    assert sends == [[f"t{(rank + turn) % 4}" for turn in range(4)] for rank in range(4)]
