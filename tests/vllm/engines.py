@@ -43,8 +43,8 @@ def _free_port() -> int:
 class Server:
     """A live `vllm serve` of random weights with the backend "etha"."""
 
-    def __init__(self, model: Path, workers: int, env: dict[str, str], log: Path) -> None:
-        self.port, self.workers = _free_port(), workers
+    def __init__(self, model: Path, workers: int, env: dict[str, str], log: Path, port: int | None = None) -> None:
+        self.port, self.workers = port or _free_port(), workers
         self.url = f"http://127.0.0.1:{self.port}"
         arguments = ["--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"]
         arguments += ["--max-model-len", "128", "--max-num-seqs", "8", "--tensor-parallel-size", str(workers)]
@@ -89,14 +89,14 @@ class Server:
         return [(int(rank), int(kept), int(of)) for rank, kept, of in found]
 
     def worker_pids(self) -> list[int]:
-        """The processes that hold the weights, by rank."""
-        found = dict(re.findall(r"\(Worker(?:_TP(\d+))? pid=(\d+)\)", self.child.log.read_text(errors="replace")))
-        if not found:  # one worker lives in the engine's own process
-            return [int(pid) for pid in re.findall(r"\(EngineCore\S* pid=(\d+)\)", self.child.tail())[-1:]]
+        """The processes of tensor-parallel workers, by rank."""
+        found = dict(re.findall(r"\(Worker_TP(\d+) pid=(\d+)\)", self.child.log.read_text(errors="replace")))
         return [int(found[rank]) for rank in sorted(found)]
 
     def kill(self) -> None:
+        """End it and all its processes; what it logged is shown where a test has failed."""
         self.child.kill()
+        print(self.child.tail())
 
 
 def _serve(pipe: Connection, arguments: list[str]) -> None:

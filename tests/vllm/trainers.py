@@ -77,13 +77,14 @@ def _train(
         (engine,) = engines
         if what == "die in the transfer":
             _die_when_bytes_move(engine)
-            what = "send"
+        if what == "send, and say when it waits":
+            _say_when_it_waits(engine, pipe)
         path_of_version, version = arguments
         _take(dict(engine._weights.tensors()), Checkpoint(Path(path_of_version)))
-        _forget_peak()
-        before = _memory("VmRSS")
+        forget_peak()
+        before = memory("VmRSS")
         result = engine.send_weights(version)
-        return result.version, result.bytes, result.peers, _memory("VmHWM") - before
+        return result.version, result.bytes, result.peers, memory("VmHWM") - before
 
     try:
         serve(pipe, answer)
@@ -128,6 +129,17 @@ def _take(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
         mine.copy_(value)
 
 
+def _say_when_it_waits(engine: Any, pipe: Connection) -> None:
+    """Tell the test when the engine has been asked to receive."""
+    transfer = engine._bus.transfer
+
+    async def told(*arguments: Any, **options: Any) -> Any:
+        pipe.send("waits")
+        return await transfer(*arguments, **options)
+
+    engine._bus.transfer = told
+
+
 def _die_when_bytes_move(engine: Any) -> None:
     """SIGKILL to this rank as soon as its transfer reports bytes, while others still move."""
     transfer = engine._bus.transfer
@@ -138,11 +150,11 @@ def _die_when_bytes_move(engine: Any) -> None:
     engine._bus.transfer = last
 
 
-def _forget_peak(pid: int | str = "self") -> None:
+def forget_peak(pid: int | str = "self") -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def _memory(field: str, pid: int | str = "self") -> int:
+def memory(field: str, pid: int | str = "self") -> int:
     """Bytes of one field of a process's status: VmRSS now, VmHWM at its peak."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(field + ":"):

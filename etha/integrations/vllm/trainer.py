@@ -104,9 +104,10 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     def send_weights(self, version: int | str | None = None) -> TransferResult:
         """Bring the weights as they are now into the engine as ``version``; on every rank.
 
-        The engine's weight version is ``version``, else the transfer's number. Where the pair was lost, it is
-        formed again first, which waits for an engine that is starting. TransferError and its subclasses: the
-        engine answers with what it had. On rank 0 the engine is live with it when this returns.
+        The engine's weight version is ``version``, else the transfer's number. Where the pair was lost before a
+        byte has moved, it is formed again first, which waits for an engine that is starting. TransferError and its
+        subclasses: the engine answers with what it had; call again for the next version. On rank 0 the engine is
+        live with it when this returns.
         """
         return self._run(self._send(version))
 
@@ -177,8 +178,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             await self._form()
         try:
             return await self._round(version)
-        except PeerLostError:
-            if fresh:
+        except PeerLostError as error:
+            if fresh or error.outcome != "withdrawn":  # bytes have moved: that is for the caller to know
                 raise
             log.info("pair %s was lost: forming it again", self._info.pair)
         await self._form()
@@ -211,7 +212,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         except Exception:
             if self._pair is not None and self._pair.lost.is_set():
                 raise PeerLostError(
-                    f"pair {self._info.pair!r}: the engine has left", pair=self._info.pair, reason="died"
+                    f"pair {self._info.pair!r}: the engine has left", reason="died", outcome="withdrawn"
                 ) from None
             # An update that a trainer before this one began and never ended.
             await self._cancel()

@@ -174,7 +174,12 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         if self._result is None or self._received is None:
             raise ConfigError("finish_weight_update without a version: call start_weight_update and update_weights")
         self._received.apply()
-        log.info("version %s (number %d) is live", self._result.version, self._result.seq)
+        log.info(
+            "version %s (number %d) is live: %d bytes received",
+            self._result.version,
+            self._result.seq,
+            self._result.bytes,
+        )
         self._result = None
 
     def shutdown(self) -> None:
