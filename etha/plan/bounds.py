@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -62,7 +63,7 @@ class PlanStats:
 class Bounds:
     """What any plan needs: bytes a host (``ingress`` by host), and bytes a NIC.
 
-    ``nic_*`` divide by the NICs of the hosts in question; ``nic_aggregate`` is all ingress over all NICs.
+    ``nic_*`` divide by the NICs that the bytes can come in or go out by; ``nic_aggregate`` is all ingress over all.
     """
 
     ingress: dict[int, int]
@@ -109,16 +110,16 @@ def bounds(plan: Plan) -> Bounds:
     for hosts, nbytes in needed.items():
         for host in hosts:
             ingress[host] += nbytes
-    one = dict.fromkeys(nics, 1)
+    one = dict.fromkeys(nics.every, 1)
     total = sum(ingress.values())
     egress_once = densest(once, one)
     return Bounds(
         ingress=dict(ingress),
         egress_once=egress_once,
         egress_direct=max(densest(direct, one), egress_once),
-        nic_ingress=max((Fraction(u, nics[h]) for h, u in ingress.items()), default=Fraction(0)),
-        nic_egress=densest(once, nics),
-        nic_aggregate=Fraction(total, max(sum(nics.values()), 1)),
+        nic_ingress=max((Fraction(u, nics.into[h]) for h, u in ingress.items()), default=Fraction(0)),
+        nic_egress=densest(once, nics.out),
+        nic_aggregate=Fraction(total, max(sum(nics.every.values()), 1)),
     )
 
 
@@ -135,15 +136,33 @@ def _egress(
     direct[everybody] += nbytes * max(crossings, 0)
 
 
-def nics_of_hosts(plan: Plan) -> dict[int, int]:
-    """NICs of each host: the agents of its ranks, of the side that has more of them."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Nics:
+    """NICs of each host, one for each of its agents: ``every`` one, those that bytes go ``out`` and come ``into`` by.
+
+    What a host holds leaves it from the agents of its source ranks; what it needs comes to those of its target
+    ranks, and in a plan that reduces to those of its source ranks, too: contributions that it lacks.
+    """
+
+    every: Mapping[int, int]
+    out: Mapping[int, int]
+    into: Mapping[int, int]
+
+
+def nics_of_hosts(plan: Plan) -> Nics:
+    """The NICs of the hosts of both sides, by host."""
     t = plan.topology
-    found: dict[int, int] = {}
-    for host, agent in ((t.source_host, t.source_agent), (t.target_host, t.target_agent)):
-        pairs = np.unique(np.stack([host, agent], axis=1), axis=0)
-        for h, count in zip(*np.unique(pairs[:, 0], return_counts=True), strict=True):
-            found[int(h)] = max(found.get(int(h), 0), int(count))
-    return found
+    source, target = (t.source_host, t.source_agent), (t.target_host, t.target_agent)
+    every = _agents(source, target)
+    reduces = any(klass.reduction is not None for klass in plan.classes)
+    return Nics(every=every, out=_agents(source), into=every if reduces else _agents(target))
+
+
+def _agents(*sides: tuple[Ints, Ints]) -> dict[int, int]:
+    """How many agents each host has in (host, agent) of ranks."""
+    pairs = np.unique(np.concatenate([np.stack(side, axis=1) for side in sides]), axis=0)
+    hosts, count = np.unique(pairs[:, 0], return_counts=True)
+    return dict(zip(hosts.tolist(), count.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

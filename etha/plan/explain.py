@@ -118,7 +118,7 @@ def _limits(plan: Plan, s: PlanStats, limit: Bounds) -> Iterator[str]:
     yield f"  bounds     a host in {size(s.bound_host_ingress)}, out once {size(s.bound_host_egress_once)}, " + (
         f"out directly {size(s.bound_host_egress_direct)}"
     )
-    nics = sorted(set(nics_of_hosts(plan).values()))
+    nics = sorted(set(nics_of_hosts(plan).every.values()))
     if s.bound_nic:
         count = "-".join(str(n) for n in (nics[:1] if len(nics) == 1 else (nics[0], nics[-1])))
         yield f"    a NIC {size(s.bound_nic)}, from {limit.reason} ({count} NICs a host)"

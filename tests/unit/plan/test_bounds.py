@@ -228,8 +228,35 @@ def test_one_agent_a_host_is_one_nic() -> None:
     agents = {"source_agents": ["a"] * 4, "target_agents": ["b"] * 4}
     plan = build_plan({"w": spec((4,), Shard(0))}, {"w": spec((4,), Shard(1))}, **hosts, **agents)
     s = plan.stats()
-    assert nics_of_hosts(plan) == {0: 1, 1: 1}
+    assert nics_of_hosts(plan).every == {0: 1, 1: 1}
     assert s.bound_nic == s.max_nic_egress == FULL and s.max_rank_egress == FULL // 4 and s.quality == 1.0
+
+
+def test_contributions_come_in_by_the_agents_of_the_source() -> None:
+    """Host 1 needs all of three contributions and has one: the others reach it by two NICs, or one reduced by one."""
+    shape = (257,)
+    tensors = dict.fromkeys("abc", spec((3,), Partial(), shape=shape))
+    wanted = dict.fromkeys("abc", spec((1,), Replicate(), shape=shape))
+    plan = build_plan(tensors, wanted, source_hosts=["0", "0", "1"], target_hosts=["1"])
+    nics, s = nics_of_hosts(plan), plan.stats()
+    assert (nics.every, nics.out, nics.into) == ({0: 2, 1: 2}, {0: 2, 1: 1}, {0: 2, 1: 2})
+    assert s.bound_host_ingress == 3 * 257 * 4 <= s.max_host_ingress
+    assert s.bound_nic == s.bound_host_ingress / 2 <= max(s.max_nic_ingress, s.max_nic_egress) and s.quality >= 1.0
+    check_loads(plan)
+
+
+def test_what_only_one_side_of_a_host_can_send_or_receive_counts_for_its_own_nics() -> None:
+    """Agents of the other side on the same host carry nothing of it."""
+    plan = build_plan(
+        {"w": spec((2,), Shard(0))},
+        {"w": spec((3,), Replicate())},
+        source_hosts=["a", "b"],
+        target_hosts=["a", "a", "a"],
+        relay_bytes=1,
+    )
+    nics, s = nics_of_hosts(plan), plan.stats()
+    assert (nics.every, nics.out, nics.into) == ({0: 4, 1: 1}, {0: 1, 1: 1}, {0: 3})
+    assert s.bound_nic == s.max_nic_egress == FULL / 2 and s.quality == 1.0
 
 
 def test_direct_egress_counts_every_host_in_need() -> None:
