@@ -30,6 +30,8 @@ def environment(workers: int) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # Even eager, the first request compiles something of vLLM's, for seconds.
+        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
     }
 

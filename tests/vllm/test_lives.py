@@ -17,6 +17,7 @@ import pytest
 from etha import PeerLostError
 from tests.vllm.checkpoints import Checkpoint, make
 from tests.vllm.engines import Server
+from tests.vllm.test_tokens import check_versions
 from tests.vllm.trainers import Trainer, forget_peak, memory
 
 Fresh = Callable[[Path, int], tuple[list[list[int]], dict[str, str]]]
@@ -94,6 +95,11 @@ def test_peaks_of_both_sides(models: list[Path], live: Server, env: Env, logs: P
         assert max(grown) < BUDGET, "a second version takes the place of the first"
     finally:
         trainer.end()
+
+
+def test_two_workers(models: list[Path], live: Server, fresh: Fresh, env: Env, logs: Path) -> None:
+    """Versions of every trainer; see test_tokens.py."""
+    check_versions(live, models, fresh, env, logs)
 
 
 def status(env: Env) -> str:

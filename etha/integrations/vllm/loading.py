@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from etha.integrations.vllm.keep import Kept, Meta, Recording
 
-#: Tells of every layer that nothing was loaded into, which is what a recording is for.
+#: Warns of every layer that nothing was loaded into: all of them in a recording, tied and computed ones in a reload.
 _NOISE = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
@@ -29,20 +29,14 @@ def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: t
         return Recording(params, device).of(metas, _loader(model))
 
 
-def reload(
-    model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, quiet: bool = False
-) -> None:
-    """Load ``weights`` by checkpoint names into the live model, layer by layer.
-
-    ``quiet``: some layers are meant to stay as they are, which vLLM would warn of.
-    """
-    with _packed_again(model):
+def reload(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load ``weights`` by checkpoint names into the live model, layer by layer; other layers stay as they are."""
+    with _packed_again(model), _quiet():
         initialize_layerwise_reload(model)
         try:
             _loader(model)(weights)
         finally:
-            with _quiet() if quiet else nullcontext():
-                finalize_layerwise_reload(model, model_config)
+            finalize_layerwise_reload(model, model_config)
 
 
 def _loader(model: Any) -> Any:

@@ -72,8 +72,7 @@ class Received:
                 view.copy_(self.tensors[name])
         rest = [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
         if rest:
-            untouched = {item.meta.name for item in rest} != self.kept.keys()
-            reload(self._model, self._config, (self._stand_in(item) for item in rest), quiet=untouched)
+            reload(self._model, self._config, (self._stand_in(item) for item in rest))
 
     def _stand_in(self, item: Kept) -> tuple[str, torch.Tensor]:
         tap = _Replay(Cut(self.tensors[item.meta.name], item.region))

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Seconds between two looks for an engine that does not answer.
 _AGAIN = 0.5
+#: Seconds within which agents tell that a worker has died, be it with its whole host.
+_NEWS = 5.0
 
 
 @dataclass
@@ -209,14 +211,24 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     async def _start(self) -> None:
         try:
             await asyncio.to_thread(self.client.start_weight_update)
-        except Exception:
-            if self._pair is not None and self._pair.lost.is_set():
-                raise PeerLostError(
-                    f"pair {self._info.pair!r}: the engine has left", reason="died", outcome="withdrawn"
-                ) from None
+        except Exception as error:
+            if await self._engine_left(_NEWS if unreachable(error) else 0.0):
+                text = f"pair {self._info.pair!r}: the engine has left"
+                raise PeerLostError(text, reason="died", outcome="withdrawn") from None
+            if unreachable(error):
+                raise
             # An update that a trainer before this one began and never ended.
             await self._cancel()
             await asyncio.to_thread(self.client.start_weight_update)
+
+    async def _engine_left(self, seconds: float) -> bool:
+        """Whether the pair is lost, or becomes so in a moment: its workers' death is heard of by another way."""
+        if self._pair is None:
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._pair.lost
+        return self._pair.lost.is_set()
 
     async def _cancel(self) -> None:
         with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
