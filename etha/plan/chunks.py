@@ -150,6 +150,7 @@ class TensorClass:
             self.m2m.topology,
             copy,
             self.chains,
+            direct=copy is None,
         )
         if copy is None:
             sender = ranks[np.arange(len(ranks))[None, :, None, None], found.column]

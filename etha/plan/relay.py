@@ -19,13 +19,15 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trees:
-    """How the copies of N pieces are reached from afar. Arrays are (N, Q) but for ``groups`` and ``chains`` (N,).
+    """How the copies of M pieces are reached from afar; pieces that the same copies want share one of N trees.
 
-    ``group`` numbers the hosts of a piece, ``member`` the copies of a host; copies that are ``far`` have numbers,
+    ``row`` (M,) is the tree of each piece; the other arrays are (N, Q), but for ``groups`` and ``chains`` (N,).
+    ``group`` numbers the hosts of a tree, ``member`` the copies of a host; copies that are ``far`` have numbers,
     ``seat[n]`` is the copy with number n, and host g has the numbers ``bounds[g]:bounds[g + 1]``. ``chain`` is
     the chain of a copy's host and ``hop`` its place there.
     """
 
+    row: Ints
     far: Bools
     group: Ints
     member: Ints
@@ -38,9 +40,18 @@ class Trees:
 
     @property
     def widest(self) -> Ints:
-        """(N,): the most copies on one host, at least 1."""
+        """(M,): the most copies on one host, at least 1."""
         most: Ints = np.maximum(np.diff(self.bounds, axis=1).max(axis=1, initial=1), 1)
-        return most
+        return most[self.row]
+
+    @property
+    def heads(self) -> Ints:
+        """(M,): how many hosts the source itself sends to."""
+        return np.where(self.groups > 0, self.chains, 0)[self.row]
+
+    def chain_of(self, copies: Ints) -> Ints:
+        """(M, copies): the number of each one's chain."""
+        return self.chain[:, copies][self.row]
 
     def beside(self, only: int | None) -> Ints:
         """The copies that copy ``only`` can have to do with: those of its host and the next, and itself."""
@@ -52,33 +63,40 @@ class Trees:
         found[only] = True
         return np.flatnonzero(found).astype(np.int64)
 
+    def direct(self) -> Ints:
+        """The copies that the source itself may send to: those of the first host of a chain, and those not far."""
+        return np.flatnonzero((~self.far | (self.hop == 0)).any(axis=0)).astype(np.int64)
+
     def ends(self, copies: Ints) -> Bools:
-        """(N, copies): alone on its host, and no host comes after it."""
+        """(M, copies): alone on its host, and no host comes after it."""
         g = np.maximum(self.group[:, copies], 0)
         size = np.take_along_axis(self.bounds, g + 1, axis=1) - np.take_along_axis(self.bounds, g, axis=1)
         alone: Bools = (size == 1) & (self.groups == self.chains)[:, None]
-        return alone
+        return alone[self.row]
 
     def routes(self, rail: Ints, slices: int, copies: Ints) -> tuple[Ints, Ints]:
-        """(the copy that passes each slice on, -1 for the source; its hop), (W, N, S, copies); rail (W, N)."""
+        """(the copy that passes each slice on, -1 for the source; its hop), (W, M, S, copies); rail (W, M)."""
         at = np.arange(len(self.far), dtype=np.int64)[:, None]
         g = np.maximum(self.group[:, copies], 0)
         start, up = self.bounds[at, g], self.bounds[at, np.maximum(g - 1, 0)]
-        size = np.maximum(self.bounds[at, g + 1] - start, 1)
-        turn = np.arange(slices, dtype=np.int64)[:, None] + rail[:, :, None, None]  # (W, N, S, 1)
-        entry = turn % size[:, None, :]
-        inside = self.member[:, None, copies] != entry
-        row = at[:, :, None]
-        last = self.seat.shape[1] - 1
-        own = self.seat[row, np.minimum(start[:, None, :] + entry, last)]
-        above = up[:, None, :] + turn % np.maximum(start - up, 1)[:, None, :]
-        hop = self.hop[:, None, copies]
-        via = np.where(inside, own, np.where(hop > 0, self.seat[row, np.minimum(above, last)], -1))
+        size, above = np.maximum(self.bounds[at, g + 1] - start, 1), np.maximum(start - up, 1)
+        member, hop = self.member[:, copies], self.hop[:, copies]
+        start, up, size, above, member, hop = (x[self.row][:, None, :] for x in (start, up, size, above, member, hop))
+        turn = np.arange(slices, dtype=np.int64)[:, None] + rail[:, :, None, None]  # (W, M, S, 1)
+        row, last = self.row[:, None, None], self.seat.shape[1] - 1
+        entry = turn % size
+        inside = member != entry
+        own = self.seat[row, np.minimum(start + entry, last)]
+        before = self.seat[row, np.minimum(up + turn % above, last)]
+        via = np.where(inside, own, np.where(hop > 0, before, -1))
         return via, hop + inside
 
 
-def trees(far: Bools, host: Ints, chains: int) -> Trees:
-    """Trees over copies ``far`` (N, Q) on ``host`` (N, Q), equal hosts side by side; at most ``chains`` a piece."""
+def trees(far: Bools, host: Ints, chains: int, row: Ints | None = None) -> Trees:
+    """Trees over copies ``far`` (N, Q) on ``host`` (N, Q), equal hosts side by side; at most ``chains`` each.
+
+    ``row`` is the tree of each piece, without it each has its own.
+    """
     n, q = far.shape
     number = np.cumsum(far, axis=1) - 1
     last = np.maximum.accumulate(np.where(far, np.arange(q), -1), axis=1)
@@ -93,6 +111,7 @@ def trees(far: Bools, host: Ints, chains: int) -> Trees:
     cut = np.minimum(many, chains)
     chain = g * cut // many
     return Trees(
+        row=np.arange(n, dtype=np.int64) if row is None else row,
         far=far,
         group=group,
         member=number - np.take_along_axis(bounds, g, axis=1),

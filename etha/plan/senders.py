@@ -58,6 +58,8 @@ def assign(
     topology: Topology,
     only: int | None = None,
     chains: int | None = None,
+    *,
+    direct: bool = False,
 ) -> Assignment:
     """Choose the senders of the copies of each piece.
 
@@ -65,13 +67,19 @@ def assign(
     with Q copies and P replicas each piece is cut into k slices so that Q k is a multiple of P, and unit
     u = q k + s goes to sender floor(u P / (Q k)): every replica sends exactly 1/P. With ``chains`` the Q are
     the heads of so many chains of hosts. ``only``: the answer for one copy (with ``chains`` also for those that
-    it may pass on to), the same as in the answer for all.
+    it may pass on to), the same as in the answer for all; ``direct``: for those that the source itself sends to.
     """
     pieces, most = ranks.shape
     q = np.arange(holders.shape[1], dtype=np.int64)
     relayed = chains is not None and not topology.one_agent and pieces > 0
-    one = q if only is None or relayed else q[only : only + 1]
-    asked = one < wanted[:, None]  # (M, Q), or (M, 1) for one copy
+    one = q if only is None else q[only : only + 1]
+    tree: Trees | None = None
+    if relayed and topology.apart:
+        # Who wants a piece is a matter of its target cell alone.
+        assert chains is not None
+        tree = _trees_of_cells(holders, cell, wanted, topology, chains)
+        one = tree.direct() if direct else tree.beside(only)
+    asked = one < wanted[:, None]  # (M, copies)
     dim = np.zeros(pieces, dtype=np.int64)
     parts = np.ones(pieces, dtype=np.int64)
     if (most == 1 and not relayed) or pieces == 0:
@@ -91,6 +99,7 @@ def assign(
 
     far = asked & (count > 0)[:, None]
     match = None
+    entries = np.ones(pieces, dtype=np.int64)
     if topology.apart:
         near = np.zeros_like(far)
         # The number of each copy among those that come from afar, and how many there are.
@@ -100,16 +109,14 @@ def assign(
         match = _match(ranks, count, holders[cell], topology)  # (M, Q, P)
         matches = match.sum(axis=2)
         remote = every & (matches == 0)
+        if relayed:
+            assert chains is not None
+            tree = trees(remote, topology.target_host[np.maximum(holders[cell], 0)], chains)
+            one = tree.direct() if direct else tree.beside(only)
         before, total = np.cumsum(remote, axis=1)[:, one] - 1, remote.sum(axis=1)
         near, far = (every & (matches > 0))[:, one], remote[:, one]
-    tree: Trees | None = None
-    entries = np.ones(pieces, dtype=np.int64)
-    if relayed:
-        assert chains is not None
-        tree = trees(far, topology.target_host[np.maximum(holders[cell], 0)], chains)
-        one = tree.beside(only)
-        before, total, entries = tree.chain[:, one], np.where(tree.groups > 0, tree.chains, 0), cuts(tree.widest, crowd)
-        near, far = near[:, one], far[:, one]
+    if tree is not None:
+        before, total, entries = tree.chain_of(one), np.where(count > 0, tree.heads, 0), cuts(tree.widest, crowd)
     near_column = None
     if match is not None:
         order = np.argsort(~match[:, one], axis=2, kind="stable")
@@ -146,6 +153,13 @@ def assign(
         depth=depth,
         ends=ends,
     )
+
+
+def _trees_of_cells(holders: Ints, cell: Ints, wanted: Ints, topology: Topology, chains: int) -> Trees:
+    """One tree for each of the target cells ``cell``; all of their copies are far."""
+    some, first, row = np.unique(cell, return_index=True, return_inverse=True)
+    far = np.arange(holders.shape[1]) < wanted[first][:, None]
+    return trees(far, topology.target_host[np.maximum(holders[some], 0)], chains, row.reshape(-1))
 
 
 def _match(ranks: Ints, count: Ints, copies: Ints, topology: Topology) -> Bools:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -154,3 +155,17 @@ def test_a_rank_plans_the_same_alone_as_with_all_others() -> None:
     plan = plan_of(spec((3,), Shard(0), shape=(1000, 7)), spec((30,), Replicate(), shape=(1000, 7)), 5)
     check_loads(plan)
     plan.check()
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_rank_plans_its_own_part_alone(side: str) -> None:
+    """512 pieces for 2,048 copies: no array of one rank's planning has an entry for each of both."""
+    held = TensorSpec((4096, 1024), torch.float32, Layout((512,), [Shard(0)]))
+    plan = build_plan({"w": held}, {"w": TensorSpec((4096, 1024), torch.float32, Layout((2048,), [Replicate()]))})
+    assert plan.classes[0].chains is not None
+    tracemalloc.start()
+    rows = len(plan.for_rank(side, 5))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows >= (512 if side == "target" else plan.classes[0].chains)
+    assert peak < 1 << 20
