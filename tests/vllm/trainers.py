@@ -33,7 +33,7 @@ class Trainer:
         self._all("join")
 
     def send(self, model: Path, version: int | str | None = None) -> list[Any]:
-        """Take ``model``'s weights and bring them in; each rank's (version, bytes, peers, peak of memory)."""
+        """Take ``model``'s weights and bring them in; each rank's (version, number, peak of memory)."""
         return self._all("send", str(model), version)
 
     def _all(self, *message: Any) -> list[Any]:
@@ -84,7 +84,7 @@ def _train(
         forget_peak()
         before = memory("VmRSS")
         result = engine.send_weights(version)
-        return result.version, result.bytes, result.peers, memory("VmHWM") - before
+        return result.version, result.seq, memory("VmHWM") - before
 
     try:
         serve(pipe, answer)
