@@ -22,6 +22,14 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines take their time to start, and what others' packages warn of is theirs."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(scope="session")
 def room() -> Iterator[Path]:
     """A directory with a short name for sockets, checkpoints and logs."""

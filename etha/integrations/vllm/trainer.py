@@ -47,7 +47,7 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     ``world_size``: ranks of the trainer (default: torch.distributed's, else $WORLD_SIZE, else 1). ``names``: ordered
     regex replacements from the model's names to the checkpoint's. ``direct``: engine parameters that can be written
     as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
-    without a copy, while the engine may be answering, and torn if a transfer fails. ``pause``: what becomes of
+    without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
     requests under way while a version comes in, "wait", "abort", "keep" (go on, computed anew), or None.
     ``timeout``: seconds for meeting, and for each version. ``redis_url``, ``namespace``: of both sides where they
     are given, else each side's environment.
@@ -190,23 +190,30 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     async def _round(self, version: int | str | None) -> TransferResult:
         if not self.is_sender:
             return await self._bus.transfer(self._info.batch, "send", version=version)
+        try:
+            result = await self._bring_in(version)
+        except BaseException:
+            with suppress(Exception):  # what failed first is what is told
+                await asyncio.to_thread(self._control.resume)
+            raise
+        await asyncio.to_thread(self._control.resume)
+        return result
+
+    async def _bring_in(self, version: int | str | None) -> TransferResult:
+        live = self._info.direct and not self._info.atomic  # bytes go into the live parameters
+        if live:
+            await asyncio.to_thread(self._control.pause)
         await self._start()
         try:
             result = await self._bus.transfer(self._info.batch, "send", version=version)
         except BaseException:
             await self._cancel()
             raise
-        label = str(result.seq if version is None else version)
-        await asyncio.to_thread(self._bring_in, label)
+        if not live:
+            await asyncio.to_thread(self._control.pause)
+        await asyncio.to_thread(self.client.update_weights, {})
+        await asyncio.to_thread(self.client.finish_weight_update, str(result.seq if version is None else version))
         return result
-
-    def _bring_in(self, label: str) -> None:
-        try:
-            self._control.pause()
-            self.client.update_weights({})
-            self.client.finish_weight_update(weight_version=label)
-        finally:
-            self._control.resume()
 
     async def _start(self) -> None:
         try:

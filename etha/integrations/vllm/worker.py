@@ -105,6 +105,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             self._batch = None
         known = (metas, init_info.direct, init_info.atomic)
         if self._received is None or self._known != known:
+            self._received = None  # there is never a second shadow beside it
             self._received = Received(
                 self.model, self.model_config, metas, self.device, direct=init_info.direct, atomic=init_info.atomic
             )
