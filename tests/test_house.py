@@ -46,11 +46,12 @@ PURE = {
     "config.py",
     *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
     *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),
-    *(f"{name}.py" for name in ("plan/kept", "plan/spec", "agent/products")),
     *(
         f"plan/{name}.py"
         for name in ("merge", "sides", "flows", "demand", "density", "blocks", "sheet", "model", "segments", "explain")
     ),
+    *(f"plan/{name}.py" for name in ("fanout", "senders", "inward", "carry", "rows", "slots", "kept", "spec", "held")),
+    *(f"plan/{name}.py" for name in ("grid", "mesh", "cover", "ends", "digest")),
     "bus/messages.py",
     "bus/codec.py",
     "bus/schema.py",
@@ -60,6 +61,8 @@ PURE = {
     *(f"peer/{name}.py" for name in ("messages", "introductions", "wire", "tokens")),
     *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
     *(f"agent/{name}.py" for name in ("standing", "bookings", "reservation", "doubt", "waiting", "verdict")),
+    *(f"agent/{name}.py" for name in ("evaluate", "evaluations", "products", "conflict")),
+    "transport/relays.py",
     "demo/report.py",
     "demo/options.py",
 }

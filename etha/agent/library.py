@@ -1,4 +1,7 @@
-"""Manifests and layouts by digest: published once, fetched once, shared by every batch that names them."""
+"""Manifests and layouts by digest: published once, fetched once, shared by every batch that names them.
+
+And what came of them: evaluations of equal registrations.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from etha.agent.evaluations import Evaluations
 from etha.agent.roster import Manifest, digest_of
 from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
@@ -20,13 +24,16 @@ class Library:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.evaluations = Evaluations()
         self._layouts: dict[str, Layout] = {}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        #: What was published here before: all of a manifest -> its digest and fields.
+        self._published: OrderedDict[object, tuple[str, dict[str, str]]] = OrderedDict()
 
     async def publish(self, manifest: Manifest, *, timeout: float) -> str:
         """Store a manifest and its layouts; returns its digest."""
-        layouts, fields = manifest.layouts(), manifest.fields()
-        digest = digest_of(fields)
+        layouts = manifest.layouts()
+        digest, fields = self._fields(manifest)
         # Leases end: they are written again even when this agent has written them before.
         await self._store.put_layouts(layouts, timeout=timeout)
         await self._store.put_manifest(digest, fields, timeout=timeout)
@@ -50,6 +57,21 @@ class Library:
             out[digest] = self._manifests[digest]
             self._manifests.move_to_end(digest)
         return out
+
+    def _fields(self, manifest: Manifest) -> tuple[str, dict[str, str]]:
+        """The digest and the fields of a manifest, made once: a relaunch registers what it registered before."""
+        told = (
+            tuple((n, d.pair, d.dtype, d.layout.digest(), d.shape, d.local, d.of) for n, d in manifest.tensors.items()),
+            manifest.refusals,
+        )
+        found = self._published.pop(told, None)
+        if found is None:
+            fields = manifest.fields()
+            found = digest_of(fields), fields
+        self._published[told] = found
+        while len(self._published) > _KEPT:
+            self._published.popitem(last=False)
+        return found
 
     def _keep(self, digest: str, manifest: Manifest) -> None:
         self._manifests[digest] = manifest

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 
 from etha.agent.effects import Member
-from etha.agent.evaluate import Evaluation, Where, evaluate
+from etha.agent.evaluate import Evaluation, Where
 from etha.agent.exhibition import exhibits
 from etha.agent.library import Library
 from etha.agent.links import Links
@@ -25,6 +25,8 @@ async def plan(
 ) -> tuple[Evaluation, Verdict | None]:
     """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
 
+    What this agent has planned before is not planned again.
+
     EthaErrors: Redis is away, or holds what no agent writes.
     """
     key = store.keys.batch(live.pairs[0], live.name)
@@ -34,7 +36,7 @@ async def plan(
         agents=live.machine.agents,
         hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
     )
-    evaluation = await asyncio.to_thread(evaluate, records, manifests, where)
+    evaluation = await asyncio.to_thread(library.evaluations.of, records, manifests, where)
     for pair in live.pairs:
         view = await store.batch(pair, live.name)
         live.seq = max(live.seq, view.seq if view is not None else 0)

@@ -167,8 +167,10 @@ class Plan:
         if found is None:
             found = self._sheet(side, rank)
             # An agent asks for its own ranks again and again; a proof asks for every rank once.
+            # Threads of an agent may share a plan: each step is one of the dict's own, whoever else is at it.
             if len(self._sheets) >= _SHEETS:
-                del self._sheets[next(iter(self._sheets))]
+                oldest, *_ = list(self._sheets)
+                self._sheets.pop(oldest, None)
             self._sheets[side, rank] = found
         return found[0].rows(*found[1])
 
