@@ -58,7 +58,9 @@ def _map(figure: Any, axes: Any, plan: Plan, found: Flows) -> None:
     extent = (-0.5, n - 0.5, m - 0.5, -0.5)
     image = axes.imshow(shown, aspect="auto", cmap="viridis", interpolation="nearest", norm=norm, extent=extent)
     axes.set_facecolor("#eeeeee")
-    axes.set(xlabel="target rank", ylabel="source rank", title="who sends how much to whom (grey: nothing)")
+    passed = int(found.nbytes[inside_target(found.kind)].sum())
+    besides = f"; targets pass on {size(passed)}" if passed else ""
+    axes.set(xlabel="target rank", ylabel="source rank", title=f"source to target (grey: nothing){besides}")
     for axis, ranks in ((axes.xaxis, n), (axes.yaxis, m)):
         axis.get_major_locator().set_params(integer=True)
         if ranks <= 8:
@@ -70,18 +72,19 @@ def _map(figure: Any, axes: Any, plan: Plan, found: Flows) -> None:
 def _bars(axes: Any, load: Loads, s: PlanStats) -> None:
     """NICs by load, the busiest first, so that how even they are is seen at one glance."""
     most = 0.0
-    for way, nics, colour in (("out", load.nic_out, _OUT), ("in", load.nic_in, _IN)):
+    # Where all is even the lines lie on each other: the bound is broad and pale, "in" has gaps that show "out".
+    for way, nics, colour, style in (("out", load.nic_out, _OUT, "-"), ("in", load.nic_in, _IN, (0, (5, 4)))):
         loaded = np.sort(nics[nics > 0])[::-1] / 1e9
         if not len(loaded):
             continue
         most = max(most, float(loaded[0]))
         edges = np.linspace(0, 100, len(loaded) + 1)
-        axes.stairs(loaded, edges, color=colour, linewidth=1.8, label=f"{way}: {len(loaded)} NICs, busiest "
-                    f"{loaded[0]:.4g} GB, mean {loaded.mean():.4g}")  # fmt: skip
+        text = f"{way}: {len(loaded)} NICs, busiest {loaded[0]:.4g} GB, mean {loaded.mean():.4g}"
+        axes.stairs(loaded, edges, color=colour, linewidth=1.8, linestyle=style, label=text)
         axes.stairs(loaded, edges, color=colour, fill=True, alpha=0.10)
     bound = s.bound_nic / 1e9
     if bound:
-        axes.axhline(bound, color=_BOUND, linewidth=1.6, linestyle="--", label=f"bound {bound:.4g} GB")
+        axes.axhline(bound, color=_BOUND, linewidth=6, alpha=0.3, zorder=1, label=f"bound {bound:.4g} GB")
     axes.set(
         xlim=(0, 100),
         ylim=(0, max(most, bound, 1e-9) * 1.3),
