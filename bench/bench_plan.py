@@ -1,9 +1,9 @@
 """How near plans come to their bounds, and how fast they are made: bench_plan.py [--pairs 1,12] [--repeat N]
 
 For each pair of bench/layouts: bounds in GB a host and a NIC, the busiest NIC out and in, the quality (busiest NIC over
-the bound; 1 is the best there can be) beside what a prototype without relays inside hosts reached, and the milliseconds
-in which one rank plans, as source and as target: from nothing, and its rows again. Two more processes with other
-hash seeds plan everything, too; status 1 where a digest differs.
+the bound; 1 is the best there can be) beside what a prototype without relays inside hosts reached, and the CPU
+milliseconds in which one rank plans, as source and as target: from nothing, and its rows again. Two more processes
+with other hash seeds plan everything, too; status 1 where a digest differs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def milliseconds(pair: Pair, side: str, repeat: int) -> tuple[float, float]:
         sides = read_sides(*paths(pair))  # layouts anew: they keep what was computed of them
         for cached in (cells.table, cells.joint, cells.overlay):
             cached.cache_clear()
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = make(sides)
         plan.for_rank(side, RANK)
-        done = time.perf_counter()
+        done = time.process_time()
         plan.for_rank(side, RANK)
         cold.append((done - begin) * 1e3)
-        warm.append((time.perf_counter() - done) * 1e3)
+        warm.append((time.process_time() - done) * 1e3)
     return min(cold), min(warm)
 
 
@@ -65,13 +65,17 @@ def digests(numbers: list[int], seed: str) -> list[str]:
 def line(pair: Pair, s: PlanStats, seconds: float, times: list[float]) -> str:
     host = (s.bound_host_ingress, s.bound_host_egress_once, s.bound_host_egress_direct)
     nic = (s.bound_nic, s.max_nic_egress, s.max_nic_ingress)
-    bound = s.bound_nic / 1e9
-    before = max(PROTOTYPE[pair.number]) / bound
-    figures = [f"{b / 1e9:8.2f}" for b in host] + [f"{b / 1e9:8.3f}" for b in nic]
-    quality = f"{s.quality:8.3f}{' ' if s.quality <= GOAL else '*'} {before:9.3f}"
-    return " ".join(
-        [f"{pair.number:2} {pair.title:40}", *figures, quality, f"{seconds:6.2f}", *(f"{t:7.1f}" for t in times)]
-    )
+    before = max(PROTOTYPE[pair.number]) / (s.bound_nic / 1e9)
+    figures = [f"{b / 1e9:7.2f}" for b in host] + [f"{b / 1e9:7.3f}" for b in nic]
+    mark = " " if s.quality <= GOAL else "*"
+    figures += [f"{s.quality:6.3f}{mark}", f"{before:9.3f}", f"{seconds:5.2f}", *(f"{t:6.1f}" for t in times)]
+    return " | ".join([f"| {pair.number:2}", f"{pair.title:41}", *figures]) + " |"
+
+
+HEADS = (
+    ("#", 2), ("pair", 41), ("in", 7), ("once", 7), ("direct", 7), ("bound", 7), ("out", 7), ("in", 7),
+    ("quality", 7), ("prototype", 9), ("stats", 5), ("source", 6), ("again", 6), ("target", 6), ("again", 6),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -88,11 +92,10 @@ def main() -> None:
     print(f"machine  {platform.machine()}, {cpu}, {platform.system()} {platform.release()}")
     print(f"versions python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}")
     print(f"command  {' '.join([sys.executable.rsplit('/', 1)[-1], *sys.argv])}")
-    print("GB a host: in, out once, out directly; GB a NIC: bound, out, in; stats in s; one rank in ms, best of "
-          f"{options.repeat}; * above {GOAL}")  # fmt: skip
-    heads = [f"{h:>8}" for h in ("in", "once", "direct", "bound", "out", "in", "quality")] + [f"{'prototype':>10}"]
-    heads += [f"{'stats':>6}", *(f"{h:>7}" for h in ("source", "again", "target", "again"))]
-    print(f"{'':43}", *heads)
+    print("GB a host: in, out once, out directly; GB a NIC: bound, out, in; stats in s; one rank in ms of CPU, best of "
+          f"{options.repeat}; * above {GOAL}\n")  # fmt: skip
+    print("| " + " | ".join(f"{head:{width}}" for head, width in HEADS) + " |")
+    print("|" + "|".join("-" * (width + 1) + ("-" if i == 1 else ":") for i, (_, width) in enumerate(HEADS)) + "|")
     found, above = [], 0
     for pair in chosen:
         plan = make(read_sides(*paths(pair)))
@@ -106,7 +109,7 @@ def main() -> None:
     numbers = [p.number for p in chosen]
     others = [digests(numbers, seed) for seed in ("1", "4711")]
     equal = all(other == found for other in others)
-    print(f"{len(chosen) - above} of {len(chosen)} pairs at {GOAL} or better; digests of three processes with "
+    print(f"\n{len(chosen) - above} of {len(chosen)} pairs at {GOAL} or better; digests of three processes with "
           f"different hash seeds: {'equal' if equal else 'DIFFERENT'}")  # fmt: skip
     raise SystemExit(not equal)
 
