@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from etha.errors import PlanError, Violation
 from etha.plan import dtypes
-from etha.plan.cover import cover, same_elements, within
+from etha.plan.cover import Covers, cover, same_elements, within
 from etha.plan.ends import link_rows
 from etha.plan.held import owned, row_of
 from etha.plan.program import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Template
@@ -56,7 +56,11 @@ class _Proof:
         self.itemsize = dtypes.itemsize(wire)
         self.turns = plan.classes[klass].turns
         self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
-        self.same: dict[tuple[int, int, int], tuple[str, str] | None] = {}
+        #: Answers by content: replicas, and ranks with cells alike, ask the same questions.
+        self.same: dict[tuple[bytes, int, int], tuple[str, str] | None] = {}
+        self.covers = Covers()
+        self.numbers: dict[tuple[bytes, bytes, int], int] = {}
+        self.number_of: dict[tuple[str, int], list[int]] = {}
         self.held: dict[tuple[int, int], bool] = {}
         #: (turn, slot number) -> (owner, first index per dim in its local tensor)
         self.slots: dict[tuple[int, int], tuple[int, list[int]]] = {}
@@ -84,7 +88,11 @@ class _Proof:
         key = (side, rank)
         if key not in self.runs:
             spec = self.source if side == "source" else self.target
-            self.runs[key] = owned(spec, rank)
+            self.runs[key] = found = owned(spec, rank)
+            self.number_of[key] = [
+                self.numbers.setdefault((offsets.tobytes(), starts.tobytes(), size), len(self.numbers))
+                for offsets, starts, size in found or ()
+            ]
         return self.runs[key]
 
     def _written(self, rank: int) -> Iterator[tuple[int, Problem]]:
@@ -126,7 +134,7 @@ class _Proof:
                             turn,
                             Problem("plan_mismatch", "target", rank, f"row {row} waits for its own rank"),
                         )
-            missing, doubled = cover(shape, regions)
+            missing, doubled = self.covers.of(shape, regions)
             if missing:
                 yield turn, Problem("uncovered", "target", rank, f"{missing} elements are not written")
             if doubled:
@@ -191,10 +199,11 @@ class _Proof:
         if here is None or there is None:
             yield Problem("out_of_source", "target", rank, f"rank {sender} holds nothing of it to read")
             return
-        for d, runs in enumerate(region.dims):
+        numbers = self.number_of[side, sender], self.number_of["target", rank]
+        for d, (runs, mine, theirs) in enumerate(zip(region.dims, *numbers, strict=True)):
             moved = runs if origin is None else runs + np.array([origin[d], 0, 0])
-            key = (id(runs), id(here[d]), id(there[d]))
-            if origin is not None or key not in self.same:
+            key = (moved.tobytes(), mine, theirs)
+            if key not in self.same:
                 self.same[key] = same_elements(moved, here[d], there[d])
             wrong = self.same[key]
             if wrong is not None:

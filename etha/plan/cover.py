@@ -55,6 +55,20 @@ def cover(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
     return int(volume[count < expected].sum()), int(volume[count > expected].sum())
 
 
+class Covers:
+    """``cover``, once for equal regions of equal shapes: replicas ask the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[int, int]] = {}
+
+    def of(self, shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
+        """See ``cover``."""
+        key = (shape, *sorted(tuple(runs[:, 1:].tobytes() for runs in region.dims) for region in regions))
+        if key not in self._known:
+            self._known[key] = cover(shape, regions)
+        return self._known[key]
+
+
 def same_elements(runs: Ints, here: tuple[Ints, Ints, int], there: tuple[Ints, Ints, int]) -> tuple[str, str] | None:
     """None where every run takes local elements ``here`` to the same global indices as ``there``, else (code, why).
 
