@@ -61,7 +61,17 @@ def test_one_worker(checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path
     models = [checkpoints("qwen3", seed) for seed in (0, 1)]
     server = Server(models[0], 1, env, logs / "server.log")
     try:
-        check_versions(server.wait(), models, fresh, env, logs)
+        before = server.wait().answers()
+        stranger = Trainer((), models[0], server.url, env, logs)
+        try:
+            with pytest.raises(
+                Exception, match="does not take 1 of the trainer's 25 tensors, 'value_head.weight' first"
+            ):
+                stranger.join("value_head.weight")
+        finally:
+            stranger.end()
+        assert server.answers() == before, "a trainer that does not fit changes nothing"
+        check_versions(server, models, fresh, env, logs)
     finally:
         server.kill()
 

@@ -28,9 +28,9 @@ class Trainer:
             for rank in range(world)
         ]
 
-    def join(self) -> None:
-        """Meet the engine, on all ranks."""
-        self._all("join")
+    def join(self, *extra: str) -> None:
+        """Meet the engine, on all ranks; a plain trainer with tensors that are none of the model's, too."""
+        self._all("join", *extra)
 
     def send(self, model: Path, version: int | str | None = None) -> list[Any]:
         """Take ``model``'s weights and bring them in; each rank's (version, number, peak of memory)."""
@@ -69,7 +69,9 @@ def _train(
 
     def answer(what: str, *arguments: Any) -> Any:
         if what == "join":
-            source = EthaSource(Checkpoint(Path(path)).tensors()) if model is None else ModuleSource(model)
+            extra = {name: torch.ones(1, 8) for name in arguments}
+            plain = {**Checkpoint(Path(path)).tensors(), **extra}
+            source = EthaSource(plain) if model is None else ModuleSource(model)
             told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
             client = HTTPVLLMWeightSyncClient(url)
             engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))

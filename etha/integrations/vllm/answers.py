@@ -18,6 +18,9 @@ class _Queue:
         self._queue = queue
         self.read = False
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)  # vLLM's monitor shuts queues down when a worker has died
+
     def dequeue(self, *args: Any, **kwargs: Any) -> Any:
         answer = self._queue.dequeue(*args, **kwargs)
         self.read = True
@@ -48,6 +51,7 @@ def read_all_answers(executor: Any) -> None:
                         queue.dequeue()
             raise
         finally:
-            self.response_mqs = queues
+            if self.response_mqs is counted:  # else the executor was shut down meanwhile
+                self.response_mqs = queues
 
     executor.collective_rpc = collective_rpc

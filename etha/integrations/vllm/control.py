@@ -6,11 +6,14 @@ has them; where neither is, the caller sees to it.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal, get_args
 
 from etha.errors import ConfigError
 
+log = logging.getLogger(__name__)
 #: What becomes of requests that are under way: they end first, are cut off, or go on and are computed anew.
 Pause = Literal["wait", "abort", "keep"]
 
@@ -22,16 +25,27 @@ class Control:
         if mode is not None and mode not in get_args(Pause):
             raise ConfigError(f"pause={mode!r}: give 'wait', 'abort', 'keep', or None")
         self._client, self._mode = client, mode
+        self._paused = False
 
     def pause(self) -> None:
         """No new request begins; what is cached of the old version is forgotten."""
         if self._mode is not None:
+            self._paused = True
             self._say("pause", "pause_generation", mode=self._mode)
 
     def resume(self) -> None:
-        """Requests go on; those that were kept are computed anew, with the weights there are now."""
-        if self._mode == "keep":
-            self._say("reset_prefix_cache", "reset_prefix_cache", reset_running_requests=True)
+        """Requests go on where ``pause`` stopped them; kept ones are computed anew, with the weights there are now."""
+        if not self._paused:
+            return
+        try:
+            if self._mode == "keep":
+                self._say("reset_prefix_cache", "reset_prefix_cache", reset_running_requests=True)
+        finally:
+            self._say("resume", "resume_generation")
+            self._paused = False
+
+    def recover(self) -> None:
+        """Resume an engine that a trainer before this one may have left paused."""
         if self._mode is not None:
             self._say("resume", "resume_generation")
 
@@ -47,6 +61,24 @@ class Control:
             answer.raise_for_status()
         elif callable(call := getattr(self._client, method, None)):
             call(**arguments)
+        else:
+            log.warning(
+                "%s has neither base_url nor %s: nothing pauses the engine while a version comes in, nor clears its "
+                "prefix cache; do both around send_weights and give pause=None",
+                type(self._client).__name__,
+                method,
+            )
+
+
+def told(call: Callable[..., None], *arguments: Any) -> None:
+    """Call the client; an HTTP error is raised with what the server says of it."""
+    import requests
+
+    try:
+        call(*arguments)
+    except requests.HTTPError as error:
+        said = "" if error.response is None else error.response.text[:2000]
+        raise requests.HTTPError(f"{error}: {said}", response=error.response) from None
 
 
 def unreachable(error: BaseException) -> bool:

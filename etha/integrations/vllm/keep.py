@@ -5,7 +5,8 @@ kept = Recording(model_parameters).of(metas, load)        # nothing is stored, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,9 @@ class _Tensor:
     region: Region | None = None
     copies: list[Copy] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    filled: Counter[str] = field(default_factory=Counter)
     plain: bool = True
+    why: str | None = None
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
         self.plain = False
@@ -82,13 +85,17 @@ class _Tensor:
             raise ValueError(f"a loader copies {tuple(seen.shape)} of it into {tuple(into.shape)}")
         self._note(trace)
         self.dtypes.add(into.dtype)
+        param = self.params.get(into.untyped_storage()._cdata)
+        if param is not None:
+            self.filled[param] += into.numel()
         if trace is None:
             self.plain = False
             return
-        param = self.params.get(into.untyped_storage()._cdata)
         self.copies.append(Copy(trace, param, int(into.storage_offset()), tuple(into.shape), into.stride()))
 
     def _note(self, trace: Trace | None) -> None:
+        if trace is None:
+            self.why = "a view of it is no product of index runs"
         self.region = union(self.region, whole(self.meta.shape) if trace is None else trace.region())
 
     def kept(self, worked: set[str]) -> Kept:
@@ -103,7 +110,7 @@ class _Tensor:
             # A copy_ converts; where Etha would, too, it does so on the way and fewer bytes are received.
             if dtype.is_floating_point and into.is_floating_point and into.itemsize <= dtype.itemsize:
                 dtype = into
-        return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies)
+        return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=self.why)
 
 
 def _fits(small: torch.Size, large: torch.Size) -> bool:
@@ -113,44 +120,102 @@ def _fits(small: torch.Size, large: torch.Size) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a load keeps: ``kept`` by checkpoint name, and what it leaves of the parameters.
+
+    ``refused``: tensors that the loaders do not take, whatever they hold, with their error. ``partial``: parameters
+    of which only a part was written; ``unfilled``: nothing.
+    """
+
+    kept: dict[str, Kept]
+    refused: dict[str, str]
+    partial: list[str]
+    unfilled: list[str]
+
+
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
 class Recording:
     """Records loads into a model whose parameters are ``params``, on whichever device, mostly meta."""
 
     def __init__(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._params = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
+        self._numel = {name: getattr(tensor, "weight_loader_numel", tensor.numel()) for name, tensor in params.items()}
         self._device = device
 
-    def of(self, metas: Iterable[Meta], load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> dict[str, Kept]:
-        """What ``load`` keeps of each tensor: of all at once, and where that fails of one after another.
+    def of(self, metas: Iterable[Meta], load: Load) -> Recorded:
+        """What ``load`` keeps of each tensor.
 
-        ``load`` takes (name, tensor) pairs, as a model's ``load_weights``. A tensor that cannot be recorded is kept
-        whole, with the error in ``why``.
+        ``load`` takes (name, tensor) pairs, as a model's ``load_weights``. All tensors are loaded at once, without
+        those at which that fails: these are kept whole, with the error in ``why``, unless a tensor that has elements
+        fails as well. Then it is refused.
         """
-        metas = list(metas)
-        taps = {meta.name: _Tensor(meta, self._params) for meta in metas}
-        try:
-            worked = self._load(taps.values(), load)
-        except Exception:
-            return {meta.name: self._one(meta, load) for meta in metas}
-        return {name: tap.kept(worked) for name, tap in taps.items()}
+        rest, odd = list(metas), []
+        while True:
+            taps = {meta.name: _Tensor(meta, self._names) for meta in rest}
+            handed: list[Meta] = []
+            try:
+                worked = self._load(taps.values(), load, handed)
+                break
+            except Exception:
+                at = self._fault(rest, handed, load)
+                if at is None:
+                    raise
+                odd.append(at)
+                rest.remove(at)
+        kept = {name: tap.kept(worked) for name, tap in taps.items()}
+        refused: dict[str, str] = {}
+        for meta in odd:
+            why = self._alone(meta, load) or "its loader fails beside others' tensors"
+            if self._refuses(meta, load):
+                refused[meta.name] = why
+            else:
+                kept[meta.name] = Kept(meta=meta, region=whole(meta.shape), dtype=meta.dtype, copies=None, why=why)
+        filled: Counter[str] = Counter()
+        for tap in taps.values():
+            filled.update(tap.filled)
+        complete = {name for name, n in self._numel.items() if filled[name] >= n} | worked
+        partial = sorted(name for name in filled if name not in complete)
+        unfilled = sorted(name for name in self._numel if name not in complete and name not in filled)
+        return Recorded(kept=kept, refused=refused, partial=partial, unfilled=unfilled)
 
-    def _one(self, meta: Meta, load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> Kept:
-        tap = _Tensor(meta, self._params)
+    def _fault(self, rest: list[Meta], handed: list[Meta], load: Load) -> Meta | None:
+        """The tensor at which a load of all failed: the last that it asked for, unless it had asked for all of them."""
+        if handed and len(handed) < len(rest):
+            return handed[-1]
+        return next((meta for meta in reversed(rest) if self._alone(meta, load) is not None), None)
+
+    def _alone(self, meta: Meta, load: Load) -> str | None:
+        """The error of a load of this tensor's stand-in alone."""
         try:
-            worked = self._load([tap], load)
+            self._load([_Tensor(meta, self._names)], load, [])
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            return Kept(meta=meta, region=whole(meta.shape), dtype=meta.dtype, copies=None, why=why)
-        return tap.kept(worked)
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        return None
 
-    def _load(self, taps: Iterable[_Tensor], load: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> set[str]:
+    def _refuses(self, meta: Meta, load: Load) -> bool:
+        """Whether a load fails of a tensor of that name and shape that does have elements."""
+        real = torch.ones(1, dtype=torch.float32).to(meta.dtype).expand(meta.shape)
+        try:
+            with torch.no_grad(), _Dry(self._names):
+                load(iter([(meta.name, real)]))
+        except Exception:
+            return True
+        return False
+
+    def _load(self, taps: Iterable[_Tensor], load: Load, handed: list[Meta]) -> set[str]:
         """Load stand-ins; the parameters into which the loaders wrote anything but a ``copy_`` of these."""
-        tensors: list[tuple[str, torch.Tensor]] = []
-        for tap in taps:
-            tensors.append((tap.meta.name, StandIn.of(tap.meta.shape, tap.meta.dtype, self._device, tap)))
-        dry = _Dry(self._params)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for tap in taps:
+                handed.append(tap.meta)
+                yield tap.meta.name, StandIn.of(tap.meta.shape, tap.meta.dtype, self._device, tap)
+
+        dry = _Dry(self._names)
         with torch.no_grad(), dry:
-            load(tensors)
+            load(tensors())
         return dry.worked
 
 

@@ -16,17 +16,16 @@ from torch import nn
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from etha.integrations.vllm.keep import Kept, Meta, Recording
+from etha.integrations.vllm.keep import Meta, Recorded, Recording
 
 #: Warns of every layer that nothing was loaded into: all of them in a recording, tied and computed ones in a reload.
 _NOISE = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
-def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> dict[str, Kept]:
+def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> Recorded:
     """What this worker's model keeps of each checkpoint tensor; the model serves on as before."""
     with _created(model, model_config):
-        params = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return Recording(params, device).of(metas, _loader(model))
+        return Recording(dict(model.named_parameters()), device).of(metas, _loader(model))
 
 
 def reload(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

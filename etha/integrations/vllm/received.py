@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from etha.client.tensors import empty as mapped
+from etha.errors import ConfigError
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
 from etha.integrations.vllm.keep import Kept, Meta, nothing
@@ -26,7 +27,9 @@ class _Replay:
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
         if trace is None:  # such a read keeps the whole tensor
-            return self.cut.dense.as_strided(seen.shape, seen.stride(), seen.storage_offset())
+            return self.cut.dense.as_strided(
+                seen.shape, seen.stride(), self.cut.dense.storage_offset() + int(seen.storage_offset())
+            )
         return self.cut.read(trace)
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
@@ -51,9 +54,21 @@ class Received:
         atomic: bool,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
-        self.kept = record(model, model_config, metas, device)
+        live = {name for name, _ in model.named_parameters()}  # before: tied ones are several while they are created
+        recorded = record(model, model_config, metas, device)
+        if recorded.refused:
+            name, why = next(iter(recorded.refused.items()))
+            raise ConfigError(
+                f"the engine's model does not take {len(recorded.refused)} of the trainer's {len(metas)} tensors, "
+                f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
+            )
+        self.kept = recorded.kept
+        self._partial = recorded.partial
+        self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._live = live_views(model, self.kept) if direct else {}
         self._written = {} if atomic else self._live
+        #: Whether bytes go into live parameters while they come.
+        self.in_place = bool(self._written)
         self.tensors = {name: self._written.get(name, self._room(item)) for name, item in self.kept.items()}
         self.regions = {name: item.region for name, item in self.kept.items()}
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
@@ -81,13 +96,16 @@ class Received:
     def report(self) -> Mapping[str, Any]:
         """How each tensor comes in, and bytes: of the checkpoint as it is received, and what of it is kept here.
 
-        ``whole``: tensors that could not be recorded, with the reason, and their bytes.
+        ``partial``, ``unfilled``: parameters of which the trainer's tensors fill a part, or nothing: the rest is
+        undefined, or what it was. ``whole``: tensors that could not be recorded, with the reason, and their bytes.
         """
         whole = {name: item for name, item in self.kept.items() if item.why is not None}
         return {
             "tensors": len(self.kept),
             "direct": sorted(self._live),
             "left_out": sorted(name for name, item in self.kept.items() if nothing(item)),
+            "partial": self._partial,
+            "unfilled": self._unfilled,
             "whole": {name: {"why": item.why, "bytes": item.nbytes} for name, item in whole.items()},
             "bytes": sum(item.nbytes for item in self.kept.values()),
             "checkpoint_bytes": sum(torch.Size(k.meta.shape).numel() * k.dtype.itemsize for k in self.kept.values()),

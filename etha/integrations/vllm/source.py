@@ -16,12 +16,21 @@ from etha.integrations.names import rename
 class EthaSource(WeightSource):
     """A module, or tensors by checkpoint name: DTensors of any layout, or plain tensors that every rank has whole.
 
-    ``names``: ordered regex replacements from the trainer's names to the checkpoint's. ``iter(source)`` yields what
-    this rank holds, each DTensor as it is.
+    ``names``: ordered regex replacements from the trainer's names to the checkpoint's. ``buffers``: a module's
+    persistent ones, too, where the checkpoint has them. ``iter(source)`` yields what this rank holds, each DTensor as
+    it is.
     """
 
-    def __init__(self, weights: nn.Module | Mapping[str, torch.Tensor], *, names: Mapping[str, str] | None = None):
-        self._weights, self._names = weights, names
+    def __init__(
+        self,
+        weights: nn.Module | Mapping[str, torch.Tensor],
+        *,
+        names: Mapping[str, str] | None = None,
+        buffers: bool = False,
+    ) -> None:
+        self._buffers = buffers
+        self._weights = weights
+        self._rules: tuple[Mapping[str, str], ...] = () if names is None else (names,)
 
     @classmethod
     def of(cls, source: WeightSource | None, names: Mapping[str, str] | None) -> EthaSource:
@@ -30,7 +39,9 @@ class EthaSource(WeightSource):
         ConfigError for a source that can only be iterated, or none.
         """
         if isinstance(source, EthaSource):
-            return source if names is None else cls(source._weights, names={**(source._names or {}), **names})
+            found = cls(source._weights, names=names, buffers=source._buffers)
+            found._rules = source._rules + found._rules
+            return found
         if isinstance(source, ModuleSource):
             return cls(source._module, names=names)
         raise ConfigError(
@@ -41,9 +52,13 @@ class EthaSource(WeightSource):
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors by checkpoint name: parameters of a module in the order of its state_dict."""
         if isinstance(self._weights, nn.Module):
-            return named_tensors(self._weights, names=self._names, buffers=False)
-        new = rename(self._weights, self._names)
-        return {new[name]: tensor for name, tensor in self._weights.items()}
+            found = named_tensors(self._weights, buffers=self._buffers)
+        else:
+            found = dict(self._weights)
+        for rules in self._rules:
+            new = rename(found, rules)
+            found = {new[name]: tensor for name, tensor in found.items()}
+        return found
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and global shape of every tensor."""

@@ -69,6 +69,9 @@ class StandIn(torch.Tensor):
         if func.is_view and isinstance(args[0], cls):
             source = args[0]
             seen = func(source._seen, *args[1:], **kwargs)
+            if isinstance(seen, torch.Tensor) and seen.dtype != source.dtype:
+                # The same bits as other numbers: their places are not those of the tensor's elements.
+                return func(source._read(), *args[1:], **kwargs)
             return tree_map(lambda t: cls(t, source._whole, source.device, source._tap), seen)
         if func is aten.copy_.default and not isinstance(args[0], cls):
             args[1]._tap.copy(args[0], args[1]._trace(), args[1]._seen)

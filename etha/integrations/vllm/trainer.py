@@ -29,7 +29,7 @@ from etha.client.place import Place
 from etha.client.results import Pair
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, EthaError, PeerLostError
-from etha.integrations.vllm.control import Control, Pause, unreachable
+from etha.integrations.vllm.control import Control, Pause, told, unreachable
 from etha.integrations.vllm.source import EthaSource
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _engine_joins(self) -> None:
         info, metas = self._info, self._weights.metadata()
-        told: dict[str, Any] = {
+        plan: dict[str, Any] = {
             "pair": info.pair,
             "local_name": info.remote_name,
             "remote_name": info.local_name,
@@ -161,17 +161,19 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             "atomic": info.atomic,
             "timeout": info.timeout,
         }
-        told |= {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
+        plan |= {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
+        waits = False
         while True:
             try:
                 # A trainer that was killed may have left the engine waiting.
-                await asyncio.to_thread(self._control.resume)
-                await asyncio.to_thread(self.client.init_weight_transfer_engine, told)
+                await asyncio.to_thread(self._control.recover)
+                await asyncio.to_thread(told, self.client.init_weight_transfer_engine, plan)
                 return
             except Exception as error:
                 if not unreachable(error):
                     raise
-                log.info("pair %s: the engine does not answer yet (%s)", info.pair, error)
+                log.log(logging.DEBUG if waits else logging.WARNING, "pair %s: no engine yet: %s", info.pair, error)
+                waits = True
             await asyncio.sleep(_AGAIN)
 
     async def _send(self, version: int | str | None) -> TransferResult:
@@ -211,8 +213,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             raise
         if not live:
             await asyncio.to_thread(self._control.pause)
-        await asyncio.to_thread(self.client.update_weights, {})
-        await asyncio.to_thread(self.client.finish_weight_update, str(result.seq if version is None else version))
+        await asyncio.to_thread(told, self.client.update_weights, {})
+        await asyncio.to_thread(told, self.client.finish_weight_update, str(result.seq if version is None else version))
         return result
 
     async def _start(self) -> None:
@@ -226,7 +228,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 raise
             # An update that a trainer before this one began and never ended.
             await self._cancel()
-            await asyncio.to_thread(self.client.start_weight_update)
+            await asyncio.to_thread(told, self.client.start_weight_update)
 
     async def _engine_left(self, seconds: float) -> bool:
         """Whether the pair is lost, or becomes so in a moment: its workers' death is heard of by another way."""

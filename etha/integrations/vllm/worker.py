@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -89,6 +90,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     _batch: BatchHandle | None = None
     _received: Received | None = None
     _known: tuple[Any, ...] = ()
+    _standing_for: tuple[str, int, str] | None = None
+    _where: tuple[str | None, str | None] | None = None
     _moving: TransferFuture | None = None
     _result: TransferResult | None = None
     _timeout = 300.0
@@ -99,30 +102,33 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         Errors of ``init_pair`` and ``register_tensors``.
         """
         metas = init_info.metas()
+        rank, world = self._place(init_info.pair)
         self._stop()
+        client = self._connect(init_info)
+        self._timeout = init_info.timeout
+        pair = client.init_pair(
+            init_info.pair, init_info.local_name, init_info.remote_name, world, rank=rank, timeout=init_info.timeout
+        )
+        known = (metas, init_info.direct, init_info.atomic)
+        standing = (pair.name, pair.epoch, init_info.batch)
+        if self._batch is not None and self._standing_for == standing:
+            if self._known == known:
+                return
+            raise ConfigError(
+                f"pair {pair.name!r} stands with a trainer that lives and announced other tensors; end it first, or "
+                f"give another pair"
+            )
         if self._batch is not None:
             self._batch.close()
             self._batch = None
-        known = (metas, init_info.direct, init_info.atomic)
         if self._received is None or self._known != known:
             self._received = None  # there is never a second shadow beside it
-            self._received = Received(
-                self.model, self.model_config, metas, self.device, direct=init_info.direct, atomic=init_info.atomic
-            )
+            with set_current_vllm_config(self.vllm_config):
+                self._received = Received(
+                    self.model, self.model_config, metas, self.device, direct=init_info.direct, atomic=init_info.atomic
+                )
             self._known = known
         received = self._received
-        client = self._connect(init_info)
-        self._timeout = init_info.timeout
-        parallel = self.parallel_config
-        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        client.init_pair(
-            init_info.pair,
-            init_info.local_name,
-            init_info.remote_name,
-            parallel.world_size_across_dp,
-            rank=rank,
-            timeout=init_info.timeout,
-        )
         self._batch = client.register_tensors(
             init_info.batch,
             received.tensors,
@@ -132,6 +138,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             direction="recv",
             timeout=init_info.timeout,
         )
+        self._standing_for = standing
         report = self.report()
         log.info(
             "pair %s: rank %d receives %d of %d bytes of %d tensors; %d written in place, received whole: %s",
@@ -143,8 +150,30 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             len(report["direct"]),
             report["whole"] or "none",
         )
+        if report["partial"] or report["unfilled"]:
+            log.warning(
+                "pair %s: no tensor of the trainer fills the parameters %s, and some fill only a part of %s",
+                init_info.pair,
+                report["unfilled"] or "(none)",
+                report["partial"] or "(none)",
+            )
+
+    def _place(self, pair: str) -> tuple[int, int]:
+        """This worker's rank in the engine's side, and the side's world size."""
+        parallel = self.parallel_config
+        rank, world = parallel.data_parallel_index * parallel.world_size + parallel.rank, parallel.world_size_across_dp
+        if rank >= world:
+            raise ConfigError(
+                f"pair {pair!r}: this engine is replica {parallel.data_parallel_index} of several that know nothing of "
+                f"each other; give each of them a pair of its own, and a trainer engine for each"
+            )
+        return rank, world
 
     def _connect(self, init_info: EthaWeightTransferInitInfo) -> TensorBusClient:
+        where = (init_info.redis_url, init_info.namespace)
+        if self._where != where:
+            self.shutdown()
+            self._where = where
         if self._client is None:
             self._client = TensorBusClient(
                 device=self.device, redis_url=init_info.redis_url, namespace=init_info.namespace
@@ -164,7 +193,9 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         """
         if update_info.cancel:
             self._stop()
-            raise TransferAbortedError("the trainer has ended this weight update; the model has its last version")
+            torn = self._received is not None and self._received.in_place
+            left = "what is written in place may be torn until the next one" if torn else "the model has the one it had"
+            raise TransferAbortedError(f"the trainer has ended this version on its way; {left}")
         if self._moving is None:
             raise ConfigError("update_weights without start_weight_update: call that first, for each version")
         moving, self._moving = self._moving, None

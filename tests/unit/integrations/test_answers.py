@@ -81,3 +81,19 @@ def test_an_error_before_anything_was_asked_waits_for_nobody() -> None:
 
     with pytest.raises(ValueError, match="cannot be asked"):
         kind().collective_rpc(broken)
+
+
+def test_queues_that_are_shut_down_in_a_call_stay_so() -> None:
+    """A worker's death ends the executor from another thread, by methods of its queues."""
+    kind = executor()
+    read_all_answers(kind)
+    mended = kind()
+
+    def dies(rank: int) -> tuple[bool, str]:
+        for queue in mended.response_mqs:
+            queue.answers.clear()
+        mended.response_mqs = []
+        return False, "it died"
+
+    assert mended.collective_rpc(dies) == []
+    assert mended.response_mqs == []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 import torch
 from torch import Tensor
 
 from etha.integrations.vllm.keep import Kept, Meta, Recording, nothing
 
-Weights = list[tuple[str, Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 CPU = torch.device("cpu")
 
 
 def record(load, params: dict[str, Tensor], *metas: Meta) -> dict[str, Kept]:
-    return Recording(params, CPU).of(metas, load)
+    return Recording(params, CPU).of(metas, load).kept
 
 
 def weight(name: str = "w", shape: tuple[int, ...] = (8, 6), dtype: torch.dtype = torch.float32) -> Meta:
@@ -57,7 +60,8 @@ def test_an_operation_that_is_no_view_reads_what_it_sees_and_no_more() -> None:
     param = torch.empty(3, 6, device="meta")
 
     def load(weights: Weights) -> None:
-        param.copy_((weights[0][1][:3] * 2).contiguous())
+        ((_, tensor),) = weights
+        param.copy_((tensor[:3] * 2).contiguous())
 
     kept = record(load, {"p": param}, weight())["w"]
     assert kept.region == (((0, 3),), ((0, 6),))
@@ -69,7 +73,8 @@ def test_a_parameter_that_is_worked_on_after_its_copy_has_no_plain_copies() -> N
     param = torch.empty(8, 6, device="meta")
 
     def load(weights: Weights) -> None:
-        param.copy_(weights[0][1])
+        ((_, tensor),) = weights
+        param.copy_(tensor)
         param.copy_(-torch.exp(param))
 
     kept = record(load, {"p": param}, weight())["w"]
@@ -81,7 +86,8 @@ def test_live_parameters_are_not_written() -> None:
     live = torch.ones(8, 6)
 
     def load(weights: Weights) -> None:
-        live[:4].copy_(weights[0][1][:4])
+        ((_, tensor),) = weights
+        live[:4].copy_(tensor[:4])
         live[4:].fill_(0)
         live.data.mul_(3)
 
@@ -90,25 +96,85 @@ def test_live_parameters_are_not_written() -> None:
     assert torch.equal(live, torch.ones(8, 6))
 
 
-def test_a_tensor_that_cannot_be_recorded_is_kept_whole_and_says_why() -> None:
-    param = torch.empty(8, 6, device="meta")
+def scaled(param: Tensor):
+    """A loader that looks at values of one tensor; of others it keeps the upper half."""
 
     def load(weights: Weights) -> None:
         for name, tensor in weights:
             if name == "scaled":
                 param.copy_(tensor / float(tensor.max()))
+            elif name == "unknown":
+                raise ValueError("there is no parameter of that name")
             else:
                 param[:4].copy_(tensor[:4])
 
-    kept = record(load, {"p": param}, weight("scaled"), weight("plain"))
+    return load
+
+
+def test_a_tensor_that_cannot_be_recorded_is_kept_whole_and_says_why() -> None:
+    param = torch.empty(8, 6, device="meta")
+    kept = record(scaled(param), {"p": param}, weight("a"), weight("scaled"), weight("z"))
     assert kept["scaled"].why is not None
     assert kept["scaled"].region == (((0, 8),), ((0, 6),))
-    assert kept["plain"].why is None
-    assert kept["plain"].region == (((0, 4),), ((0, 6),))
+    assert kept["a"].why is kept["z"].why is None
+    assert kept["a"].region == kept["z"].region == (((0, 4),), ((0, 6),))
 
 
-def test_a_copy_that_does_not_fit_is_an_error_as_it_is_in_a_real_load() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_tensor_that_no_loader_takes_is_refused_with_its_words(at_once: bool) -> None:
+    param = torch.empty(8, 6, device="meta")
+    load = scaled(param)
+    metas = [weight("a"), weight("unknown"), weight("z")]
+    recorded = Recording({"p": param}, CPU).of(metas, (lambda w: load(list(w))) if at_once else load)
+    assert "no parameter of that name" in recorded.refused["unknown"]
+    assert recorded.kept.keys() == {"a", "z"}
+
+
+def test_tensors_that_are_loaded_in_pairs_stay_pairs_when_another_fails() -> None:
+    param = torch.empty(8, 6, device="meta")
+
+    def load(weights: Weights) -> None:
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if name == "unknown":
+                raise KeyError(name)
+            waiting[name] = tensor
+            if len(waiting) == 2:
+                param.copy_(waiting["a"] * waiting["scale"])
+
+    kept = Recording({"p": param}, CPU).of([weight("unknown"), weight("a"), weight("scale")], load).kept
+    assert not nothing(kept["a"])
+    assert not nothing(kept["scale"])
+
+
+def test_what_is_left_of_the_parameters_is_told() -> None:
+    params = {name: torch.empty(8, 6, device="meta") for name in ("whole", "half", "none")}
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            params["whole"].copy_(tensor)
+            params["half"][:4].copy_(tensor[:4])
+
+    recorded = Recording(params, CPU).of([weight()], load)
+    assert (recorded.partial, recorded.unfilled) == (["half"], ["none"])
+
+
+def test_other_numbers_of_the_same_bits_are_a_read() -> None:
+    param = torch.empty(2, 6, dtype=torch.int32, device="meta")
+
+    def load(weights: Weights) -> None:
+        ((_, tensor),) = weights
+        param.copy_(tensor.view(torch.int32))
+
+    kept = record(load, {"p": param}, Meta("w", (2, 24), torch.uint8))["w"]
+    assert kept.region == (((0, 2),), ((0, 24),))
+    assert kept.dtype is torch.uint8
+    assert kept.copies is None
+
+
+def test_a_copy_that_does_not_fit_is_refused_as_it_is_in_a_real_load() -> None:
     param = torch.empty(7, 6, device="meta")
-    kept = record(lambda weights: param.copy_(weights[0][1]), {"p": param}, weight())["w"]
-    assert "(8, 6)" in (kept.why or "")
-    assert "(7, 6)" in (kept.why or "")
+    load = lambda weights: [param.copy_(tensor) for _, tensor in weights]  # noqa: E731
+    refused = Recording({"p": param}, CPU).of([weight()], load).refused["w"]
+    assert "(8, 6)" in refused
+    assert "(7, 6)" in refused
