@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("verify", [None, "full"])
+@pytest.mark.parametrize("verify", [None, pytest.param("full", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("case", CASES)
 async def test_the_source_sends_one_copy_and_every_element_arrives(
     site: Site, pair: str, case: str, verify: str | None
@@ -172,7 +172,9 @@ async def chain(sides: Sides, handles: dict[Member, Any]) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, marks=pytest.mark.proof), 1, pytest.param(3, marks=pytest.mark.proof)]
+)
 async def test_a_relay_agent_killed_in_between(rough: Site, pair: str, place: int) -> None:
     full = whole(LARGE)
     async with Sides(rough, pair, trainer=1, inference=4, timeout=30) as sides:
@@ -253,7 +255,7 @@ def die_in_between(me: SimpleNamespace) -> None:
     raise AssertionError("the transfer has ended before there was any progress")
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_a_worker_of_a_relay_killed_in_between_and_launched_again(stage: Stage, place: int) -> None:
     sides = {"trainer": stage.side("trainer", 1), "inference": stage.side("inference", 4)}
     everybody = [puppet for puppets in sides.values() for puppet in puppets]

@@ -187,7 +187,7 @@ def feed(to: dict[str, str]) -> list[Any]:
             if version == 1:
                 tell("sent one")
                 assert pairs[names[0]].lost.wait(20)
-        assert not pairs[names[1]].lost.is_set()
+                assert not pairs[names[1]].lost.is_set()
     return ends
 
 

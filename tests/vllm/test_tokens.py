@@ -64,9 +64,7 @@ def test_one_worker(checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path
         before = server.wait().answers()
         stranger = Trainer((), models[0], server.url, env, logs)
         try:
-            with pytest.raises(
-                Exception, match="does not take 1 of the trainer's 25 tensors, 'value_head.weight' first"
-            ):
+            with pytest.raises(Exception, match=r"does not take 1 of .* tensors, 'value_head\.weight' first"):
                 stranger.join("value_head.weight")
         finally:
             stranger.end()
