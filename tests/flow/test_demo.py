@@ -84,6 +84,7 @@ def test_versions_arrive_exact_and_nothing_is_left(temporary: Path) -> None:
     assert_nothing_left(temporary)
 
 
+@pytest.mark.proof
 def test_synthetic_data_arrives_exact(temporary: Path) -> None:
     with demo(temporary, "--synthetic", "0.01") as process:
         out, err = process.communicate(timeout=SECONDS)

@@ -11,6 +11,7 @@ from .ways import Way
 
 
 @pytest.mark.ways("local", "tcp", reason="host shares all that can grow with tcp")
+@pytest.mark.proof
 def test_nobody_holds_more_after_relaunches(way: Way, pair: str) -> None:
     with open_site(way) as site, Job(site.env) as job:
         soak = Soak(site, job, pair, block=24, restart=2)
