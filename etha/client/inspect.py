@@ -82,7 +82,7 @@ def refusals_of(name: str, tensor: Any, device: torch.device, unsharded: Mapping
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory; False is proven, True is to be on the safe side."""
-    if tensor.numel() <= 1:
+    if tensor.is_contiguous():  # of a thousand tensors nearly all: one call instead of three
         return False
     reach = 0
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
@@ -130,6 +130,8 @@ def unsharded_parameters() -> dict[int, str]:
 
 
 def _reach(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return int((last + 1) * tensor.element_size())
 
