@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+
+from etha.demo.launch import stop
+from etha.demo.process import adopting
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -42,19 +40,13 @@ def room() -> Iterator[Path]:
 def env(room: Path) -> Iterator[dict[str, str]]:
     """The environment of both sides: one agent and an embedded Redis of their own, which end with the tests."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.vllm.preload"])
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
     runtime = room / "run"
     runtime.mkdir(mode=0o700)
-    found = {"ETHA_RUNTIME_DIR": str(runtime), "ETHA_NAMESPACE": "vllm", "ETHA_IDLE": "600"}
-    yield found
-    status = subprocess.run(
-        [Path(sys.executable).with_name("etha"), "status", "--json"],
-        env={**os.environ, **found},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    with suppress(ValueError, KeyError, ProcessLookupError, TypeError):
-        os.kill(int(json.loads(status.stdout)["agents"][0]["pid"]), signal.SIGTERM)
+    with adopting() as before:
+        yield {"ETHA_RUNTIME_DIR": str(runtime), "ETHA_NAMESPACE": "vllm", "ETHA_IDLE": "600"}
+        stop(before)
 
 
 @pytest.fixture(scope="session")
