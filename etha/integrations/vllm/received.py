@@ -69,7 +69,7 @@ class Received:
         self._written = {} if atomic else self._live
         #: Whether bytes go into live parameters while they come.
         self.in_place = bool(self._written)
-        self.tensors = {name: self._written.get(name, self._room(item)) for name, item in self.kept.items()}
+        self.tensors = {name: self._room(item) for name, item in self.kept.items()}
         self.regions = {name: item.region for name, item in self.kept.items()}
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
 

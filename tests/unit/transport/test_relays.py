@@ -49,12 +49,17 @@ def test_every_order_of_events_ends(seed: int, order: list[int], chains: int | N
     """Whatever stream is slow: a piece that can go is always there until all have come."""
     job = relayed_job(seed, chains=chains)
     job.streams, job.bucket_size = 1 + seed % 3, 1 << (6 + seed % 12)
+    assert play(job, order).over
+
+
+def play(job: Job, order: list[int]) -> Played:
+    """All that can happen, each time the one that ``order`` picks; the last where it picks none."""
     played = Played({name: job.wire(name) for name in job.agents})
     turn = 0
     while moves := played.moves():
         moves[order[turn % len(order)] % len(moves) if order else -1]()
         turn += 1
-    assert played.over
+    return played
 
 
 def crossed(turns: list[int], rows: int = 64) -> Job:
@@ -74,12 +79,7 @@ def crossed(turns: list[int], rows: int = 64) -> Job:
 def test_chains_that_cross_never_wait_in_a_ring(turns: list[int], order: list[int], streams: int, bucket: int) -> None:
     job = crossed(turns)
     job.streams, job.bucket_size = streams, 1 << bucket
-    played = Played({name: job.wire(name) for name in job.agents})
-    turn = 0
-    while moves := played.moves():
-        moves[order[turn % len(order)] % len(moves) if order else -1]()
-        turn += 1
-    assert played.over
+    assert play(job, order).over
 
 
 @pytest.mark.parametrize("rows", [64, 1024])
