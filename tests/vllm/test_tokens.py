@@ -70,8 +70,24 @@ def test_one_worker(checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path
             stranger.end()
         assert server.answers() == before, "a trainer that does not fit changes nothing"
         check_versions(server, models, fresh, env, logs)
+        check_second_trainer(server, models[1], fresh, env, logs)
     finally:
         server.kill()
+
+
+def check_second_trainer(server: Server, model: Path, fresh: Fresh, env: Env, logs: Path) -> None:
+    """While a trainer lives another one is refused, and the first goes on; its requests under way are kept."""
+    trainer = Trainer((), model, server.url, env, logs, pause="keep")
+    second = Trainer((), model, server.url, env, logs, direct=True)
+    try:
+        trainer.join()
+        with pytest.raises(Exception, match=r"is alive|a trainer that lives"):
+            second.join()
+        trainer.send(model, "kept")
+        assert (server.version(), server.answers()) == ("kept", fresh(model, server.workers)[0])
+    finally:
+        second.end()
+        trainer.end()
 
 
 @pytest.mark.parametrize(("kind", "atomic"), [("llama", True), ("moe", False)])
