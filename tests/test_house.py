@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -89,7 +90,13 @@ def files() -> list[str]:
 
 @cache
 def tree(name: str) -> ast.Module:
-    return ast.parse((PACKAGE / name).read_text(encoding="utf-8"), filename=name)
+    # Before 3.11.8 a collection that ends in some other thread's or finalizer's parse makes this one a SystemError
+    # ("AST constructor recursion depth mismatch", cpython#106905).
+    gc.disable()
+    try:
+        return ast.parse((PACKAGE / name).read_text(encoding="utf-8"), filename=name)
+    finally:
+        gc.enable()
 
 
 def part_of(module: str) -> str:
