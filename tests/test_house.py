@@ -24,10 +24,12 @@ EDGES: dict[str, set[str]] = {
     "store": {"errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {"errors", "config", "version", "bus.codec", "bus.schema", "bus.socket", "memory.handles"},
-    "memory": {"errors", "config"},
-    "transport": {"errors", "config", "memory", "plan"},
-    "agent": {"errors", "config", "version", "plan", "bus", "store", "peer", "memory", "transport"},
-    "client": {"errors", "config", "version", "bus", "memory", "plan"},
+    # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
+    "cuda": {"errors", "config"},
+    "memory": {"errors", "config", "cuda"},
+    "transport": {"errors", "config", "memory", "plan", "cuda"},
+    "agent": {"errors", "config", "version", "plan", "bus", "store", "peer", "memory", "transport", "cuda"},
+    "client": {"errors", "config", "version", "bus", "memory", "plan", "cuda"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
@@ -35,7 +37,7 @@ EDGES: dict[str, set[str]] = {
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},
     "demo": {""},
-    "doctor": {"errors", "config", "memory", "store"},
+    "doctor": {"errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
     "status": set(),
     "cli": {"", "status", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},

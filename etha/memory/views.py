@@ -19,7 +19,8 @@ class View:
 
     Mapped: ``flat`` is a 1-D tensor over the whole extent and keeps the mapping alive; ``address`` is in
     this process. Private: ``process`` is set, ``flat`` is None and ``address`` is the worker's.
-    ``space`` and ``place`` (bytes) tell views of the same memory from views of others.
+    On a device: ``device`` is its uuid, ``address`` is this process's, and there is no ``flat``. ``space`` and
+    ``place`` (bytes) tell views of the same memory from views of others; ``keep`` is what keeps it mapped.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +33,8 @@ class View:
     process: ProcessMemory | None = None
     flat: torch.Tensor | None = None
     raw: torch.Tensor | None = None
+    device: str | None = None
+    keep: object = None
 
     @property
     def private(self) -> bool:

@@ -1,0 +1,186 @@
+"""What Etha asks of a CUDA driver, as one Protocol: memory, streams, events, and both across processes.
+
+    runtime.py       the real one, over cuda-bindings; imported only when a device is asked for
+    driver()         the one of this process
+
+Addresses, streams and events are plain ints. Device memory and pinned host memory share one address space
+(unified virtual addressing), so a copy or a kernel may have either at both ends. Every call may be made from
+any thread; a call that needs a device current makes it so for its own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceError(Exception):
+    """A call failed: ``name`` as CUDA calls the error ("cudaErrorInvalidValue").
+
+    ``sticky``: the context is spoilt, and every later call of this process fails with the same error.
+    """
+
+    def __init__(self, name: str, text: str, *, sticky: bool = False) -> None:
+        super().__init__(f"{text}: {name}")
+        self.name, self.sticky = name, sticky
+
+
+class Unexportable(DeviceError):
+    """This memory has no IPC handle: expandable segments, cudaMallocAsync, a sleep mode's virtual memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU as this process sees it; only ``uuid`` ("GPU-8-4-4-4-12 hex digits") means the same in others."""
+
+    ordinal: int
+    uuid: str
+    name: str
+    nbytes: int
+    capability: tuple[int, int]
+
+
+class Extent(NamedTuple):
+    """An allocation: its first address and its size in bytes."""
+
+    base: int
+    nbytes: int
+
+
+class Driver(Protocol):
+    """See the module's head. Every method raises DeviceError, and names what it was asked for in it."""
+
+    def versions(self) -> dict[str, str]:
+        """Of the driver, the runtime and the bindings, as people write them."""
+        ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """All that this process sees, by ordinal; none where there is no GPU or no driver."""
+        ...
+
+    def peers(self, uuid: str, other: str) -> bool:
+        """Whether ``uuid`` can reach ``other``'s memory directly; a device always reaches its own."""
+        ...
+
+    def holds(self, tensor: torch.Tensor) -> str | None:
+        """The uuid of the device that a tensor's memory is on; None for the CPU's."""
+        ...
+
+    def tensor(self, uuid: str, address: int, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor over device memory that somebody else keeps alive; 0 bytes are allowed."""
+        ...
+
+    def current_stream(self, uuid: str) -> int:
+        """torch's current stream of the calling thread on that device."""
+        ...
+
+    def allocate(self, uuid: str, nbytes: int) -> int:
+        """``nbytes`` > 0 of plain device memory (cudaMalloc), which always has an IPC handle."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give back what ``allocate`` gave; waits for the device."""
+        ...
+
+    def pin(self, nbytes: int) -> int:
+        """``nbytes`` > 0 of page-locked host memory that every device can reach."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Give back what ``pin`` gave."""
+        ...
+
+    def extent(self, address: int) -> Extent:
+        """The allocation around a device address."""
+        ...
+
+    def export(self, base: int) -> bytes:
+        """The IPC handle (64 bytes) of the allocation at ``base``; Unexportable where it has none."""
+        ...
+
+    def open(self, uuid: str, handle: bytes) -> int:
+        """Map another process's allocation for ``uuid``, peer access included; its first address here."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Unmap what ``open`` mapped. The exporter may be gone."""
+        ...
+
+    def stream(self, uuid: str) -> int:
+        """A new stream that does not wait for the legacy default stream."""
+        ...
+
+    def drop_stream(self, stream: int) -> None:
+        """Destroy it once what is queued on it is done."""
+        ...
+
+    def event(self, uuid: str, *, interprocess: bool = False) -> int:
+        """A new event without timing; one that was never recorded counts as done."""
+        ...
+
+    def drop_event(self, event: int) -> None:
+        """Destroy it; also of one that ``open_event`` gave."""
+        ...
+
+    def record(self, event: int, stream: int) -> None:
+        """The event is done once all that is queued on ``stream`` now is; the former recording is forgotten."""
+        ...
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is queued on ``stream`` from now on begins after the event's newest recording; returns at once."""
+        ...
+
+    def reached(self, event: int) -> bool:
+        """Whether the event is done."""
+        ...
+
+    def synchronize(self, event: int) -> None:
+        """Return once the event is done; the GIL is free meanwhile."""
+        ...
+
+    def export_event(self, event: int) -> bytes:
+        """The IPC handle (64 bytes) of an interprocess event."""
+        ...
+
+    def open_event(self, uuid: str, handle: bytes) -> int:
+        """Another process's interprocess event, here."""
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy between any two of device and pinned memory."""
+        ...
+
+    def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
+        """Queue what ``work`` does with torch or Triton on tensors of ``tensor``: ``stream`` is torch's current one there.
+
+        ``work`` must not wait for the device, nor assume that it runs before this returns.
+        """
+        ...
+
+
+_installed: Driver | None = None
+
+
+def driver() -> Driver:
+    """This process's driver; the real one from the first call on, unless one was installed before."""
+    global _installed
+    if _installed is None:
+        from etha.cuda.runtime import Runtime
+
+        _installed = Runtime()
+    return _installed
+
+
+def install(one: Driver | None) -> None:
+    """Use ``one`` from now on, in this process; None: the real one again."""
+    global _installed
+    _installed = one
+
+
+def installed() -> Driver | None:
+    """The driver that is in use already; asking loads nothing."""
+    return _installed
