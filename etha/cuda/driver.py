@@ -155,9 +155,10 @@ class Driver(Protocol):
         ...
 
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
-        """Queue what ``work`` does with torch or Triton on tensors of ``tensor``: ``stream`` is torch's current one there.
+        """Queue what ``work`` does with torch or Triton on tensors of ``tensor``.
 
-        ``work`` must not wait for the device, nor assume that it runs before this returns.
+        ``stream`` is torch's current one in it. It must not wait for the device, nor assume that it runs
+        before this returns.
         """
         ...
 
