@@ -1,0 +1,71 @@
+"""What cuda-bindings answer, read: values or a DeviceError; handles as bytes; one name for an error of either API."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import Any
+
+from etha.cuda.driver import DeviceError
+from etha.errors import ConfigError
+
+#: After these every call of the process fails.
+STICKY = frozenset(
+    f"cudaError{name}"
+    for name in (
+        *("IllegalAddress", "LaunchFailure", "LaunchTimeout", "ECCUncorrectable", "NvlinkUncorrectable", "Assert"),
+        *("HardwareStackError", "IllegalInstruction", "MisalignedAddress", "InvalidAddressSpace", "InvalidPc"),
+        *("ContextIsDestroyed", "MpsClientTerminated", "TensorMemoryLeak", "ExternalDevice", "Contained", "Unknown"),
+    )
+)
+#: Where the runtime uses other words than the driver does.
+_OTHERWISE = {
+    "LaunchFailed": "LaunchFailure",
+    "OutOfMemory": "MemoryAllocation",
+    "InvalidHandle": "InvalidResourceHandle",
+}
+_HANDLE = 64
+
+
+def load() -> tuple[Any, Any]:
+    """The two binding modules, driver and runtime; ConfigError where the package is missing."""
+    try:
+        return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise ConfigError(f"a GPU needs cuda-bindings ({error}): pip install 'sub-etha[nccl]'") from None
+
+
+def runtime_name(name: str) -> str:
+    """The runtime's name for a driver's error: "CUDA_ERROR_ILLEGAL_ADDRESS" is "cudaErrorIllegalAddress"."""
+    if not name.startswith("CUDA_ERROR_"):
+        return name
+    words = name.removeprefix("CUDA_ERROR_").split("_")
+    text = "".join(word if word == "ECC" else word.capitalize() for word in words)
+    return f"cudaError{_OTHERWISE.get(text, text)}"
+
+
+def ask(what: str, answer: tuple[Any, ...]) -> Any:
+    """What came back beside "success": nothing, one value, or a tuple of several; else DeviceError, naming ``what``."""
+    error, *values = answer
+    if int(error):
+        name = runtime_name(error.name)
+        raise DeviceError(name, what, sticky=name in STICKY)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def bytes_of(handle: Any) -> bytes:
+    """A handle's 64 bytes; its own members are named differently from release to release."""
+    return ctypes.string_at(handle.getPtr(), _HANDLE)
+
+
+def filled(handle: Any, content: bytes, what: str) -> Any:
+    """``handle`` with these 64 bytes in it."""
+    if len(content) != _HANDLE:
+        raise DeviceError("cudaErrorInvalidValue", f"{what}: a handle has {_HANDLE} bytes, not {len(content)}")
+    ctypes.memmove(handle.getPtr(), content, _HANDLE)
+    return handle
+
+
+def version(number: int) -> str:
+    """13050 is "13.5"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
