@@ -98,12 +98,19 @@ class Driver(Protocol):
         """The allocation around a device address."""
         ...
 
+    def serial(self, address: int) -> int:
+        """A number of the allocation around ``address`` that no other one of this process has, before or after."""
+        ...
+
     def export(self, base: int) -> bytes:
         """The IPC handle (64 bytes) of the allocation at ``base``; Unexportable where it has none."""
         ...
 
     def open(self, uuid: str, handle: bytes) -> int:
-        """Map another process's allocation for ``uuid``, peer access included; its first address here."""
+        """Map another process's allocation for ``uuid``, peer access included; its first address here.
+
+        Opened again it has the same address, and is mapped until it was closed as often.
+        """
         ...
 
     def close(self, address: int) -> None:
@@ -123,7 +130,7 @@ class Driver(Protocol):
         ...
 
     def drop_event(self, event: int) -> None:
-        """Destroy it; also of one that ``open_event`` gave."""
+        """Destroy it; also of one that ``open_event`` gave. Streams that wait for it go on waiting."""
         ...
 
     def record(self, event: int, stream: int) -> None:
@@ -135,7 +142,7 @@ class Driver(Protocol):
         ...
 
     def reached(self, event: int) -> bool:
-        """Whether the event is done."""
+        """Whether the event is done. One whose process died before it was may never be."""
         ...
 
     def synchronize(self, event: int) -> None:

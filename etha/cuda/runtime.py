@@ -131,6 +131,10 @@ class Runtime(Driver):
         base, nbytes = ask(f"the allocation around {address:#x}", found)
         return Extent(int(base), int(nbytes))
 
+    def serial(self, address: int) -> int:
+        attribute = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        return int(ask(f"the allocation at {address:#x}", self._cu.cuPointerGetAttribute(attribute, address)))
+
     def export(self, base: int) -> bytes:
         what = f"export {base:#x}"
         capable = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE

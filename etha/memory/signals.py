@@ -1,0 +1,150 @@
+"""The order of work between a worker's streams and its agent: interprocess CUDA events.
+
+worker: Signals  stream -> event, its handle --(with each call)--> agent: Waits  handle -> done, or the worker died
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etha.cuda.driver import DeviceError, Driver
+from etha.errors import RegistrationError
+
+log = logging.getLogger(__name__)
+
+HANDLE_BYTES = 64
+#: Events of one worker: one a stream, and torch has 32 of them a priority and device.
+MOST_EVENTS = 1024
+#: Seconds between two looks at an event: from the first to the longest.
+_SOON, _LATE = 20e-6, 1e-3
+
+#: A worker's process: pid and start time.
+Process = tuple[int, int]
+
+
+class Signals:
+    """In a worker: what its streams have queued so far, as one interprocess event a stream of GPU ``uuid``."""
+
+    def __init__(self, driver: Driver, uuid: str) -> None:
+        self._driver, self._uuid = driver, uuid
+        self._lock = threading.Lock()
+        self._events: dict[int, tuple[int, bytes]] = {}
+
+    def record(self) -> tuple[int, bytes]:
+        """(event, its handle), recorded on the caller's current stream; the former recording there is superseded."""
+        stream = self._driver.current_stream(self._uuid)
+        with self._lock:
+            if stream not in self._events:
+                event = self._driver.event(self._uuid, interprocess=True)
+                self._events[stream] = event, self._driver.export_event(event)
+            event, handle = self._events[stream]
+            self._driver.record(event, stream)
+        return event, handle
+
+    def close(self) -> None:
+        """Destroy the events, once no agent waits for them; idempotent."""
+        with self._lock:
+            while self._events:
+                self._driver.drop_event(self._events.popitem()[1][0])
+
+
+@dataclass(slots=True)
+class _Worker:
+    """The open events of one process by handle; ``waiting`` threads look at them."""
+
+    events: dict[bytes, int] = field(default_factory=dict)
+    gone: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0
+
+
+class Waits:
+    """In an agent: workers' events, each opened once. A worker that dies never completes what it recorded."""
+
+    def __init__(
+        self, driver: Driver, uuid: str, on_sticky: Callable[[DeviceError], None] = lambda error: None
+    ) -> None:
+        self._driver, self._uuid, self._on_sticky = driver, uuid, on_sticky
+        self._lock = threading.Lock()
+        self._workers: dict[Process, _Worker] = {}
+
+    def open(self, pid: int, started: int, handle: bytes) -> int:
+        """The event here; RegistrationError if the handle is none."""
+        with self._lock:
+            return self._event(pid, started, handle)[1]
+
+    def reached(self, pid: int, started: int, handle: bytes) -> bool:
+        """Whether the worker's newest recording is done; RegistrationError as ``open``."""
+        with self._lock:
+            return self._look(self._event(pid, started, handle)[1])
+
+    def wait(self, pid: int, started: int, handle: bytes) -> None:
+        """Block until the recording is done; DeviceError as soon as ``release`` says that the worker is gone."""
+        with self._lock:
+            worker, event = self._event(pid, started, handle)
+            worker.waiting += 1
+        try:
+            pause = _SOON
+            # Not cudaEventSynchronize: nothing ends that when the worker's process dies with its work.
+            while not self._look(event):
+                if worker.gone.wait(pause):
+                    raise DeviceError("cudaErrorNotReady", f"process {pid} went before the work on its GPU was done")
+                pause = min(2 * pause, _LATE)
+        finally:
+            with self._lock:
+                worker.waiting -= 1
+                if worker.gone.is_set() and not worker.waiting:
+                    self._drop(worker)
+
+    def release(self, pid: int, started: int) -> None:
+        """Forget a worker's events: its session has ended. Who waits for one is told."""
+        with self._lock:
+            worker = self._workers.pop((pid, started), None)
+            if worker is not None:
+                worker.gone.set()
+                if not worker.waiting:
+                    self._drop(worker)
+
+    def close(self) -> None:
+        """Forget all; idempotent."""
+        for pid, started in list(self._workers):
+            self.release(pid, started)
+
+    def __len__(self) -> int:
+        return sum(len(worker.events) for worker in self._workers.values())
+
+    def _event(self, pid: int, started: int, handle: bytes) -> tuple[_Worker, int]:
+        if type(handle) is not bytes or len(handle) != HANDLE_BYTES:
+            raise RegistrationError(f"the handle of an event from process {pid} is not {HANDLE_BYTES} bytes")
+        worker = self._workers.setdefault((pid, started), _Worker())
+        event = worker.events.get(handle)
+        if event is None:
+            if len(worker.events) >= MOST_EVENTS:
+                raise RegistrationError(f"process {pid} has shown more than {MOST_EVENTS} events")
+            try:
+                event = worker.events[handle] = self._driver.open_event(self._uuid, handle)
+            except DeviceError as error:
+                self._tell(error)
+                raise RegistrationError(f"an event of process {pid} cannot be opened: {error}") from error
+        return worker, event
+
+    def _look(self, event: int) -> bool:
+        try:
+            return self._driver.reached(event)
+        except DeviceError as error:
+            self._tell(error)
+            raise
+
+    def _drop(self, worker: _Worker) -> None:
+        while worker.events:
+            try:
+                self._driver.drop_event(worker.events.popitem()[1])
+            except DeviceError as error:
+                log.warning("closing a worker's event: %s", error)
+                self._tell(error)
+
+    def _tell(self, error: DeviceError) -> None:
+        if error.sticky:
+            self._on_sticky(error)
