@@ -75,8 +75,10 @@ class Part:
 class Crossings:
     """All that crosses between this agent and the others in one direction of a batch."""
 
-    def __init__(self, plan: Plan, ways: Ways, wave_bytes: int) -> None:
+    def __init__(self, plan: Plan, ways: Ways, wave_bytes: int, part_bytes: int = PART, *, fit: bool = False) -> None:
+        # ``fit``: parts get smaller where a wave could not hold two otherwise.
         self._plan, self._ways, self._limit = plan, ways, wave_bytes
+        self._part, self._fit = part_bytes, fit
         self._keys: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
         self._regions: list[Region] = []
         self._parts: dict[str, list[Part]] = {}
@@ -178,7 +180,10 @@ class Crossings:
                 raise ValueError(f"{name!r}: a slot has {len(given)} of its {slot.count} contributions")
             widths = [self._plan.source[name].dtype.itemsize] * len(far)
             widths += [self._plan.wire_dtype(slot.tensor).itemsize] * bool(served - {agent})
-            for bounds in parts(slot, PART // slot.accumulate.itemsize):
+            most = self._part // slot.accumulate.itemsize
+            if self._fit and widths:
+                most = max(1, min(most, (self._limit // 2 - ALIGN * len(widths)) // sum(widths)))
+            for bounds in parts(slot, most):
                 numel = prod(last - first for first, last in bounds)
                 sizes = [-(-numel * width // ALIGN) * ALIGN for width in widths]
                 if sum(sizes) > self._limit:

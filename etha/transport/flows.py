@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,8 @@ CHUNK = 1 << 20
 #: Streams per pair of agents and direction, and most bytes that one stream carries before the next one's turn.
 STREAMS = 4
 BUCKET = 4 << 20
+#: The view space of what is staged on a device before anything is written: addresses count from 0 there.
+EARLY = "early"
 #: Flows are cut finer than BUCKET where that lets all streams take part, but not below this.
 MIN_BUCKET = 256 << 10
 
@@ -47,6 +49,7 @@ class Piece:
     """Dense bytes that travel; ``ends`` is where from (one) or where to (any number).
 
     ``straight`` is the memory itself, where the piece is one segment of one mapped tensor and nothing is cast.
+    ``direct``: so it is on a device, at ``address``.
     ``index``: number of the contribution to ``part`` that this is, at its receiver; -1: something else.
     ``arrival``: number by which pieces ``after`` it, to other agents, wait until it is laid down; -1: none does.
     """
@@ -58,6 +61,7 @@ class Piece:
     owners: tuple[Member, ...]
     ends: tuple[End, ...] = ()
     straight: memoryview | None = None
+    direct: bool = False
     address: int = 0
     part: Part | None = None
     index: int = -1
@@ -75,7 +79,8 @@ class Span:
     """What a stream does in one go: ``memory``, or a contribution, or pieces at their places in a chunk.
 
     ``parts`` are waited for before (sending results), and the ``arrivals`` of other spans that it comes ``after``.
-    ``nbytes`` is payload, ``wire`` what travels.
+    ``nbytes`` is payload, ``wire`` what travels. On a device ``address`` stands for ``memory`` (0: it is packed), and
+    ``key`` is what both ends call the group that it goes in (``messages``).
     """
 
     nbytes: int
@@ -87,6 +92,8 @@ class Span:
     index: int = -1
     arrivals: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    address: int = 0
+    key: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +131,8 @@ class WireProgram:
     (``aliased``: also run the program of the lane first). ``slabs``: bytes of the even and of the odd waves.
     ``scratch`` is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk``
     the most that a stream packs or unpacks at once. ``passed`` of the bytes sent are others', received before.
-    ``sends`` is in the order of the plan's rounds. ``witness`` is shown every reduction.
+    ``sends`` is in the order of the plan's rounds. ``witness`` is shown every reduction. On a device ``members``
+    are the agents of the communicator, and ``early`` lays its copies into ``staged`` bytes of the view space EARLY.
     """
 
     sends: Mapping[str, Flow]
@@ -139,6 +147,7 @@ class WireProgram:
     chunk: int = 0
     passed: int = 0
     witness: Observer | None = None
+    members: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -247,6 +256,15 @@ def _span(run: list[Piece]) -> Span:
         nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()), arrivals=arrivals,
         after=after,
     )  # fmt: skip
+
+
+def join(run: list[Piece]) -> Span:
+    """Pieces that travel to or from a device as one message, whose size hangs on theirs alone."""
+    first = run[0]
+    span = _span(run)
+    if len(run) > 1:
+        return span
+    return replace(span, wire=first.nbytes, address=first.address if first.direct else 0)
 
 
 def span_memory(view: View, address: int, nbytes: int) -> memoryview:

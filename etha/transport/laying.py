@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -14,8 +15,8 @@ from etha.plan.program import Region
 from etha.transport import boxes
 from etha.transport.alias import Written, packed
 from etha.transport.boxes import Axis, Ints
-from etha.transport.crossings import Part
-from etha.transport.flows import End, Piece, span_memory
+from etha.transport.crossings import ALIGN, Part
+from etha.transport.flows import EARLY, End, Piece, span_memory
 from etha.transport.geometry import Geometry, check, scratch
 from etha.transport.program import Columns, Member
 from etha.transport.reduce import Bounds, clip
@@ -32,7 +33,7 @@ STRAIGHT = 64 << 10
 class Laying:
     """Lays the pieces of one program; ``early`` and ``staged`` are what it found source and target to share."""
 
-    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views) -> None:
+    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, straight: int = STRAIGHT) -> None:
         self.plan, self.ways = plan, ways
         self._views: dict[str, Views] = {"source": sources, "target": targets}
         self._geometry = Geometry(Columns())
@@ -40,6 +41,7 @@ class Laying:
         self._laid: dict[object, tuple[tuple[tuple[Tile, int, int], ...], int | None]] = {}
         self._checked: set[tuple[int, int, tuple[int, ...]]] = set()
         self._kept: list[Region] = []  # their ids are in keys
+        self._straight = straight
         self.early: list[tuple[End, View, tuple[Member, ...]]] = []
         self.staged = 0
         #: Whether any source lies where a target is written.
@@ -121,9 +123,12 @@ class Laying:
         if owners and owners[0][0] == "source" and self.aliased(laid[0][0]):
             laid, owners = [self.stage(laid[0], numel, wire, owners)], ()
         view, _, place = laid[0]
-        straight = None
-        if len(laid) == 1 and place is not None and view is not None and nbytes >= STRAIGHT:
-            straight = span_memory(view, view.address + place, nbytes)
+        straight, direct = None, False
+        if len(laid) == 1 and place is not None and view is not None and nbytes >= self._straight:
+            if view.device is None:
+                straight = span_memory(view, view.address + place, nbytes)
+            else:  # what is staged has no address yet
+                direct = view.space != EARLY
         return Piece(
             stage=stage,
             tensor=tensor,
@@ -132,6 +137,7 @@ class Laying:
             owners=owners,
             ends=tuple(End(v, steps) for v, steps, _ in laid),
             straight=straight,
+            direct=direct,
             address=0 if view is None or place is None else view.address + place,
             part=part,
         )
@@ -142,8 +148,14 @@ class Laying:
     def stage(self, laid: Laid, numel: int, dtype: torch.dtype, owners: tuple[Member, ...]) -> Laid:
         """Read before anything is written: somebody writes where this piece lies."""
         view, steps, _ = laid
-        stage = view_of(torch.empty(numel, dtype=dtype))
-        self.staged += stage.nbytes
+        if view is not None and view.device is not None:
+            stage = replace(
+                scratch((numel,), dtype), address=self.staged, space=EARLY, place=self.staged, device=view.device
+            )
+            self.staged += -(-stage.nbytes // ALIGN) * ALIGN
+        else:
+            stage = view_of(torch.empty(numel, dtype=dtype))
+            self.staged += stage.nbytes
         self.early.append((End(view, steps), stage, owners))
         whole = [np.array([[0, 0, numel]], np.int64)]
         return stage, self.taken(whole, stage, scratch((numel,), dtype), 1), 0

@@ -24,7 +24,7 @@ from etha.transport.reduce import Bounds
 from etha.transport.ways import Ways
 
 #: Stages of passed pieces: behind every other, by tensor and hop (a hop is less than 1 << 16).
-_LAST = 1 << 48
+LAST = 1 << 48
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     @property
     def stage(self) -> int:
         """Its pieces' place in the order of a flow."""
-        return _LAST + (self.tensor << 16) + self.hop
+        return LAST + (self.tensor << 16) + self.hop
 
 
 class Relays:

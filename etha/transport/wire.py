@@ -23,7 +23,8 @@ from etha.transport.boxes import Ints
 from etha.transport.crossings import Crossings, Move, Part
 from etha.transport.flows import BUCKET, CHUNK, STREAMS, End, Flow, PartWork, Piece, WireProgram, make_flow
 from etha.transport.geometry import scratch
-from etha.transport.laying import Laid, Laying, Views
+from etha.transport.laying import STRAIGHT, Laid, Laying, Views
+from etha.transport.messages import Cut, message_flow
 from etha.transport.program import Member
 from etha.transport.reduce import Bounds, clip
 from etha.transport.relays import Arrivals, Pass, hull
@@ -39,24 +40,38 @@ def compile_wire(
     staging: int = STAGING,
     bucket_size: int = BUCKET,
     streams: int = STREAMS,
+    cut: Cut | None = None,
 ) -> WireProgram:
-    """What this agent sends and receives over tcp, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
+    """What this agent sends and receives over a wire, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
     Both hold this agent's ranks, ``sources`` also those whose memory it reads on its host; tensors are
     numbers in ``plan.names``. ``staging`` (the least of all agents of the batch), ``bucket_size`` and
-    ``streams`` must be the same on all of them: they decide the cuts. ValueError for a view that is
+    ``streams`` must be the same on all of them: they decide the cuts. With a ``cut`` (``device_cut``) it is
+    for NCCL: all views lie on one device, and neither bucket size nor streams count. ValueError for a view that is
     missing or smaller than planned, ConfigError where staging is too small.
     """
     if bucket_size <= 0 or streams <= 0:
         raise ConfigError(f"bucket size {bucket_size} and {streams} streams: both must be positive")
-    return _Compiler(plan, ways, sources, targets, staging).program(bucket_size, streams)
+    if cut is not None and not {*ways.source, *ways.target} & {ways.me} <= {*cut.members}:
+        raise ConfigError(f"agent {ways.me} is not one of the communicator's: {', '.join(cut.members)}")
+    return _Compiler(plan, ways, sources, targets, staging, cut).program(bucket_size, streams)
+
+
+def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: Cut | None = None) -> Crossings:
+    """What crosses, with waves of an eighth of the staging; all agents of a batch cut it alike."""
+    if cut is None:
+        return Crossings(plan, ways, staging // 8)
+    return Crossings(plan, ways, staging // 8, cut.part, fit=True)
 
 
 class _Compiler(Laying):
-    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int) -> None:
-        super().__init__(plan, ways, sources, targets)
-        self._staging = staging
-        self._crossings = Crossings(plan, ways, staging // 8)
+    def __init__(
+        self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int, cut: Cut | None = None
+    ) -> None:
+        super().__init__(plan, ways, sources, targets, STRAIGHT if cut is None else cut.straight)
+        self._staging, self._cut = staging, cut
+        self._chunk = CHUNK if cut is None else cut.chunk
+        self._crossings = wire_crossings(plan, ways, staging, cut)
         self._relays = self._crossings.relays
         self._arrivals = Arrivals(self._relays.origins)
         self._passed = 0
@@ -95,6 +110,7 @@ class _Compiler(Laying):
             scratch=max((n * (w.source.itemsize + 3 * a + w.wire.itemsize) for n, w, a in widths), default=0),
             slabs=(even, odd),
             passed=self._passed,
+            members=() if self._cut is None else self._cut.members,
             chunk=max(
                 (s.wire for f in (*sends.values(), *receives.values()) for n in f.lanes for s in n if s.pieces),
                 default=0,
@@ -119,9 +135,12 @@ class _Compiler(Laying):
         flows = {}
         turns = self._crossings.rounds
         for peer in sorted((p for p, found in pieces.items() if found), key=lambda p: (turns.get(p, 0), p)):
-            pieces[peer].sort(key=lambda p: p.stage)
             names = (me, peer) if sending else (peer, me)
             mark = self.plan.digest()
+            if self._cut is not None:
+                flows[peer] = message_flow(peer=peer, names=names, mark=mark, pieces=pieces[peer], cut=self._cut)
+                continue
+            pieces[peer].sort(key=lambda p: p.stage)
             flows[peer] = make_flow(
                 peer=peer, names=names, mark=mark, pieces=pieces[peer], streams=streams, bucket=bucket
             )
@@ -134,7 +153,7 @@ class _Compiler(Laying):
         owners: tuple[Member, ...] = (("source", move.source),)
         if not sending:
             owners = tuple(sorted(("target", rank) for rank, _ in move.sinks))
-        for bounds in blocks(move.region.shape, CHUNK // wire.itemsize):
+        for bounds in blocks(move.region.shape, self._chunk // wire.itemsize):
             if sending:
                 ends = [self.end("source", move.source, move.tensor, move.region, bounds, wire, dense=True)]
             else:
@@ -146,7 +165,7 @@ class _Compiler(Laying):
 
     def _pass(self, one: Pass, sending: bool) -> Iterator[Piece]:
         tensor, wire = one.tensor, self.plan.wire_dtype(one.tensor)
-        for bounds in blocks(one.region.shape, CHUNK // wire.itemsize):
+        for bounds in blocks(one.region.shape, self._chunk // wire.itemsize):
             if sending:
                 laid = self.end("target", one.rank, tensor, one.region, bounds, wire, dense=True, read=True)
                 piece = self.piece(one.stage, tensor, wire, bounds, (("target", one.rank),), [laid])

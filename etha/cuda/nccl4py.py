@@ -1,0 +1,115 @@
+"""The real NCCL, by NVIDIA's nccl4py: its low-level calls, which take raw addresses and free the GIL.
+
+libnccl is the one that torch brings for a GPU (or the wheel ``nvidia-nccl-cu13``); nccl4py brings none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from etha.cuda.nccl import ID_BYTES, IN_PROGRESS, OK, NcclError
+from etha.errors import ConfigError
+
+_HINT = "install sub-etha[nccl] (nccl4py 0.6, beside a torch for CUDA, which brings libnccl)"
+
+
+def _library() -> Any:
+    try:
+        from nccl.bindings import nccl as library
+    except ImportError as error:
+        raise ConfigError(f"NCCL is needed between GPUs of different hosts, and nccl4py is missing: {_HINT}") from error
+    try:
+        library.get_version()
+    except Exception as error:
+        raise ConfigError(f"nccl4py found no libnccl ({error}): {_HINT}") from error
+    return library
+
+
+class Bindings:
+    """An ``etha.cuda.nccl.Nccl``; ConfigError where nccl4py or libnccl is missing."""
+
+    def __init__(self) -> None:
+        self._nccl = _library()
+        self._comms: dict[int, Any] = {}
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        # nccl4py raises for all but ncclSuccess and ncclInProgress.
+        try:
+            yield
+        except self._nccl.NCCLError as error:
+            raise NcclError(f"{what}: {error}") from error
+
+    def version(self) -> str:
+        """Of the library that is loaded."""
+        major, rest = divmod(self._nccl.get_version(), 10_000)
+        return f"{major}.{rest // 100}.{rest % 100}"
+
+    def unique_id(self) -> bytes:
+        """ID_BYTES; this process listens for the other ranks until they are there."""
+        with self._told("ncclGetUniqueId"):
+            return bytes(self._nccl.get_unique_id())
+
+    def init(self, ordinal: int, nranks: int, rank: int, unique_id: bytes) -> int:
+        """Begin a communicator that never blocks; its device becomes the calling thread's current one."""
+        if len(unique_id) != ID_BYTES:
+            raise NcclError(f"a unique id has {ID_BYTES} bytes, not {len(unique_id)}")
+        from cuda.bindings import runtime
+
+        (code,) = runtime.cudaSetDevice(ordinal)
+        if code != runtime.cudaError_t.cudaSuccess:
+            raise NcclError(f"cudaSetDevice({ordinal}): {code.name}")
+        config = self._nccl.Config()
+        config.blocking = 0
+        with self._told(f"ncclCommInitRankScalable, rank {rank} of {nranks}"):
+            comm = self._nccl.comm_init_rank_scalable(nranks, rank, 1, bytearray(unique_id), config.ptr)
+        self._comms[int(comm)] = comm
+        return int(comm)
+
+    def state(self, comm: int) -> str:
+        """By ncclCommGetAsyncError; an error with NCCL's last words about it."""
+        with self._told("ncclCommGetAsyncError"):
+            result = self._nccl.Result(self._nccl.comm_get_async_error(self._comms[comm]))
+        if result == self._nccl.Result.Success:
+            return OK
+        if result == self._nccl.Result.InProgress:
+            return IN_PROGRESS
+        last = str(self._nccl.get_last_error(self._comms[comm])).strip()
+        return f"{self._nccl.get_error_string(int(result))}{f' ({last})' if last else ''}"
+
+    def group_start(self) -> None:
+        """ncclGroupStart."""
+        with self._told("ncclGroupStart"):
+            self._nccl.group_start()
+
+    def group_end(self, comm: int) -> None:
+        """ncclGroupEnd."""
+        with self._told("ncclGroupEnd"):
+            self._nccl.group_end()
+
+    def send(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """ncclSend of bytes."""
+        with self._told(f"ncclSend of {nbytes} bytes to rank {peer}"):
+            self._nccl.send(address, nbytes, self._nccl.DataType.Uint8, peer, self._comms[comm], stream)
+
+    def receive(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """ncclRecv of bytes."""
+        with self._told(f"ncclRecv of {nbytes} bytes from rank {peer}"):
+            self._nccl.recv(address, nbytes, self._nccl.DataType.Uint8, peer, self._comms[comm], stream)
+
+    def abort(self, comm: int) -> None:
+        """ncclCommAbort; the communicator is gone then, also where it fails."""
+        with self._told("ncclCommAbort"):
+            self._nccl.comm_abort(self._comms.pop(comm))
+
+    def finalize(self, comm: int) -> None:
+        """ncclCommFinalize."""
+        with self._told("ncclCommFinalize"):
+            self._nccl.comm_finalize(self._comms[comm])
+
+    def destroy(self, comm: int) -> None:
+        """ncclCommDestroy."""
+        with self._told("ncclCommDestroy"):
+            self._nccl.comm_destroy(self._comms.pop(comm))
