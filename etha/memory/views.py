@@ -19,8 +19,9 @@ class View:
 
     Mapped: ``flat`` is a 1-D tensor over the whole extent and keeps the mapping alive; ``address`` is in
     this process. Private: ``process`` is set, ``flat`` is None and ``address`` is the worker's.
-    On a device: ``device`` is its uuid, ``address`` is this process's, and there is no ``flat``. ``space`` and
-    ``place`` (bytes) tell views of the same memory from views of others; ``keep`` is what keeps it mapped.
+    On a device: ``device`` is its uuid, ``address`` is this process's, and there is no ``flat``. ``pinned``: host
+    memory that devices reach too, at the same address. ``space`` and ``place`` (bytes) tell views of the same
+    memory from views of others; ``keep`` is what keeps it mapped.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +35,18 @@ class View:
     flat: torch.Tensor | None = None
     raw: torch.Tensor | None = None
     device: str | None = None
+    pinned: bool = False
     keep: object = None
 
     @property
     def private(self) -> bool:
         """Whether the bytes are reached by system calls rather than through a mapping."""
         return self.process is not None
+
+    @property
+    def reachable(self) -> bool:
+        """Whether a device's kernels and copies may have ``address``."""
+        return self.device is not None or self.pinned
 
 
 def view_of(tensor: torch.Tensor) -> View:

@@ -66,6 +66,7 @@ class Geometry:
             source_private=here.private,
             target_private=there.private,
             joint=joint,
+            device=_on_device(here, there),
         )
         return [
             (tile, self._columns.number(tile), source, target)
@@ -79,7 +80,8 @@ class Geometry:
         source = sum(int(runs[0, 0]) * s for runs, s in zip(dims, here.strides, strict=True))
         target = sum(int(runs[0, 1]) * s for runs, s in zip(dims, there.strides, strict=True))
         lengths = tuple(int(runs[0, 2]) for runs in dims)
-        key = ("block", lengths, here.strides, here.dtype, here.private, there.strides, there.dtype, there.private)
+        kinds = (here.dtype, here.private, there.dtype, there.private, _on_device(here, there))
+        key = ("block", lengths, here.strides, there.strides, kinds)
         found = self._found.get(key)
         if found is None:
             at_zero = [runs * (0, 0, 1) for runs in dims]
@@ -95,4 +97,8 @@ def check(dims: Sequence[Ints], view: View, end: int) -> None:
 
 
 def _key(view: View) -> tuple[Hashable, ...]:
-    return view.shape, view.strides, view.dtype, view.private
+    return view.shape, view.strides, view.dtype, view.private, view.device is not None
+
+
+def _on_device(here: View, there: View) -> bool:
+    return here.device is not None or there.device is not None

@@ -1,20 +1,26 @@
 """The copies themselves: what one lane thread does with a run of operations.
 
 Operations of one call have one path, and one process where a process is read or directly written. Python is
-left for system calls and torch, which release the GIL; a step moves hundreds of KB.
+left for system calls and torch, which release the GIL; a step moves hundreds of KB. What has a device at one end is
+left to the workspace's copier (device.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from etha.memory.process import ProcessMemory
+from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
 from etha.transport import segments
 from etha.transport.segments import Batch, Op
 from etha.transport.tiles import Path
+
+if TYPE_CHECKING:
+    from etha.transport.device import Copier
 
 
 class Buffer:
@@ -47,16 +53,28 @@ class Buffer:
 
 
 class Workspace:
-    """What one lane thread has for itself; made by that thread, so that its pages are near it."""
+    """What one lane thread has for itself; made by that thread, so that its pages are near it.
 
-    def __init__(self) -> None:
+    ``copier``: on an agent of a device, its own; whoever made it closes it.
+    """
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self.copier = copier
         self.read = Buffer(0)
         self.packed = Buffer(0)
 
     @property
     def nbytes(self) -> int:
-        """Scratch memory held."""
-        return self.read.nbytes + self.packed.nbytes
+        """Scratch memory of the host's held."""
+        held = self.read.nbytes + self.packed.nbytes
+        return held if self.copier is None else held + self.copier.nbytes
+
+    @property
+    def device(self) -> Copier:
+        """The copier; ReachError where there is none."""
+        if self.copier is None:
+            raise ReachError("memory of a device, but this agent has none: the workers' agent is another one")
+        return self.copier
 
 
 def run(ops: Sequence[Op], work: Workspace) -> None:
@@ -76,6 +94,17 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
         case Path.BOUNCE:
             for batch in segments.batches(ops):
                 _bounce(batch, work)
+        case Path.DEVICE:
+            work.device.run_ops(ops)
+
+
+def run_mixed(ops: Sequence[Op], work: Workspace) -> None:
+    """Do operations of any mix of paths and processes, each kind in one go; a ReachError leaves them half done."""
+    kinds: dict[tuple[int, int, int], list[Op]] = {}
+    for op in ops:
+        kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
+    for group in kinds.values():
+        run(group, work)
 
 
 def _process(view: View) -> ProcessMemory:

@@ -7,17 +7,20 @@ per class. Where a target overlaps memory that is also read, the reads are stage
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from etha.cuda.driver import driver
 from etha.memory.views import View, view_of
 from etha.plan import Plan
 from etha.plan.program import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.alias import Written, packed, same_place
+from etha.transport.device_memory import DeviceMemory, dense_on
+from etha.transport.device_reduce import part_numel
 from etha.transport.geometry import Geometry, check, scratch
 from etha.transport.program import Columns, Member, Pair, Piece, Program
 from etha.transport.reduce import PART, Reduced, Step, clip, parts
@@ -162,7 +165,7 @@ class _Compiler:
             return
         check(region.dims, here, 0)
         check(region.dims, there, 1)
-        stage = self._stage(region.shape, self._plan.wire_dtype(tensor))
+        stage = self._stage(region.shape, self._plan.wire_dtype(tensor), (here, there))
         into, out = packed(region)
         reads = self._columns.add_pair(Pair(here, stage, (("source", source),)))
         writes = self._columns.add_pair(Pair(stage, there, (("target", rank),)))
@@ -171,8 +174,13 @@ class _Compiler:
         for _, tile, at, to in self._geometry.dims(out, stage, there):
             self._columns.add(1, tile, writes, at, to)
 
-    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> View:
-        stage = view_of(torch.empty(shape, dtype=dtype))
+    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype, near: Iterable[View]) -> View:
+        """Where one of the views ``near`` it is on a device, there."""
+        uuid = next((v.device for v in near if v.device is not None), None)
+        if uuid is None:
+            stage = view_of(torch.empty(shape, dtype=dtype))
+        else:
+            stage = dense_on(DeviceMemory(driver(), uuid, prod(shape) * dtype.itemsize), shape, dtype)
         self._staged += stage.nbytes
         return stage
 
@@ -212,7 +220,7 @@ class _Compiler:
             self._reduce(slot, wire, given, sources, wanted, targets, 1, owners)
             return
         # Reduce into staging before anything is written; then it is a move like any other.
-        stage = self._stage(slot.shape, wire)
+        stage = self._stage(slot.shape, wire, (*sources.values(), *targets.values()))
         whole = Region(dims=tuple(np.array([[0, 0, n]], np.int64) for n in slot.shape))
         self._reduce(slot, wire, given, sources, [(-1, whole)], {-1: stage}, 0, owners)
         for rank, region in wanted:
@@ -236,7 +244,10 @@ class _Compiler:
         for rank, region in wanted:
             check(region.dims, targets[rank], 1)
         dtype = next(iter(sources.values())).dtype
-        for bounds in parts(slot, PART // slot.accumulate.itemsize):
+        limit = PART // slot.accumulate.itemsize
+        if any(view.device is not None for view in (*sources.values(), *targets.values())):
+            limit = part_numel(slot.count, dtype, slot.accumulate)
+        for bounds in parts(slot, limit):
             shape = tuple(last - first for first, last in bounds)
             part, total = scratch(shape, dtype), scratch(shape, wire)
             terms: list[list[Step]] = [[] for _ in range(slot.count)]

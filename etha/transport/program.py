@@ -1,14 +1,15 @@
 """A program: one agent's local copies of one transfer, as columns, cut into pieces for lane threads.
 
 Operations are rows of four integer columns over a few distinct tiles and pairs of views; segments exist
-only while their piece runs. Pieces of phase 0 read what later pieces overwrite; phase 1 waits for them.
+only while their piece runs, but a device's piece is compiled once and kept. Pieces of phase 0 read what
+later pieces overwrite; phase 1 waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,18 @@ from etha.transport.kernels import Workspace
 from etha.transport.segments import Op
 from etha.transport.tiles import BOUNCE_BYTES, Path, Tile
 
+if TYPE_CHECKING:
+    from etha.transport.device import Copier, Launch
+
 #: Most payload of one piece: after each an abort or a revocation is heard.
 PIECE = 8 << 20
 #: Least, and how many pieces a transfer should have so that threads end together.
 MIN_PIECE, PIECES = 256 << 10, 48
 #: Most operations of one piece: small ones cost interpreter time.
 MAX_OPS = 512
+#: Most payload of a device's piece: some 0.2 ms there, less than 8 MiB of the CPU's memory take. It has any number
+#: of operations, for they are one launch.
+DEVICE_PIECE = 256 << 20
 
 Member = tuple[str, int]  # ("source" | "target", rank)
 
@@ -48,6 +55,10 @@ class Work(Protocol):
 
     def run(self, work: Workspace) -> None:
         """Do it; a ReachError leaves it half done."""
+        ...
+
+    def release(self) -> None:
+        """Give back what it keeps on a device between two runs."""
         ...
 
 
@@ -86,6 +97,8 @@ class Program:
     target: Ints
     scratch: int = 0
     work: int = field(init=False)
+    #: Of a device's pieces, by their index, as they were first run.
+    launches: dict[int, Launch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "work", sum(p.nbytes for p in self.pieces))
@@ -114,11 +127,40 @@ class Program:
             )
         ]
 
+    def launch(self, index: int, copier: Copier) -> Launch | None:
+        """A device's piece compiled, once; None where plain host memory is at an end, which needs the CPU."""
+        found = self.launches.get(index)
+        if found is None:
+            piece = self.pieces[index]
+            rows = slice(piece.first, piece.last)
+            used, pair = np.unique(self.pair[rows], return_inverse=True)
+            ends = [(self.pairs[p].source, self.pairs[p].target) for p in used.tolist()]
+            if not all(source.reachable and target.reachable for source, target in ends):
+                return None
+            numbers, tile = np.unique(self.tile[rows], return_inverse=True)
+            tiles = [self.tiles[t] for t in numbers.tolist()]
+            item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in tiles], np.int64)[tile]
+            begin = np.array([(source.address, target.address) for source, target in ends], np.int64)[pair]
+            source = begin[:, 0] + self.source[rows] * item[:, 0]
+            target = begin[:, 1] + self.target[rows] * item[:, 1]
+            found = self.launches[index] = copier.compile_tiles(tiles, tile.astype(np.int64), source, target)
+        return found
+
+    def release(self) -> None:
+        """Give back what its pieces hold on a device, which else goes with the program; none of them may be running."""
+        for index in list(self.launches):
+            self.launches.pop(index).release()
+        for piece in self.pieces:
+            if piece.other is not None:
+                piece.other.release()
+
     def run(self, index: int, work: Workspace) -> int:
         """Run one piece and return its bytes; a ReachError leaves it half done."""
         piece = self.pieces[index]
         if piece.other is not None:
             piece.other.run(work)
+        elif self.tiles[self.tile[piece.first]].path is Path.DEVICE and (launch := self.launch(index, work.device)):
+            work.device.run(launch)
         else:
             kernels.run(self.ops(piece), work)
         return piece.nbytes
@@ -206,14 +248,16 @@ class Columns:
         if not len(size):
             return []
         limit = min(PIECE, max(MIN_PIECE, int(size.sum()) // PIECES))
+        device = path == Path.DEVICE
         changes = (np.diff(phase) != 0) | (np.diff(path) != 0) | (np.diff(link) != 0)
         ends = np.append(np.flatnonzero(changes) + 1, len(size))
         total = np.cumsum(size)
         pieces, first = [], 0
         while first < len(size):
             before = int(total[first - 1]) if first else 0
-            last = int(np.searchsorted(total, before + limit, "right"))
-            last = min(max(last, first + 1), first + MAX_OPS, int(ends[np.searchsorted(ends, first, "right")]))
+            last = int(np.searchsorted(total, before + (DEVICE_PIECE if device[first] else limit), "right"))
+            most = len(size) if device[first] else first + MAX_OPS
+            last = min(max(last, first + 1), most, int(ends[np.searchsorted(ends, first, "right")]))
             pieces.append(
                 Piece(
                     phase=int(phase[first]),

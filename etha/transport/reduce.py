@@ -2,11 +2,12 @@
 
 The arithmetic is ``etha.plan.simulate``'s own ``combine`` and ``finish``, tile by tile: every operation
 is exactly rounded element by element, so the cutting does not show. The one exception, powers other
-than 1 and 2 of a norm, is not cut.
+than 1 and 2 of a norm, is not cut. On a device the same operations run over larger parts (device_reduce.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,6 +20,8 @@ from etha.plan.program import Slot
 from etha.plan.simulate import combine, finish
 from etha.transport import kernels
 from etha.transport.boxes import Ints
+from etha.transport.device_memory import DeviceMemory
+from etha.transport.device_reduce import Compiled, run_on_device, scratch_nbytes
 from etha.transport.kernels import Buffer, Workspace
 from etha.transport.segments import Op
 from etha.transport.staging import dense_view
@@ -53,36 +56,51 @@ class Reduced:
     results: tuple[Step, ...]
     nbytes: int
     scratch: int = field(init=False)
+    #: Of a device: what was compiled, by the scratch memory that it uses.
+    launches: dict[DeviceMemory, Compiled] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         widths = self.source.itemsize + 3 * self.slot.accumulate.itemsize + self.wire.itemsize
-        object.__setattr__(self, "scratch", self.numel * widths + 2 * BOUNCE_BYTES)
+        nbytes = scratch_nbytes(self) if self.device else self.numel * widths + 2 * BOUNCE_BYTES
+        object.__setattr__(self, "scratch", nbytes)
+
+    @property
+    def device(self) -> bool:
+        """Whether anything of it is on a device."""
+        return any(step.tile.ends.device for step in itertools.chain(*self.contributions, self.results))
 
     def run(self, work: Workspace) -> None:
         """Reduce and write; a ReachError leaves the targets half written."""
+        if self.device:
+            run_on_device(self, work.device)
+            return
         buffer = Buffer(self.numel * self.source.itemsize)
         part = dense_view(buffer.typed(self.source))
         with torch.no_grad():
             total: torch.Tensor | None = None
             for steps in self.contributions:
-                _run([Op(s.tile, s.view, part, s.offset, s.at) for s in steps], work)
+                kernels.run_mixed([Op(s.tile, s.view, part, s.offset, s.at) for s in steps], work)
                 assert part.flat is not None
-                term = part.flat.to(self.slot.accumulate, copy=True)
-                if self.slot.op == "norm":
-                    term = term**self.slot.p
-                total = term if total is None else combine(total, term, self.slot)
-            assert total is not None, "a slot without contributions"
-            done = dense_view(finish(total, self.slot).to(self.wire))
-        _run([Op(s.tile, done, s.view, s.at, s.offset) for s in self.results], work)
+                total = self.add(total, part.flat)
+            done = dense_view(self.value(total))
+        kernels.run_mixed([Op(s.tile, done, s.view, s.at, s.offset) for s in self.results], work)
 
+    def add(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        """One more contribution, at the source's dtype."""
+        term = part.to(self.slot.accumulate, copy=True)
+        if self.slot.op == "norm":
+            term = term**self.slot.p
+        return term if total is None else combine(total, term, self.slot)
 
-def _run(ops: Sequence[Op], work: Workspace) -> None:
-    """Any mix of paths and processes, each kind in one go."""
-    kinds: dict[tuple[int, int, int], list[Op]] = {}
-    for op in ops:
-        kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
-    for group in kinds.values():
-        kernels.run(group, work)
+    def value(self, total: torch.Tensor | None) -> torch.Tensor:
+        """What all contributions come to, at the wire's dtype."""
+        assert total is not None, "a slot without contributions"
+        return finish(total, self.slot).to(self.wire)
+
+    def release(self) -> None:
+        """As of ``Work``."""
+        while self.launches:
+            self.launches.popitem()[1].release()
 
 
 def parts(slot: Slot, limit: int) -> Iterator[Bounds]:

@@ -1,0 +1,89 @@
+"""Fused copies on a device: what a kernel is given, and which implementation this process uses.
+
+A **descriptor** is one strided copy, a row of COLUMNS int64 in a table in device memory. Its **units** are what
+one load and one store move: 16, 8, 4, 2 or 1 bytes where nothing is cast, else one element. A **piece** is at most
+UNITS units of one descriptor, the work of one CUDA block, as ``row << 32 | number``.
+
+    triton_kernels.py    one launch for any number of descriptors
+    torch_kernels.py     a torch copy for each descriptor: where Triton is missing, and for casts of which it is
+                         not certain that Triton makes the bits that torch makes
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etha.cuda.driver import Driver
+
+log = logging.getLogger(__name__)
+
+#: Most strides besides the innermost run that one descriptor nests.
+DEPTH = 4
+#: Columns of a descriptor: addresses of both ends, all units, units of the innermost run, strides in use, log2 of
+#: a unit's bytes (0 in a cast), then from the innermost stride outwards counts, source and target steps in bytes.
+SOURCE, TARGET, TOTAL, RUN, RANK, WIDTH, COUNTS, SOURCE_STEPS, TARGET_STEPS = 0, 1, 2, 3, 4, 5, 6, 10, 14
+COLUMNS = TARGET_STEPS + DEPTH
+#: Units of one piece: 64 KiB of 16-byte units, enough to hide a block's start, few enough to share out evenly.
+UNITS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fused:
+    """The copies of one dtype class: ``rows`` is the table as the host has it, ``table`` and ``pieces`` are
+    device addresses, ``count`` is the number of pieces. Both dtypes are None where bits travel."""
+
+    source: torch.dtype | None
+    target: torch.dtype | None
+    rows: npt.NDArray[np.int64]
+    table: int
+    pieces: int
+    count: int
+
+
+class Kernels(Protocol):
+    """One implementation."""
+
+    @property
+    def name(self) -> str:
+        """As ``status`` tells it: "triton" or "torch"."""
+        ...
+
+    def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
+        """Queue all copies of ``fused``; DeviceError as of ``driver.launch``."""
+        ...
+
+
+@cache
+def choose() -> Kernels:
+    """Triton's kernels where they can be built on this machine, else torch's."""
+    missing = _missing()
+    if missing is None:
+        from etha.cuda.triton_kernels import TritonKernels
+
+        return TritonKernels()
+    log.warning("copies between devices are made one by one, without Triton: %s", missing)
+    from etha.cuda.torch_kernels import TorchKernels
+
+    return TorchKernels()
+
+
+def _missing() -> str | None:
+    """What Triton lacks here; None: nothing. It builds its launchers with a C compiler and Python's headers."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "there is no C compiler (gcc or clang)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "Python's C headers are not installed"
+    return None

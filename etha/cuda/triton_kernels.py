@@ -1,0 +1,205 @@
+"""Fused copies in Triton: any number of descriptors in one launch, by raw addresses.
+
+One program (CUDA block) copies one piece, BLOCK units at a time. The index of a unit is taken apart by at most
+``RANK`` + 1 divisions; what has no strides needs none.
+
+Casts. Only pairs for which one instruction, or integer arithmetic written out here, makes the bits that torch makes
+on the same device; the rest goes to torch_kernels.py. bfloat16 widens by a shift, as torch does it (a conversion
+would quieten NaNs). From float64 and between the 16-bit floats torch goes through float32, and rounds twice; so do we.
+Not here: every float8 pair, where torch and Triton differ in NaN and in what is too large for the format.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from etha.cuda.driver import Driver
+from etha.cuda.kernels import (
+    COLUMNS,
+    COUNTS,
+    RANK,
+    RUN,
+    SOURCE,
+    SOURCE_STEPS,
+    TARGET,
+    TARGET_STEPS,
+    TOTAL,
+    UNITS,
+    WIDTH,
+    Fused,
+)
+from etha.cuda.torch_kernels import TorchKernels
+
+#: Units that a block moves at once.
+BLOCK = 1024
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+#: Pairs that are cast here, see the module's head; integers only widen.
+PAIRS = frozenset(
+    (*itertools.permutations(_FLOATS, 2), *itertools.combinations(_SIGNED, 2), *itertools.combinations(_UNSIGNED, 2))
+)
+_TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for pair in PAIRS for dtype in pair}
+
+_SOURCE, _TARGET, _TOTAL, _RUN = (tl.constexpr(i) for i in (SOURCE, TARGET, TOTAL, RUN))
+_RANK, _WIDTH, _COUNTS = (tl.constexpr(i) for i in (RANK, WIDTH, COUNTS))
+_SOURCE_STEPS, _TARGET_STEPS = tl.constexpr(SOURCE_STEPS), tl.constexpr(TARGET_STEPS)
+_COLUMNS, _UNITS, _BLOCK = tl.constexpr(COLUMNS), tl.constexpr(UNITS), tl.constexpr(BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _places(row: Any, unit: Any, here: tl.constexpr, there: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Byte offsets at both ends of units ``here`` and ``there`` bytes wide."""
+    rank = tl.load(row + _RANK)
+    source = unit.to(tl.int64) * here
+    target = unit.to(tl.int64) * there
+    if rank > 0:
+        run = tl.load(row + _RUN).to(tl.int32)
+        rest = unit // run
+        within = (unit - rest * run).to(tl.int64)
+        source = within * here
+        target = within * there
+        for i in tl.static_range(4):
+            if i < rank:
+                count = tl.load(row + _COUNTS + i).to(tl.int32)
+                outer = rest // count
+                step = (rest - outer * count).to(tl.int64)
+                source += step * tl.load(row + _SOURCE_STEPS + i)
+                target += step * tl.load(row + _TARGET_STEPS + i)
+                rest = outer
+    return source, target
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _move(row: Any, first: Any, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One piece in units of one integer."""
+    total = tl.load(row + _TOTAL).to(tl.int32)
+    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+        unit = start + tl.arange(0, _BLOCK)
+        live = unit < total
+        source, target = _places(row, unit, nbytes, nbytes)
+        bits = tl.load((tl.load(row + _SOURCE) + source).to(tl.pointer_type(dtype)), mask=live)
+        tl.store((tl.load(row + _TARGET) + target).to(tl.pointer_type(dtype)), bits, mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _move_wide(row: Any, first: Any):  # type: ignore[no-untyped-def]
+    """One piece in units of 16 bytes: two integers side by side, which the compiler loads as one."""
+    total = tl.load(row + _TOTAL).to(tl.int32)
+    here = tl.multiple_of(tl.load(row + _SOURCE), 16)
+    there = tl.multiple_of(tl.load(row + _TARGET), 16)
+    half = tl.arange(0, 2).to(tl.int64)[None, :] * 8
+    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+        unit = start + tl.arange(0, _BLOCK)
+        live = (unit < total)[:, None]
+        source, target = _places(row, unit, 16, 16)
+        source = (source // 16 * 16)[:, None] + half
+        target = (target // 16 * 16)[:, None] + half
+        bits = tl.load((here + source).to(tl.pointer_type(tl.int64)), mask=live)
+        tl.store((there + target).to(tl.pointer_type(tl.int64)), bits, mask=live)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def copy_bits(table: Any, pieces: Any):  # type: ignore[no-untyped-def]
+    """Rows whose dtypes are None."""
+    piece = tl.load(pieces.to(tl.pointer_type(tl.int64)) + tl.program_id(0))
+    row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
+    first = (piece & 0xFFFFFFFF).to(tl.int32) * _UNITS
+    width = tl.load(row + _WIDTH)
+    if width == 4:
+        _move_wide(row, first)
+    elif width == 3:
+        _move(row, first, tl.int64, 8)
+    elif width == 2:
+        _move(row, first, tl.int32, 4)
+    elif width == 1:
+        _move(row, first, tl.int16, 2)
+    else:
+        _move(row, first, tl.int8, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _cast(value: Any, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of ``source``, a bfloat16 given as uint16; a bfloat16 that widens to float32 is left as uint32."""
+    if source == tl.bfloat16:
+        bits = value.to(tl.uint32) << 16
+        if target == tl.float32:
+            return bits
+        else:
+            return bits.to(tl.float32, bitcast=True).to(target)
+    elif source == tl.float64 or source == tl.float16:
+        if target == tl.float16 or target == tl.bfloat16 or target == tl.float64:
+            return value.to(tl.float32).to(target)
+        else:
+            return value.to(target)
+    else:
+        return value.to(target)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def copy_cast(  # type: ignore[no-untyped-def]
+    table: Any,
+    pieces: Any,
+    source_type: tl.constexpr,
+    target_type: tl.constexpr,
+    loads: tl.constexpr,
+    stores: tl.constexpr,
+    here: tl.constexpr,
+    there: tl.constexpr,
+):
+    """Rows of one pair of dtypes; ``loads`` and ``stores`` are what crosses memory, as ``_cast`` has it."""
+    piece = tl.load(pieces.to(tl.pointer_type(tl.int64)) + tl.program_id(0))
+    row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
+    first = (piece & 0xFFFFFFFF).to(tl.int32) * _UNITS
+    total = tl.load(row + _TOTAL).to(tl.int32)
+    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+        unit = start + tl.arange(0, _BLOCK)
+        live = unit < total
+        source, target = _places(row, unit, here, there)
+        value = tl.load((tl.load(row + _SOURCE) + source).to(tl.pointer_type(loads)), mask=live)
+        tl.store(
+            (tl.load(row + _TARGET) + target).to(tl.pointer_type(stores)),
+            _cast(value, source_type, target_type),
+            mask=live,
+        )
+
+
+class TritonKernels:
+    """See the module's head."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._torch = TorchKernels()
+
+    def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
+        """As of ``Kernels``."""
+        source, target = fused.source, fused.target
+        if source is not None and (source, target) not in PAIRS:
+            self._torch.launch(driver, uuid, stream, fused)
+            return
+        table, pieces, grid = fused.table, fused.pieces, (fused.count,)
+
+        def work() -> None:
+            if source is None or target is None:
+                copy_bits[grid](table, pieces)
+                return
+            widens = source is torch.bfloat16 and target is torch.float32
+            copy_cast[grid](
+                table,
+                pieces,
+                _TYPES[source],
+                _TYPES[target],
+                tl.uint16 if source is torch.bfloat16 else _TYPES[source],
+                tl.uint32 if widens else _TYPES[target],
+                source.itemsize,
+                target.itemsize,
+            )
+
+        driver.launch(uuid, stream, work)
