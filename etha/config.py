@@ -16,6 +16,8 @@ from etha.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 MAX_TENSOR_NAME = 500
+#: The agent of a GPU is called so, and its uuid.
+CUDA_AGENT = "cuda-"
 #: Staging memory of an agent, in bytes.
 STAGING = 256 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).

@@ -225,3 +225,12 @@ def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaErro
     error = cls(text, **wire.get("data", {}))
     error.remote_traceback = traceback
     return error
+
+
+def first_of(errors: BaseExceptionGroup[EthaError]) -> EthaError:
+    """Of several things that failed side by side, the first one's error."""
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, EthaError)
+    return found

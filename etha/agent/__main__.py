@@ -16,12 +16,15 @@ from dataclasses import replace
 
 import uvloop
 
+from etha.agent.card import Card, find
+from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
 from etha.agent.lane import Lane
 from etha.agent.service import Agent
 from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
-from etha.errors import ConfigError, EthaError
+from etha.cuda.driver import driver
+from etha.errors import AgentLostError, EthaError
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
 
@@ -44,13 +47,20 @@ async def serve(
 
     ``ready_fd`` gets ``ready`` once workers can connect; ``start``: seconds that Redis is given before that.
     """
-    if device != "cpu":
-        raise ConfigError(f"device {device!r}: this version serves cpu only")
     settings.ensure_runtime_dir()
     raise_descriptor_limit()
     url = redis_url or settings.redis_url
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    lost: list[str] = []
+
+    def spoilt(text: str) -> None:
+        lost.append(text)
+        log.error("the context of this agent's GPU is lost and only a new process gets another: %s", text)
+        stop.set()
+
+    card = None if device == "cpu" else Card(driver(), find(driver(), device), spoilt)
+    device = "cpu" if card is None else card.agent
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
@@ -62,7 +72,7 @@ async def serve(
     store = await Store.open(address, settings.namespace, timeout=start, revive=revive if url is None else None)
     async with store:
         lane = Lane()
-        agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle)
+        agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
         async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
@@ -76,6 +86,12 @@ async def serve(
                 await agent.drain()
                 running.cancel()
                 stopping.cancel()
+    if lost:
+        raise Spoilt(f"the context of {device} is lost ({lost[0]}): start the agent again")
+
+
+class Spoilt(AgentLostError):
+    """A GPU's context is lost; only a new process gets another."""
 
 
 def raise_descriptor_limit() -> None:
@@ -94,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--listen", help="HOST:PORT")
     parser.add_argument("--staging", help="bytes, or with a suffix KiB, MiB, GiB")
     parser.add_argument("--autostarted", action="store_true")
+    parser.add_argument("--owned", action="store_true", help="leave when the process that started this one ends")
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
     args = parser.parse_args(argv)
@@ -107,6 +124,13 @@ def main(argv: list[str] | None = None) -> int:
             settings = replace(settings, listen=args.listen)
         if args.staging:
             settings = replace(settings, staging=parse_bytes("--staging", args.staging))
+        if args.owned:
+            leave_with_parent()
+        if args.device == "all":
+            given = {"--namespace": args.namespace, "--redis": args.redis, "--staging": args.staging}
+            rest = [word for option, value in given.items() if value for word in (option, value)]
+            uvloop.run(serve_all(driver(), rest, args.listen))
+            return 0
         uvloop.run(
             serve(
                 settings,
@@ -122,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.ready_fd is not None:
             with contextlib.suppress(OSError):
                 os.write(args.ready_fd, f"error {error.code} {error.message}\n".encode())
-        return 1
+        return SPOILT if isinstance(error, Spoilt) else 1
     return 0
 
 

@@ -212,7 +212,8 @@ class Batches:
             return
         live = self.live.get((primary, message.batch, generation))
         if live is None:
-            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view)
+            mappings = None if self._links.card is None else self._links.card.mappings
+            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view, mappings)
             self.live[live.key] = live
             for agent, said in self._mailbox.held(live.key):
                 self.hear(agent, live.scope, said)

@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from etha.agent.effects import Member
 from etha.agent.session import Session
 from etha.errors import EthaError, ProtocolError
+from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
 from etha.memory.reach import ReachError
 from etha.peer.introductions import MAX_TENSORS, Exhibits, ShownSegment
@@ -47,7 +48,7 @@ def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
     if exhibit is None:
         yield Exhibits(side=side, rank=rank, pid=0, started=0, segments=(), names=(), handles=(), last=False)
         return
-    shown = tuple(ShownSegment(id=s.id, nbytes=s.nbytes, device=s.device, inode=s.inode) for s in exhibit.segments)
+    shown = tuple(ShownSegment(**asdict(segment)) for segment in exhibit.segments)
     names = tuple(exhibit.tensors)
     for first in range(0, max(1, len(names)), MAX_TENSORS):
         some = names[first : first + MAX_TENSORS]
@@ -63,8 +64,8 @@ def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
         )
 
 
-def open_shown(parts: Sequence[Exhibits]) -> dict[Member, HostMemory]:
-    """The memory of each rank that is shown in ``parts``; all or none. Blocking.
+def open_shown(parts: Sequence[Exhibits], mappings: Mappings | None) -> dict[Member, HostMemory]:
+    """The memory of each rank that is shown in ``parts``; all or none. Blocking. ``mappings``: this agent's card's.
 
     ReachError, EthaError, OSError: it cannot be opened.
     """
@@ -80,7 +81,7 @@ def open_shown(parts: Sequence[Exhibits]) -> dict[Member, HostMemory]:
         for member, (part, segments, handles) in merged.items():
             if part.pid <= 0:
                 raise ReachError("its agent cannot show it")
-            opened[member] = HostMemory(_exhibit(part, segments, handles))
+            opened[member] = HostMemory(_exhibit(part, segments, handles), mappings)
     except BaseException:
         for memory in opened.values():
             memory.close()
@@ -89,9 +90,13 @@ def open_shown(parts: Sequence[Exhibits]) -> dict[Member, HostMemory]:
 
 
 class Exhibition:
-    """What other agents show to one registration here. ``close`` ends a wait for them."""
+    """What other agents show to one registration here. ``close`` ends a wait for them.
 
-    def __init__(self) -> None:
+    ``mappings``: of this agent's card, without one nothing that lies on GPUs is opened.
+    """
+
+    def __init__(self, mappings: Mappings | None = None) -> None:
+        self.mappings = mappings
         self._parts: dict[str, list[Exhibits]] = defaultdict(list)
         self._whole: set[str] = set()
         self._changed = asyncio.Event()
@@ -122,7 +127,7 @@ class Exhibition:
                 log.warning("agent %s shows %s rank %d, which is not its own to show", agent, part.side, part.rank)
                 return False
         try:
-            self._memories |= open_shown(parts)
+            self._memories |= open_shown(parts, self.mappings)
         except (ReachError, EthaError, OSError) as error:
             log.info("the tensors of agent %s cannot be copied from here and will be sent: %s", agent, error)
             return False
@@ -155,6 +160,6 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
     return Exhibit(
         pid=part.pid,
         started=part.started,
-        segments=tuple(Segment(id=s.id, nbytes=s.nbytes, device=s.device, inode=s.inode) for s in segments),
+        segments=tuple(Segment(**asdict(segment)) for segment in segments),
         tensors=handles,
     )

@@ -20,7 +20,7 @@ from etha.memory.revocation import Guard
 from etha.peer.introductions import MAX_SUMS, Sums
 from etha.transport.checksums import Reader
 from etha.transport.program import Member
-from etha.transport.staging import Budget
+from etha.transport.staging import Budget, StagingMemory
 
 
 class _Pass:
@@ -55,9 +55,11 @@ class Inspection:
         budget: Budget,
         tally: Tally,
         tell: Callable[[str, Sums], None],
+        memory: StagingMemory | None = None,
     ) -> None:
         self._checks, self._seq, self._guards = checks, seq, guards
         self._lane, self._budget, self._tally, self._tell = lane, budget, tally, tell
+        self._memory = memory
         self._book: Book | None = None
         self._readers: dict[int, Reader] = {}
         self._running: Running | None = None
@@ -113,7 +115,7 @@ class Inspection:
     def _reader(self, thread: int) -> Reader:
         found = self._readers.get(thread)
         if found is None:
-            found = self._readers[thread] = Reader(thread, self._budget, self._guards)
+            found = self._readers[thread] = Reader(thread, self._budget, self._guards, self._memory)
         return found
 
     async def _told(self, agent: str, count: int) -> list[int]:

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from etha.agent.workspaces import Workspaces
+
 log = logging.getLogger(__name__)
 
 #: Least seconds between two progress callbacks of one job.
@@ -94,9 +96,13 @@ def lane_threads() -> int:
 
 
 class Lane:
-    """Threads and their queue. Submit on the event loop; close() when no job runs any more."""
+    """Threads and their queue. Submit on the event loop; close() when no job runs any more.
 
-    def __init__(self, threads: int | None = None) -> None:
+    ``workspaces``: the scratch memory of its threads, closed with it.
+    """
+
+    def __init__(self, threads: int | None = None, workspaces: Workspaces | None = None) -> None:
+        self.workspaces = Workspaces() if workspaces is None else workspaces
         self.threads = lane_threads() if threads is None else threads
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[Running] = deque()
@@ -214,3 +220,4 @@ class Lane:
             running.abort(RuntimeError("the lane was closed"))
         for worker in self._workers:
             worker.join()
+        self.workspaces.close()

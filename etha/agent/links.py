@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from etha.agent.card import Card
 from etha.config import STAGING
-from etha.errors import AgentUnavailableError, EthaError, PeerLostError, ProtocolError
+from etha.errors import AgentUnavailableError, EthaError, PeerLostError, ProtocolError, first_of
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
@@ -63,7 +64,9 @@ class Links:
         said: Callable[[str, Scope, Said], None],
         gone: Callable[[str, str], None],
         staging: int = STAGING,
+        card: Card | None = None,
     ) -> None:
+        self.card = card
         self.me, self.host, self._store, self.staging = me, host, store, staging
         self._listen, self._said, self._gone = listen, said, gone
         self._keys = Keys.fresh()
@@ -95,7 +98,13 @@ class Links:
                     on_gone=self._lost,
                 )
             )
-            self.plane = DataPlane(self.hub.data, token_bytes=TOKEN_BYTES, admit=self._admit, staging=self.staging)
+            self.plane = DataPlane(
+                self.hub.data,
+                token_bytes=TOKEN_BYTES,
+                admit=self._admit,
+                staging=self.staging,
+                memory=None if self.card is None else self.card.memory,
+            )
             stack.push_async_callback(self.plane.close)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             door = group.create_task(self.plane.run(), name="data port")
@@ -163,7 +172,7 @@ class Links:
                 for agent in agents:
                     group.create_task(self._open(pair, agent))
         except* EthaError as errors:
-            raise _first(errors) from None
+            raise first_of(errors) from None
 
     async def _open(self, pair: str, agent: str) -> None:
         record = self._records.get(agent)
@@ -286,12 +295,3 @@ class Links:
             if other == agent and not answer.done():
                 answer.set_exception(error)
         self._gone(agent, text)
-
-
-def _first(errors: BaseExceptionGroup[EthaError]) -> EthaError:
-    """Of several agents that could not be linked, the first one's error."""
-    found: BaseException = errors
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, EthaError)
-    return found

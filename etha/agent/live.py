@@ -23,6 +23,7 @@ from etha.agent.transfer import Transfers
 from etha.agent.verdict import Terms
 from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
+from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
 from etha.peer.introductions import Exhibits
 from etha.peer.messages import Message, Version
@@ -128,12 +129,24 @@ class Live:
 
     @classmethod
     def begin(
-        cls, me: str, name: str, pairs: tuple[str, ...], epochs: Mapping[str, int], generation: int, view: PairView
+        cls,
+        me: str,
+        name: str,
+        pairs: tuple[str, ...],
+        epochs: Mapping[str, int],
+        generation: int,
+        view: PairView,
+        mappings: Mappings | None,
     ) -> Live:
-        """A registration whose first local rank is in the roster; ``view`` is the primary pair's."""
+        """A registration whose first local rank is in the roster; ``view`` is the primary pair's.
+
+        ``mappings``: of this agent's card.
+        """
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
         machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents)
-        return cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
+        live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
+        live.exhibition, live.snapshots = Exhibition(mappings), Snapshots(mappings)
+        return live
 
     @property
     def epoch(self) -> int:
@@ -231,7 +244,8 @@ class Live:
         """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
         self.exhibition.release()
         self.snapshots.release()
-        self.parts.clear()
+        while self.parts:
+            self.parts.popitem()[1].near.release()
         self.transport = None  # keeps views of it, too
 
     def other(self, side: str) -> str:

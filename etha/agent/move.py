@@ -110,7 +110,7 @@ class Move:
         self._half(error)
 
     def _begin(self) -> None:
-        part, job = self._part, Execution(self._part.near, self._guards)
+        part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
         self.peak_staging = part.near.peak_staging(self._lane.threads)
         if part.wire is not None and not part.wire.empty:
             assert self._plane is not None and self._transport is not None
@@ -124,7 +124,7 @@ class Move:
             self._spawn(self._exchange(run, self._transport))
             if job.pieces:
                 self._submit(job, self._half)
-        elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle:
+        elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
             # The way to a lane thread and back takes longer than such a copy.
             self._left = 1
             asyncio.get_running_loop().call_soon(self._here, job)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from etha.agent.behind import Behind
 from etha.agent.calls import Calls
 from etha.agent.chronicle import Chronicle
 from etha.agent.effects import (
@@ -39,13 +40,7 @@ from etha.agent.turns import Turns
 from etha.agent.waiting import Call
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Transfer
-from etha.errors import (
-    EthaError,
-    PeerLostError,
-    ProtocolError,
-    RegistrationError,
-    TransferError,
-)
+from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError
 from etha.peer.introductions import Sums
 from etha.peer.messages import Message
 from etha.store.registry import Store
@@ -62,7 +57,8 @@ GRACE = 0.3
 class Movers:
     """All transfers of this agent, on one lane."""
 
-    def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn) -> None:
+    def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn, behind: Behind) -> None:
+        self._behind = behind
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
         self.parts = Parts(links)
         self.offers = Offers(calls)
@@ -98,7 +94,8 @@ class Movers:
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
         live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
-        self._perform(live, live.transfers.wait(call))
+        transfers = live.transfers
+        self._behind.pass_on(live, session, key, message.mark, lambda: self._perform(live, transfers.wait(call)))
 
     def supersede(self, session: Session, live: Live) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
@@ -110,6 +107,7 @@ class Movers:
     def withdraw(self, live: Live, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
         self.offers.withdraw(live, member, error)
+        self._behind.leave(live.tensors[member].session)
         if live.transfers is not None:
             for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
                 self._perform(live, live.transfers.end(key, expired=False))
@@ -117,6 +115,7 @@ class Movers:
     def break_up(self, live: Live, error: PeerLostError) -> None:
         """The batch is over for everybody."""
         self.offers.end(live, list(live.offers), error)
+        self._behind.break_up(live, error)
         if live.transfers is not None:
             self._perform(live, live.transfers.break_up(error))
 
@@ -124,6 +123,8 @@ class Movers:
 
     def _ended(self, live: Live, key: CallKey, expired: bool) -> None:
         assert live.transfers is not None
+        if self._behind.end(key, expired=expired):
+            return
         if expired and not live.machine.alone:
             self._spawn(self._expire(live, key))
         else:

@@ -67,6 +67,7 @@ class Parts:
             guards,
             lane=lane,
             budget=self._links.plane.budget,
+            memory=self._links.plane.memory,
             tally=live.tally,
             tell=lambda agent, message: self._links.tell(agent, live.scope, message),
         )

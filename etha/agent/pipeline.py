@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 
 from etha.agent.lane import Lane, Running
+from etha.agent.workspaces import Workspaces
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
 from etha.transport.base import Peer, Progress
-from etha.transport.kernels import Workspace
 from etha.transport.program import Member, Piece, Program
 
 log = logging.getLogger(__name__)
 
 
-class _Thread(threading.local):
-    """Scratch memory of one lane thread, kept from job to job."""
-
-    def __init__(self) -> None:
-        self.work = Workspace()
-
-
-_thread = _Thread()
+#: Of threads whose agent has no card.
+_workspaces = Workspaces()
 
 
 class Execution:
     """One run of a program, guarded by the revocation words of the calls that lend memory to it.
 
-    A member without a guard (an in-process test, staging) is always lent.
+    A member without a guard (an in-process test, staging) is always lent. ``workspaces``: of the agent's threads.
     """
 
-    def __init__(self, program: Program, guards: Mapping[Member, Guard]) -> None:
+    def __init__(self, program: Program, guards: Mapping[Member, Guard], workspaces: Workspaces = _workspaces) -> None:
         self.program = program
+        self._workspaces = workspaces
         self._guards = guards
 
     @property
@@ -61,7 +55,7 @@ class Execution:
                     if not guard.enter(thread):
                         raise RevokedError(f"{member[0]} rank {member[1]} took its memory back", owner=member)
                     entered.append(guard)
-            return self.program.run(piece, _thread.work)
+            return self.program.run(piece, self._workspaces.mine())
         except ReachError as error:
             if error.owner is None:
                 error.owner = _owner(self.program, what, error.pid)

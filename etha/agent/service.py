@@ -19,7 +19,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from etha.agent.batches import Batches
+from etha.agent.behind import Behind
 from etha.agent.calls import Calls
+from etha.agent.card import Card
 from etha.agent.dispatch import dispatch
 from etha.agent.lane import Lane
 from etha.agent.links import Links
@@ -53,8 +55,17 @@ class Agent:
     """The bus's Service. ``idle``: seconds after the last worker that ``done`` is set; None: never."""
 
     def __init__(
-        self, *, settings: Settings, device: str, redis: str | None, store: Store, lane: Lane, idle: float | None
+        self,
+        *,
+        settings: Settings,
+        device: str,
+        redis: str | None,
+        store: Store,
+        lane: Lane,
+        idle: float | None,
+        card: Card | None = None,
     ) -> None:
+        self.card = card
         self.settings, self.device, self.redis, self.store = settings, device, redis, store
         self.id = uuid.uuid4().hex[:16]
         self.started_at = time.time()
@@ -77,8 +88,12 @@ class Agent:
             staging=settings.staging,
             said=lambda *said: self.batches.hear(*said),
             gone=self.lost,
+            card=card,
         )
-        self.movers = Movers(store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn)
+        behind = Behind(card, self.calls)
+        self.movers = Movers(
+            store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, behind=behind
+        )
         self.pairs = Pairs(
             store=store,
             links=self.links,
@@ -178,7 +193,9 @@ class Agent:
                 f"use one URL, or another ETHA_NAMESPACE"
             )
         holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
-        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=WorkerMemory(peer.pid, peer.start))
+        mappings = None if self.card is None else self.card.mappings
+        memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
+        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory)
         self._rest()
         return Welcome(
             version=__version__,
@@ -216,6 +233,8 @@ class Agent:
         match header, fds:
             case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
                 session.memory.attach(segment, fd, nbytes)
+            case {"segment": _, "device": _}, []:
+                session.memory.attach_allocation(header)
             case {"revocation": True}, [fd]:
                 session.revocation = LentPage(fd)
             case _:
@@ -239,6 +258,8 @@ class Agent:
         """Let go of a worker's memory, once no lane can be inside it."""
         await self.movers.idle.wait()
         session.memory.close()
+        if self.card is not None and all(other.holder != session.holder for other in self.sessions.values()):
+            self.card.release(session)
         session.revocation = None  # ended registrations remember their sessions for a while
         self._sweep.soon()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from etha.agent.effects import Member
 from etha.agent.exhibition import exhibits, open_shown
 from etha.errors import EthaError, ProtocolError, TransferError
+from etha.memory.cuda import Mappings
 from etha.memory.reach import ReachError
 from etha.peer.introductions import Exhibits
 from etha.transport.host import HostMemory
@@ -39,9 +40,10 @@ async def show(live: Live, links: Links, member: Member) -> None:
 
 
 class Snapshots:
-    """Those that other agents show. ``close`` ends a wait for them."""
+    """Those that other agents show. ``close`` ends a wait for them; ``mappings`` as of ``Exhibition``."""
 
-    def __init__(self) -> None:
+    def __init__(self, mappings: Mappings | None = None) -> None:
+        self._mappings = mappings
         self._shown: dict[tuple[str, Member], list[Exhibits]] = defaultdict(list)
         self._opened: dict[Member, HostMemory] = {}
         self._changed = asyncio.Event()
@@ -68,7 +70,7 @@ class Snapshots:
             if member in self._opened:
                 continue
             try:
-                opened = await asyncio.to_thread(open_shown, parts)
+                opened = await asyncio.to_thread(open_shown, parts, self._mappings)
             except (ReachError, EthaError, OSError) as error:
                 text = f"the snapshot of {member[0]} rank {member[1]} cannot be read by another agent: {error}"
                 raise TransferError(text) from None

@@ -18,6 +18,8 @@ from etha.memory.handles import TensorHandle
 
 #: Tensors one worker may register in one batch.
 MAX_TENSORS = 200_000
+#: Bytes of a CUDA event's IPC handle.
+MARK = 64
 #: How much of a transfer is compared at both ends before it is committed.
 Verify = Literal["sample", "full"]
 
@@ -183,6 +185,7 @@ class Transfer:
     """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word.
 
     ``edition`` names the snapshot that is sent, alike on all ranks of the side; "": what the tensors hold.
+    ``mark``: IPC handle of the CUDA event that the call comes after; b"": none.
     """
 
     batch: str
@@ -192,6 +195,7 @@ class Transfer:
     slot: int
     progress: bool
     edition: str = ""
+    mark: Annotated[bytes, Bounds(max=MARK)] = b""
 
 
 @message("moved")

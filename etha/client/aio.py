@@ -25,6 +25,7 @@ from etha.client.connection import Connection
 from etha.client.deadline import Deadline, check_timeout
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
+from etha.client.homes import Mark, agent_of
 from etha.client.manifest import PairDefaults, build_manifest
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.place import Place, device_of
@@ -68,7 +69,9 @@ class AsyncTensorBusClient:
         )
         self._agent = agent or self._settings.agent
         self._redis_url = redis_url or self._settings.redis_url
-        self._device = device_of(device)
+        wanted = device_of(device)
+        #: Whose agent is found or started, where none is named.
+        self._served = "" if self._agent is not None else agent_of(wanted)
         self._autostart = autostart
         self._timeout = check_timeout(timeout, "timeout")
         self._on_error = check_on_error(on_error)
@@ -192,7 +195,7 @@ class AsyncTensorBusClient:
             shapes=shapes,
             regions=regions,
             pairs={name: defaults for name, (_, defaults) in self._pairs.items()},
-            device=self._device,
+            home=connection.home,
         )
         known = self._batches.get(batch_id)
         if known is not None and known.connection is connection and not known.pair.lost.is_set():
@@ -287,13 +290,15 @@ class AsyncTensorBusClient:
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
         snapshot: bool = False,
+        mark: Mark | None = None,
     ) -> TransferResult | TransferFuture:
-        """What ``transfer`` and ``BatchHandle.transfer`` share."""
+        """What ``transfer`` and ``BatchHandle.transfer`` share; ``mark``: of the thread that has called, if another."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
         self._check_open(registration)
         check_call(registration, transfer_type, version, on_commit, snapshot)
         deadline = Deadline(seconds)
+        point = registration.connection.home.mark() if mark is None else mark
 
         async def move(edition: str = "") -> TransferResult:
             self._check_served(registration)
@@ -306,6 +311,7 @@ class AsyncTensorBusClient:
                     on_commit=on_commit,
                     timeout=math.inf if edition and timeout is None else deadline.left,
                     progress=progress,
+                    mark=point,
                     edition=edition,
                 )
             finally:
@@ -314,7 +320,9 @@ class AsyncTensorBusClient:
             return result
 
         if snapshot:
-            return await send_snapshot(registration, version=version, on_error=mode, deadline=deadline, send=move)
+            return await send_snapshot(
+                registration, version=version, on_error=mode, deadline=deadline, mark=point, send=move
+            )
         return await reported(mode, registration.pairs, transfer_type, move)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
@@ -412,7 +420,7 @@ class AsyncTensorBusClient:
         return await Connection.open(
             self._settings,
             agent=self._agent,
-            device=str(self._device),
+            device=self._served,
             redis_url=self._redis_url,
             autostart=self._autostart,
             timeout=timeout,

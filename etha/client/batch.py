@@ -3,61 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from etha.client.connection import Connection
+from etha.client.homes import Stage
 from etha.client.inspect import memory_of
 from etha.client.manifest import Manifest
 from etha.client.results import Pair, TransferResult, Version
-from etha.client.tensors import empty
 from etha.errors import RegistrationError
-from etha.memory.handles import Fingerprint, TensorHandle, describe, fingerprint, moved
-
-
-@dataclass(slots=True, kw_only=True)
-class Stage:
-    """Mapped memory that stands for tensors of this worker, by entry (None: the tensor itself serves)."""
-
-    tensors: list[torch.Tensor | None]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
-        """Mapped memory of the same shapes, dense, for the chosen tensors; pages are touched here."""
-        return cls(
-            tensors=[
-                empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)
-            ]
-        )
-
-    @property
-    def serves(self) -> bool:
-        """Whether any tensor is staged."""
-        return any(tensor is not None for tensor in self.tensors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are staged."""
-        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
-
-    def handles(self, live: Sequence[TensorHandle]) -> list[TensorHandle]:
-        """Where the agent reads or writes, by entry."""
-        return [describe(t) if t is not None else handle for t, handle in zip(self.tensors, live, strict=True)]
-
-    def pull(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Live tensors -> stage, before sending."""
-        for staged, tensor in zip(self.tensors, tensors, strict=True):
-            if staged is not None:
-                staged.copy_(tensor)
-
-    def push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stage -> live tensors, after receiving."""
-        for staged, tensor in zip(self.tensors, tensors, strict=True):
-            if staged is not None:
-                tensor.copy_(staged)
+from etha.memory.handles import Fingerprint, fingerprint, moved
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from etha.bus.link import AgentLink
 from etha.bus.messages import Probe, Probed
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
+from etha.client.homes import Home, home_of
 from etha.client.spawn import ensure_agent
 from etha.config import Settings
-from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, ProtocolError
-from etha.memory import shared
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError
 from etha.memory.handles import TensorHandle
 from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
@@ -30,10 +30,14 @@ _ATTEMPTS = 3
 
 
 class Connection:
-    """``reaches``: the agent reads and writes this process's own memory; else tensors are staged."""
+    """``reaches``: the agent reads and writes this process's own memory; else tensors are staged.
+
+    ``home``: the memory that the agent serves.
+    """
 
     def __init__(self, link: AgentLink, page: RevocationPage) -> None:
         self.link, self.page = link, page
+        self.home: Home = home_of(link.welcome.device)
         self.reaches = False
         self.why_not = ""
         #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.
@@ -95,7 +99,8 @@ class Connection:
         try:
             connection = cls(link, page)
             await link.send_descriptors({"revocation": True}, [page.fd], timeout=deadline.left)
-            await connection._probe(deadline.left)
+            if connection.home.name == "cpu":
+                await connection._probe(deadline.left)
         except BaseException as error:
             try:
                 if patient and isinstance(error, AgentUnavailableError):
@@ -107,16 +112,12 @@ class Connection:
         return connection
 
     async def show(self, handles: list[TensorHandle], timeout: float) -> None:
-        """Send the descriptor of every segment that the handles name and the agent has not seen."""
+        """Let the agent map every segment that the handles name and that it has not seen."""
         for name in dict.fromkeys(h.segment for h in handles if h.segment is not None):
-            if name in self._shown:
-                continue
-            segment = shared.segment(name)
-            if segment is None:
-                raise ProtocolError(f"segment {name} is gone while one of its tensors is registered")
-            header = {"segment": segment.id, "nbytes": segment.nbytes}
-            await self.link.send_descriptors(header, [segment.fd], timeout=timeout)
-            self._shown.add(name)
+            if name not in self._shown:
+                header, descriptors = self.home.show(name)
+                await self.link.send_descriptors(header, descriptors, timeout=timeout)
+                self._shown.add(name)
 
     @property
     def lost(self) -> bool:
@@ -131,12 +132,14 @@ class Connection:
                 await self.link.close()
         finally:
             self.page.close()
+            self.home.close()
 
     def abort(self) -> None:
         """Let go without a word."""
         self.collapser.cancel()
         self.link.abort()
         self.page.close()
+        self.home.close()
 
     async def _probe(self, timeout: float) -> None:
         allow_reading()

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from etha.client.future import TransferFuture
+from etha.client.homes import Mark
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
@@ -76,6 +77,18 @@ class BatchHandle:
             progress=progress,
             on_error=on_error,
             snapshot=snapshot,
+        )
+
+    def mark(self) -> Mark:
+        """What the calling thread has queued on this batch's device by now."""
+        return self._registration.connection.home.mark()
+
+    async def transfer_after(
+        self, mark: Mark, transfer_type: Literal["send", "recv"], *, snapshot: bool = False, **options: Unpack[Options]
+    ) -> Any:
+        """As ``transfer``, of another thread, whose device work by ``mark`` comes first."""
+        return await self._client.transfer_of(
+            self._registration, transfer_type, snapshot=snapshot, mark=mark, **options
         )
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:

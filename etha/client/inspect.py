@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from etha.bus.messages import Refusal
+from etha.client.homes import Home
 from etha.config import MAX_TENSOR_NAME
 from etha.errors import ConfigError
 
@@ -43,7 +44,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def refusals_of(name: str, tensor: Any, device: torch.device, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
+def refusals_of(name: str, tensor: Any, home: Home, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
     """Every reason why ``tensor`` cannot be moved, most basic first; nothing for a good one."""
 
     def no(text: str) -> Refusal:
@@ -70,10 +71,10 @@ def refusals_of(name: str, tensor: Any, device: torch.device, unsharded: Mapping
         yield no("a quantized tensor; register its int_repr() and scales")
     elif local.is_conj() or local.is_neg():
         yield no("a conjugate or negative view; call resolve_conj() / resolve_neg() first")
-    elif local.device.type != device.type:
+    elif not home.holds(local):
         yield no(
-            f"it lies on {local.device}, this client's agent serves {device}; "
-            f"use a client with device={local.device.type!r}"
+            f"it lies on {local.device}, this client's agent serves {home.agent}; "
+            f"use a client with device={str(local.device)!r}"
         )
     elif overlaps_itself(local):
         text = "several of its elements share one memory place (stride 0 or overlapping); fine to send, not to receive"

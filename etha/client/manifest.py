@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
+from etha.client.homes import Home
 from etha.client.inspect import aliases, check_tensor_name, local_of, refusals_of, unsharded_parameters
 from etha.client.place import Place
 from etha.client.products import Runs, check_region, parts_of
@@ -114,7 +115,7 @@ def build_manifest(
     shapes: Mapping[str, Sequence[int]] | None,
     regions: Mapping[str, Runs] | None = None,
     pairs: Mapping[str, PairDefaults],
-    device: torch.device,
+    home: Home,
 ) -> Manifest:
     """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
     form, named = _entries(tensors, pair_name)
@@ -131,7 +132,7 @@ def build_manifest(
     layouts: dict[Any, Layout] = {}
     for name, tensor, pair in named:
         check_tensor_name(name)
-        found = list(refusals_of(name, tensor, device, unsharded))
+        found = list(refusals_of(name, tensor, home, unsharded))
         refusals += found
         if any(not refusal.target_only for refusal in found):
             continue

@@ -12,12 +12,13 @@ import torch
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import AttachShadows, CloseBatch, Entry, Register, Registered, Verify
-from etha.client.batch import Registration, Stage
+from etha.client.batch import Registration
 from etha.client.connection import Connection
+from etha.client.homes import Home, Stage
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
 from etha.errors import ConfigError, EthaError
-from etha.memory.handles import describe, span_nbytes
+from etha.memory.handles import span_nbytes
 from etha.plan import Layout
 
 
@@ -47,10 +48,11 @@ async def register(
     """Register ``manifest`` with the agent; ``timeout()`` is what is left. Raises what the agent refuses with."""
     pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
-    live = [describe(tensor) for tensor in locals_]
+    home = connection.home
+    live = [home.describe(tensor) for tensor in locals_]
     # What the agent cannot reach is staged by this process in memory that it can.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
-    source = await stage(locals_, hidden)
+    source = await stage(home, locals_, hidden)
     handles = source.handles(live)
     await connection.show(handles, timeout())
     layouts: dict[Layout, int] = {}
@@ -97,11 +99,11 @@ async def register(
         atomic=registered.atomic,
         plan=registered.summary,
     )
-    private = [t for t, handle in zip(locals_, handles, strict=True) if handle.segment is None]
+    private = [t for t, handle in zip(locals_, handles, strict=True) if handle.segment is None and not t.is_cuda]
     connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
     if registered.shadows:
         try:
-            shadows = await stage(locals_, [tensor.numel() > 0 for tensor in locals_])
+            shadows = await stage(home, locals_, [tensor.numel() > 0 for tensor in locals_])
             there = shadows.handles(live)
             await connection.show(there, timeout())
             attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
@@ -119,6 +121,6 @@ async def _leave(connection: Connection, batch: str, pair: Pair) -> None:
         await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch), timeout=0)
 
 
-async def stage(tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
+async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
     """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
-    return await asyncio.to_thread(Stage.of, tensors, chosen) if any(chosen) else Stage.of(tensors, chosen)
+    return await asyncio.to_thread(home.stage, tensors, chosen) if any(chosen) else home.stage(tensors, chosen)

@@ -15,30 +15,30 @@ from etha.bus.messages import AttachSnapshot, Supersede
 from etha.client.batch import Registration, Snapshot
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
+from etha.client.homes import Mark
 from etha.client.register import stage
 from etha.client.report import OnError, reported
 from etha.client.results import TransferResult, Version
 from etha.client.transfer import check_state, to_its_end, turn
 from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
-from etha.memory.handles import describe
 
 #: Sends the snapshot of this edition.
 Send = Callable[[str], Awaitable[TransferResult]]
 
 
 async def send_snapshot(
-    registration: Registration, *, version: Version, on_error: OnError, deadline: Deadline, send: Send
+    registration: Registration, *, version: Version, on_error: OnError, deadline: Deadline, mark: Mark, send: Send
 ) -> TransferFuture:
     """Returns once the tensors may change; the future is of what ``send(edition)`` returns.
 
-    ``deadline`` is for setting aside. Raises what ``transfer`` raises, TransferTimeoutError when the snapshot
-    before this one moves until then.
+    ``deadline`` is for setting aside what they hold at ``mark``. Raises what ``transfer`` raises,
+    TransferTimeoutError when the snapshot before this one moves until then.
     """
     aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     snapshot = Snapshot()
 
     async def move() -> TransferResult:
-        edition = await _set_aside(registration, snapshot, version, deadline)
+        edition = await _set_aside(registration, snapshot, version, deadline, mark)
         aside.set_result(None)
         try:
             return await send(edition)
@@ -80,7 +80,9 @@ class _Superseded(Exception):
         self.error = error
 
 
-async def _set_aside(registration: Registration, snapshot: Snapshot, version: Version, deadline: Deadline) -> str:
+async def _set_aside(
+    registration: Registration, snapshot: Snapshot, version: Version, deadline: Deadline, mark: Mark
+) -> str:
     """Copy what the tensors hold; returns the edition, which is the same on all ranks."""
     check_state(registration, "send")
     for pair in registration.pairs:
@@ -94,7 +96,7 @@ async def _set_aside(registration: Registration, snapshot: Snapshot, version: Ve
         place = registration.aside
         assert place is not None
         check_state(registration, "send")
-        await to_its_end(asyncio.to_thread(place.pull, registration.locals))
+        await to_its_end(asyncio.to_thread(place.pull, registration.locals, mark))
         registration.snapshot = snapshot
         if version is not None:
             return f"label {version}"
@@ -105,9 +107,9 @@ async def _set_aside(registration: Registration, snapshot: Snapshot, version: Ve
 async def _attach(registration: Registration, deadline: Deadline) -> None:
     """Allocate the place, and let the agent know it."""
     tensors = registration.locals
-    place = await stage(tensors, [tensor.numel() > 0 for tensor in tensors])
-    handles = place.handles([describe(tensor) for tensor in tensors])
     connection = registration.connection
+    place = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
+    handles = place.handles([connection.home.describe(tensor) for tensor in tensors])
     await connection.show(handles, deadline.left)
     message = AttachSnapshot(batch=registration.batch, epoch=registration.pair.epoch, handles=tuple(handles))
     await connection.link.request(message, timeout=deadline.left)

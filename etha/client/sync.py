@@ -20,6 +20,7 @@ from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
+from etha.client.homes import Mark
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.products import Runs
 from etha.client.report import OnError
@@ -282,11 +283,12 @@ class TensorBusClient:
         options: Options,
         snapshot: bool,
     ) -> TransferResult | TransferFuture:
-        if snapshot:
-            return self._run(inner.transfer(verb, snapshot=True, **options))
-        work = inner.transfer(verb, **options)
-        if blocking:
-            return self._run(work)
+        # On this thread: the work that a device does first is that of the caller's current stream.
+        mark = Mark() if self._closed else inner.mark()
+        work = inner.transfer_after(mark, verb, snapshot=snapshot, **options)
+        if snapshot or blocking:
+            result: TransferResult | TransferFuture = self._run(work)
+            return result
         try:
             entered = self._enter()
         except BaseException:

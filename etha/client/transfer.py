@@ -10,20 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-import torch
-
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
-from etha.client.batch import Registration, Stage
+from etha.client.batch import Registration
 from etha.client.deadline import Deadline
+from etha.client.homes import Mark
 from etha.client.results import TransferResult, Version
 from etha.errors import AgentLostError, ConfigError, TransferError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
-
-#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
-_SMALL = 1 << 18
 
 
 def check_call(
@@ -52,20 +48,22 @@ async def transfer(
     on_commit: Callable[[], Awaitable[None] | None] | None,
     timeout: float,
     progress: Callable[[int, int], None] | None,
+    mark: Mark,
     edition: str = "",
 ) -> TransferResult:
     """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s.
 
-    ``edition``: what was set aside is sent, and the tensors are left alone (``client.snapshot``).
+    ``mark``: what the call comes after on a device. ``edition``: what was set aside is sent, and the tensors are
+    left alone (``client.snapshot``).
     """
     if edition:
-        return await _once(registration, verb, version, on_commit, timeout, progress, edition)
+        return await _once(registration, verb, version, on_commit, timeout, progress, Mark(), edition)
     check_state(registration, verb)
     if registration.shadows is None and not registration.source.serves:
-        return await _once(registration, verb, version, on_commit, timeout, progress)
+        return await _once(registration, verb, version, on_commit, timeout, progress, mark)
     deadline = Deadline(timeout)
     async with turn(registration, timeout):
-        return await _once(registration, verb, version, on_commit, deadline.left, progress)
+        return await _once(registration, verb, version, on_commit, deadline.left, progress, mark)
 
 
 def check_state(registration: Registration, verb: Literal["send", "recv"]) -> None:
@@ -102,11 +100,12 @@ async def _once(
     on_commit: Callable[[], Awaitable[None] | None] | None,
     timeout: float,
     progress: Callable[[int, int], None] | None,
+    mark: Mark,
     edition: str = "",
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
     if verb == "send" and registration.source.serves and not edition:
-        await to_its_end(_copy(registration.source, registration.source.pull, registration.locals))
+        await to_its_end(_pull(registration, mark))
     word = page.open()
     confirmed: list[Answer | None] = []
 
@@ -140,6 +139,7 @@ async def _once(
         slot=word,
         progress=progress is not None,
         edition=edition,
+        mark=mark.handle,
     )
     try:
         moved = await link.request(
@@ -171,7 +171,7 @@ async def _once(
         page.revoke(word)
     assert isinstance(moved, Moved)
     tell(moved.nbytes, moved.nbytes)
-    if on_commit is None and registration.stage.nbytes < _SMALL:
+    if on_commit is None and registration.stage.quick:
         _take_over(registration, verb, moved)
     else:
         await to_its_end(_apply(registration, verb, moved, on_commit))
@@ -214,10 +214,10 @@ async def _apply(
             if on_commit is not None and inspect.isawaitable(waiting := on_commit()):
                 await waiting
         finally:  # all the others hold the new version, so must this worker
-            if registration.stage.nbytes >= _SMALL:
-                await asyncio.to_thread(_take_over, registration, verb, moved)
-            else:
+            if registration.stage.quick:
                 _take_over(registration, verb, moved)
+            else:
+                await asyncio.to_thread(_take_over, registration, verb, moved)
     else:
         _take_over(registration, verb, moved)
 
@@ -236,10 +236,9 @@ def _torn(answer: Answer | None) -> bool:
     return bool(getattr(error, "torn", True)) if error is not None else True
 
 
-async def _copy(stage: Stage, function: Callable[[list[torch.Tensor]], None], tensors: list[torch.Tensor]) -> None:
-    if not stage.serves:
-        return
-    if stage.nbytes < _SMALL:
-        function(tensors)
+async def _pull(registration: Registration, mark: Mark) -> None:
+    stage, tensors = registration.source, registration.locals
+    if stage.quick:
+        stage.pull(tensors, mark)
     else:
-        await asyncio.to_thread(function, tensors)
+        await asyncio.to_thread(stage.pull, tensors, mark)

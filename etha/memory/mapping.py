@@ -1,5 +1,7 @@
 """The agent's side of a worker's memory: mapped segments, private memory, and handles resolved to views.
 
+A segment is a sealed memfd, or on a GPU's agent an allocation that was opened by its IPC handle.
+
 A handle comes from a socket and may say anything. Against a segment it is checked to the last byte;
 in private memory the kernel is the guard, and it is the worker's own memory that it names.
 """
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from etha.errors import RegistrationError
+from etha.memory.cuda import Mapping, Mappings
 from etha.memory.handles import TensorHandle, span_nbytes
 from etha.memory.pages import map_pages
 from etha.memory.process import ProcessMemory
@@ -56,13 +59,16 @@ class WorkerMemory:
     """All memory of one worker that this agent can reach.
 
     Views keep what they look at alive: a detached or closed segment is unmapped when the last view of it
-    has gone. ``private`` False: the probe failed, so handles into private memory are refused.
+    has gone. ``private`` False: the probe failed, so handles into private memory are refused. ``mappings``: of
+    a GPU's agent, which reaches nothing but allocations of GPUs.
     """
 
-    def __init__(self, pid: int, started: int, *, private: bool = True) -> None:
+    def __init__(self, pid: int, started: int, *, private: bool = True, mappings: Mappings | None = None) -> None:
         self.process = ProcessMemory(pid, started)
-        self.private = private
+        self.private = private and mappings is None
         self._segments: dict[str, ctypes.Array[Any]] = {}
+        self._mappings = mappings
+        self._allocations: dict[str, Mapping] = {}
 
     def attach(self, segment: str, fd: int, nbytes: int) -> None:
         """Map a segment of the worker; takes ``fd`` and closes it, whatever happens."""
@@ -77,11 +83,28 @@ class WorkerMemory:
     def detach(self, segment: str) -> None:
         """Forget a segment; unknown ones are fine."""
         self._segments.pop(segment, None)
+        if (found := self._allocations.pop(segment, None)) is not None:
+            found.close()
+
+    def attach_allocation(self, header: dict[str, Any]) -> None:
+        """Open a GPU allocation of the worker, as its client describes it; RegistrationError says what is wrong."""
+        if self._mappings is None:
+            raise RegistrationError("this agent serves the CPU's memory: use a client with device= of the tensor's GPU")
+        segment = header["segment"]
+        if not isinstance(segment, str) or _SEGMENT_ID.fullmatch(segment) is None:
+            raise RegistrationError(f"segment id {str(segment)[:80]!r} is not hex")
+        if segment not in self._allocations:
+            self._allocations[segment] = self._mappings.attach(self.process.pid, self.process.started, header)
+
+    def header(self, segment: str) -> dict[str, Any] | None:
+        """How another agent opens a GPU allocation of the worker; None for any other segment."""
+        found = self._allocations.get(segment)
+        return None if found is None else dict(found.header)
 
     @property
     def segments(self) -> frozenset[str]:
         """Ids of the attached segments."""
-        return frozenset(self._segments)
+        return frozenset(self._segments) | frozenset(self._allocations)
 
     def resolve(self, handle: TensorHandle) -> View:
         """The view that a handle names, or RegistrationError saying what is wrong with it."""
@@ -98,6 +121,8 @@ class WorkerMemory:
             return View(shape=shape, strides=strides, dtype=dtype, address=0, space="nothing", place=0, nbytes=0)
         if handle.segment is None:
             return self._private(handle, dtype, nbytes)
+        if (found := self._allocations.get(handle.segment)) is not None:
+            return self._on_device(handle, dtype, nbytes, found)
         memory = self._segments.get(handle.segment)
         if memory is None:
             raise RegistrationError(f"segment {handle.segment[:80]!r} was not attached")
@@ -119,7 +144,26 @@ class WorkerMemory:
             raw=raw,
         )
 
+    def _on_device(self, handle: TensorHandle, dtype: torch.dtype, nbytes: int, found: Mapping) -> View:
+        if handle.offset + nbytes > found.nbytes or handle.offset % dtype.itemsize:
+            raise RegistrationError(
+                f"a tensor of {nbytes} bytes at {handle.offset} does not fit the allocation's {found.nbytes} bytes"
+            )
+        return View(
+            shape=handle.shape,
+            strides=handle.strides,
+            dtype=dtype,
+            address=found.address + handle.offset,
+            space=found.space,
+            place=handle.offset,
+            nbytes=nbytes,
+            device=found.device,
+            keep=found,
+        )
+
     def _private(self, handle: TensorHandle, dtype: torch.dtype, nbytes: int) -> View:
+        if self._mappings is not None:
+            raise RegistrationError("the agent of a GPU moves what lies on GPUs: this tensor was not exported to it")
         if not self.private:
             raise RegistrationError(
                 "this agent cannot reach the worker's private memory (`etha doctor` says why): "
@@ -141,4 +185,6 @@ class WorkerMemory:
     def close(self) -> None:
         """Forget all segments and the process; idempotent. No lane may be using it any more."""
         self._segments.clear()
+        while self._allocations:
+            self._allocations.popitem()[1].close()
         self.process.close()

@@ -46,8 +46,10 @@ class ShownSegment:
 
     id: Annotated[str, Bounds(max=64)]
     nbytes: int
-    device: int
-    inode: int
+    device: int = 0
+    inode: int = 0
+    gpu: Annotated[str, Bounds(max=64)] = ""
+    handle: Annotated[str, Bounds(max=128)] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from etha.transport.laying import Laid, Laying, Views
 from etha.transport.program import Member
 from etha.transport.reduce import clip
 from etha.transport.segments import Op
-from etha.transport.staging import Budget, Desk, dense_view
+from etha.transport.staging import Budget, Desk, StagingMemory, dense_view
 from etha.transport.staging import Chunk as Buffer
 from etha.transport.ways import Ways
 
@@ -173,9 +173,11 @@ class Reads(Laying):
 class Reader:
     """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back."""
 
-    def __init__(self, number: int, budget: Budget, guards: Mapping[Member, Guard]) -> None:
-        self._desk = Desk(number, budget)
-        self._buffer = Buffer(budget)
+    def __init__(
+        self, number: int, budget: Budget, guards: Mapping[Member, Guard], memory: StagingMemory | None = None
+    ) -> None:
+        self._desk = Desk(number, budget, memory)
+        self._buffer = Buffer(budget, memory)
         self._budget, self._guards = budget, guards
         budget.take(_TEMPORARY)
 
@@ -184,6 +186,7 @@ class Reader:
         own = self._desk.work.nbytes + _TEMPORARY
         gathered = self._buffer.nbytes
         self._buffer.release()
+        self._desk.close()
         self._budget.take(-own)
         return own + gathered
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, ProcessMemory, start_time
@@ -60,12 +61,17 @@ def prove(claim: Claim) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A sealed memfd of a worker: its id, its size, and the inode that it is on this host."""
+    """A sealed memfd of a worker: its id, its size, and the inode that it is on this host.
+
+    Or an allocation of a GPU: its uuid, and its IPC handle in hex.
+    """
 
     id: str
     nbytes: int
-    device: int
-    inode: int
+    device: int = 0
+    inode: int = 0
+    gpu: str = ""
+    handle: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +87,19 @@ class Exhibit:
     def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle]) -> Exhibit:
         """Of a worker of this agent, which has the segments of ``tensors`` mapped."""
         used: dict[str, View] = {}
+        found: list[Segment] = []
         for handle in tensors.values():
             view = memory.resolve(handle)
-            if handle.segment is not None and view.nbytes:
-                used.setdefault(handle.segment, view)
+            if handle.segment is None or not view.nbytes or handle.segment in used:
+                continue
+            used[handle.segment] = view
+            if (header := memory.header(handle.segment)) is not None:
+                segment = Segment(
+                    id=handle.segment, nbytes=header["nbytes"], gpu=header["device"], handle=header["handle"]
+                )
+                found.append(segment)
+        used = {name: view for name, view in used.items() if view.device is None}
         lines = _maps() if used else []
-        found = []
         for name, view in sorted(used.items()):
             begin = view.address - view.place
             found += [Segment(id=name, nbytes=n, device=d, inode=i) for start, n, d, i in lines if start == begin]
@@ -108,11 +121,18 @@ def _maps() -> list[tuple[int, int, int, int]]:
 class HostMemory:
     """The memory of another agent's worker, opened by this one. Views stay good while ``close`` is not called."""
 
-    def __init__(self, exhibit: Exhibit) -> None:
-        """Open and check it; ReachError where this agent cannot reach it, RegistrationError for a wrong claim."""
-        self._memory = WorkerMemory(exhibit.pid, exhibit.started)
+    def __init__(self, exhibit: Exhibit, mappings: Mappings | None = None) -> None:
+        """Open and check it; ReachError where this agent cannot reach it, RegistrationError for a wrong claim.
+
+        ``mappings``: a GPU's agent's, which opens what lies on GPUs, too.
+        """
+        on_gpu = [segment for segment in exhibit.segments if segment.gpu]
+        self._memory = WorkerMemory(exhibit.pid, exhibit.started, mappings=mappings if on_gpu else None)
         try:
-            if exhibit.segments:
+            for segment in on_gpu:
+                header = {"segment": segment.id, "nbytes": segment.nbytes}
+                self._memory.attach_allocation(header | {"device": segment.gpu, "handle": segment.handle})
+            if len(on_gpu) < len(exhibit.segments):
                 self._attach(exhibit)
             self._tensors = {name: self._memory.resolve(handle) for name, handle in exhibit.tensors.items()}
             self._try_private()
@@ -121,7 +141,7 @@ class HostMemory:
             raise
 
     def _attach(self, exhibit: Exhibit) -> None:
-        wanted = {(s.device, s.inode): s for s in exhibit.segments}
+        wanted = {(s.device, s.inode): s for s in exhibit.segments if not s.gpu}
         folder = Path(f"/proc/{exhibit.pid}/fd")
         try:
             descriptors = list(folder.iterdir())

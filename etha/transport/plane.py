@@ -29,7 +29,7 @@ from etha.transport.inlets import Inlet
 from etha.transport.outlets import Outlet
 from etha.transport.program import Member
 from etha.transport.segments import Op
-from etha.transport.staging import Budget, Desks
+from etha.transport.staging import Budget, Desks, StagingMemory
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class DataPlane:
     """The data half of an agent. ``run()`` accepts streams; ``traffic`` counts per peer; close() in the end.
 
     ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who knock.
+    ``memory``: where staging lies, on a GPU's agent.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class DataPlane:
         staging: int = STAGING,
         streams: int = STREAMS,
         desks: int | None = None,
+        memory: StagingMemory | None = None,
     ) -> None:
         self.budget = Budget(staging)
-        self.desks = Desks(self.budget, desks)
+        self.memory = StagingMemory() if memory is None else memory
+        self.desks = Desks(self.budget, desks, self.memory)
         self.streams = streams
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered)
@@ -274,3 +277,4 @@ class DataPlane:
             exchange.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
         self._shut(list(self._outlets), list(self._inlets))
         await asyncio.to_thread(lambda: [stream.join() for stream in streams])
+        self.desks.close()

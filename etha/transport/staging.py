@@ -54,11 +54,27 @@ class Budget:
             self.peak = self.used
 
 
+class StagingMemory:
+    """What staging is made of: the host's memory. On a GPU's agent (``Card.memory``) its devices reach it, too."""
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """A buffer that holds at least ``nbytes``."""
+        return Buffer(nbytes)
+
+    def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
+        """All of a buffer as a flat tensor."""
+        return dense_view(buffer.typed(dtype))
+
+    def workspace(self) -> Workspace:
+        """What a desk copies with."""
+        return Workspace()
+
+
 class Chunk:
     """The buffer of one stream: what it packs into before it sends, or receives before it unpacks."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self._budget, self._memory = budget, memory or StagingMemory()
         self._buffer = Buffer(0)
         self._views: dict[torch.dtype, View] = {}
 
@@ -68,7 +84,7 @@ class Chunk:
             self.release()
             rounded = -(-nbytes // 4096) * 4096
             self._budget.take(rounded)
-            self._buffer = Buffer(rounded)
+            self._buffer = self._memory.buffer(rounded)
         return memoryview(self._buffer.typed(torch.uint8).numpy())[:nbytes]  # type: ignore[arg-type, unused-ignore]
 
     @property
@@ -80,7 +96,7 @@ class Chunk:
         """The whole buffer as a flat tensor of ``dtype``."""
         found = self._views.get(dtype)
         if found is None:
-            found = self._views[dtype] = dense_view(self._buffer.typed(dtype))
+            found = self._views[dtype] = self._memory.view(self._buffer, dtype)
         return found
 
     def release(self) -> None:
@@ -93,9 +109,9 @@ class Chunk:
 class Desk:
     """See the module's head."""
 
-    def __init__(self, number: int, budget: Budget) -> None:
+    def __init__(self, number: int, budget: Budget, memory: StagingMemory | None = None) -> None:
         self.number = number
-        self.work = Workspace()
+        self.work = (memory or StagingMemory()).workspace()
         self._budget = budget
         self._counted = 0
 
@@ -119,6 +135,11 @@ class Desk:
             for guard in entered:
                 guard.leave(self.number)
 
+    def close(self) -> None:
+        """Give a device's memory and stream back; nobody sits here any more. Idempotent."""
+        if self.work.copier is not None:
+            self.work.copier.close()
+
     def run(self, ops: Sequence[Op]) -> None:
         """Copy any mix of paths and processes, each kind in one go."""
         kinds: dict[tuple[int, int, int], list[Op]] = {}
@@ -140,12 +161,13 @@ class Desk:
 class Desks:
     """All desks of an agent's streams."""
 
-    def __init__(self, budget: Budget, count: int | None = None) -> None:
+    def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
         most = THREADS - FIRST_NUMBER
         self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
         self._free: SimpleQueue[Desk] = SimpleQueue()
-        for i in range(self.count):
-            self._free.put(Desk(FIRST_NUMBER + i, budget))
+        self._all = [Desk(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
+        for desk in self._all:
+            self._free.put(desk)
 
     @contextmanager
     def one(self) -> Iterator[Desk]:
@@ -166,6 +188,11 @@ class Desks:
     def leave(self, desk: Desk) -> None:
         """Give back what ``free`` gave."""
         self._free.put(desk)
+
+    def close(self) -> None:
+        """Give devices' memory and streams back; nobody sits at a desk any more. Idempotent."""
+        for desk in self._all:
+            desk.close()
 
     def scratch(self, reduction: int) -> int:
         """Most bytes that all desks use at once, reductions of ``reduction`` bytes included."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from etha.transport.base import StreamLost
 from etha.transport.exchange import Ended, Exchange
-from etha.transport.staging import Budget, Chunk, Desks
+from etha.transport.staging import Budget, Chunk, Desks, StagingMemory
 
 #: Most bytes of one system call inside a worker's memory.
 CALL = 2 << 20
@@ -26,6 +26,7 @@ class Hall(Protocol):
 
     desks: Desks
     budget: Budget
+    memory: StagingMemory
 
     def count(self, peer: str, sent: int, received: int) -> None:
         """Payload that went to or came from a peer."""
@@ -39,7 +40,7 @@ class Stream(ABC):
         self.peer = peer
         self.closed = False
         self.sock, self.hall = conn, hall
-        self.chunk = Chunk(hall.budget)
+        self.chunk = Chunk(hall.budget, hall.memory)
         self._lock = threading.Lock()
         #: Held by who uses the socket from another thread than the stream's own.
         self.using = threading.Lock()

@@ -12,6 +12,7 @@ import torch
 from etha.agent.evaluate import Where, evaluate
 from etha.agent.roster import Manifest, Record
 from etha.bus.messages import Entry, Register
+from etha.client.homes import CpuHome
 from etha.client.manifest import Manifest as Handed
 from etha.client.manifest import PairDefaults, build_manifest
 from etha.client.place import Place
@@ -34,7 +35,7 @@ class Batch:
         mesh = None if truth is None else torch.tensor(truth.ranks).reshape(truth.mesh)
         placements: Any = None if truth is None else tuple(truth.placements)
         handed = build_manifest(
-            {"w": local}, pair_name="p", placements=None, shapes={"w": self.shape}, device=torch.device("cpu"),
+            {"w": local}, pair_name="p", placements=None, shapes={"w": self.shape}, home=CpuHome(),
             pairs={"p": PairDefaults(name="p", place=place, mesh=mesh, placements=placements)}, **options,
         )  # fmt: skip
         layouts = list(dict.fromkeys(item.layout for item in handed.items))

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etha.client.homes import CpuHome
 from etha.client.inspect import aliases, check_tensor_name, overlaps_itself, refusals_of
 from etha.errors import ConfigError
 
-CPU = torch.device("cpu")
+CPU = CpuHome()
 
 
 def reasons(tensor: object) -> list[str]:

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from etha.client.homes import CpuHome
 from etha.client.manifest import Manifest, PairDefaults, build_manifest
 from etha.client.place import Place
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
-
-CPU = torch.device("cpu")
-
 
 SHARDED = (Shard(0),)
 
@@ -27,7 +25,7 @@ def pair(name: str = "p", mesh: Any = (2,), placements: Any = SHARDED, ranks: An
 def build(tensors: Any, *, pairs: Any = None, pair_name: str | None = None, **options: Any) -> Manifest:
     pairs = {p.name: p for p in pairs or [pair()]}
     options = {"placements": None, "shapes": None, **options}
-    return build_manifest(tensors, pair_name=pair_name, pairs=pairs, device=CPU, **options)
+    return build_manifest(tensors, pair_name=pair_name, pairs=pairs, home=CpuHome(), **options)
 
 
 def test_a_list_is_matched_by_position_within_each_pair() -> None:

@@ -1,0 +1,81 @@
+"""Calls whose callers' devices are behind: they count as made once the work that was queued before them is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etha.agent.calls import Calls
+from etha.agent.card import Card
+from etha.agent.effects import CallKey
+from etha.agent.live import Live
+from etha.agent.session import Session
+from etha.cuda.driver import DeviceError
+from etha.errors import EthaError, TransferError, TransferTimeoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    live: Live
+    session: Session
+    go: Callable[[], None]
+
+
+class Behind:
+    """Holds each such call until its device has come so far. Nobody else knows of it before; loop thread only."""
+
+    def __init__(self, card: Card | None, calls: Calls) -> None:
+        self._card, self._calls = card, calls
+        self._held: dict[CallKey, _Held] = {}
+
+    def pass_on(self, live: Live, session: Session, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
+        """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
+        if not mark or self._card is None or self._card.reached(session, mark):
+            return go()
+        self._held[key] = _Held(live=live, session=session, go=go)
+        self._card.follow(session, mark, lambda error: self._reached(key, error))
+
+    def end(self, key: CallKey, *, expired: bool) -> bool:
+        """A call's deadline or its cancellation: whether it was held here, and has been told."""
+        held = self._take(key)
+        if held is None:
+            return False
+        name = held.live.name
+        if expired:
+            error: EthaError = TransferTimeoutError(
+                f"batch {name!r}: the work that this worker had queued on its GPU before the call is not done yet",
+                outcome="withdrawn",
+            )
+        else:
+            error = TransferError(f"batch {name!r}: cancelled before the other side was asked", outcome="withdrawn")
+        self._calls.fail(key, error)
+        return True
+
+    def leave(self, session: Session) -> None:
+        """A worker is gone; nobody waits for these answers."""
+        for key in [key for key, held in self._held.items() if held.session is session]:
+            self._take(key)
+
+    def break_up(self, live: Live, error: EthaError) -> None:
+        """The batch is over."""
+        for key in [key for key, held in self._held.items() if held.live is live]:
+            self._take(key)
+            self._calls.fail(key, error)
+
+    def _take(self, key: CallKey) -> _Held | None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.live.asks.pop(key, None)
+        return held
+
+    def _reached(self, key: CallKey, error: DeviceError | None) -> None:
+        held = self._held.get(key)
+        if held is None:
+            return
+        if error is not None:
+            self._take(key)
+            text = f"batch {held.live.name!r}: this worker's GPU failed before the call: {error}"
+            self._calls.fail(key, TransferError(text, outcome="withdrawn"))
+            return
+        del self._held[key]
+        held.go()

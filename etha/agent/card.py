@@ -1,0 +1,125 @@
+"""A GPU's agent: its card, what workers have shown of their memory there, and the work that their calls come after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from etha.agent.session import Session
+from etha.config import CUDA_AGENT
+from etha.cuda.driver import Device, DeviceError, Driver
+from etha.errors import ConfigError
+from etha.memory.cuda import Mappings
+from etha.memory.signals import Waits
+from etha.memory.views import View
+from etha.transport.device import Copier
+from etha.transport.device_memory import PinnedMemory
+from etha.transport.kernels import Buffer, Workspace
+from etha.transport.staging import StagingMemory
+
+log = logging.getLogger(__name__)
+
+
+class CardMemory(StagingMemory):
+    """Staging that a card reaches: pinned buffers, and copiers for whoever copies."""
+
+    def __init__(self, driver: Driver, uuid: str) -> None:
+        self._driver, self._uuid = driver, uuid
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Page-locked."""
+        return PinnedBuffer(PinnedMemory(self._driver, self._uuid, nbytes))
+
+    def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
+        """As of any staging."""
+        return buffer.memory.view(dtype) if isinstance(buffer, PinnedBuffer) else super().view(buffer, dtype)
+
+    def workspace(self) -> Workspace:
+        """With a stream of its own."""
+        return Workspace(Copier(self._driver, self._uuid))
+
+
+class PinnedBuffer(Buffer):
+    """A buffer over page-locked memory, which it keeps; it does not grow."""
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        super().__init__(0)
+        self.memory = memory
+        self._bytes = memory.flat
+
+
+class Card:
+    """One GPU. ``spoilt(text)`` is told, on the loop, when its context is lost: the agent has to start again."""
+
+    def __init__(self, driver: Driver, device: Device, spoilt: Callable[[str], None]) -> None:
+        self.driver, self.device = driver, device
+        self._loop = asyncio.get_running_loop()
+        self._spoilt = spoilt
+        self.mappings = Mappings(driver, device.uuid, self._sticky)
+        self.memory = CardMemory(driver, device.uuid)
+        self._waits = Waits(driver, device.uuid, self._sticky)
+
+    @property
+    def agent(self) -> str:
+        """What its agent is called."""
+        return f"{CUDA_AGENT}{self.device.uuid}"
+
+    def reached(self, session: Session, mark: bytes) -> bool:
+        """Whether the work before a call is done; RegistrationError for a mark that is none."""
+        return self._waits.reached(session.peer.pid, session.peer.start, mark)
+
+    def follow(self, session: Session, mark: bytes, then: Callable[[DeviceError | None], None]) -> None:
+        """``then(error)`` on the loop once the work before a call is done; its process may never do it.
+
+        One thread for each such call: the kernel of a training step may take seconds, and no lane waits for it.
+        """
+
+        def wait() -> None:
+            error: DeviceError | None = None
+            try:
+                self._waits.wait(session.peer.pid, session.peer.start, mark)
+            except DeviceError as raised:
+                error = raised
+            try:
+                self._loop.call_soon_threadsafe(then, error)
+            except RuntimeError:
+                log.debug("the agent ended while it waited for the device work of process %d", session.peer.pid)
+
+        threading.Thread(target=wait, name=f"etha-mark-{session.peer.pid}", daemon=True).start()
+
+    def release(self, session: Session) -> None:
+        """The last session of a process is over: its events are let go of, and who waits for one is told."""
+        self._waits.release(session.peer.pid, session.peer.start)
+
+    def close(self) -> None:
+        """Let go of all that workers have shown; no lane may be inside it any more."""
+        self._waits.close()
+        self.mappings.close()
+
+    def _sticky(self, error: DeviceError) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._spoilt, str(error))
+        except RuntimeError:
+            log.debug("the agent ended before its card's context was found to be lost: %s", error)
+
+
+def cards(driver: Driver) -> tuple[Device, ...]:
+    """All GPUs of this host that this process sees; ConfigError where there is none."""
+    found = driver.devices()
+    if not found:
+        raise ConfigError(f"no GPU is visible here ({driver.versions()}): `etha doctor` says more; --device cpu serves")
+    return found
+
+
+def find(driver: Driver, wanted: str) -> Device:
+    """The GPU "cuda:N", "cuda" (the first) or "cuda-GPU-<uuid>"; ConfigError lists those that there are."""
+    found = cards(driver)
+    for device in found:
+        if wanted in (f"cuda:{device.ordinal}", f"{CUDA_AGENT}{device.uuid}") or wanted == "cuda":
+            return device
+    listed = ", ".join(f"cuda:{d.ordinal} ({d.name}, {d.uuid})" for d in found)
+    raise ConfigError(f"device {wanted!r} is not among this process's GPUs: {listed}")

@@ -1,0 +1,103 @@
+"""``etha agent --device all``: one agent process a GPU, started again where its card's context was lost.
+
+    fleet --+-- agent of cuda:0 (links on PORT, data on PORT+1)
+            +-- agent of cuda:1 (PORT+2, PORT+3) ...
+
+A process of its own for each, for a lost context takes its process with it and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from etha.agent.card import cards
+from etha.config import CUDA_AGENT
+from etha.cuda.driver import Device, Driver
+from etha.errors import AgentUnavailableError, ConfigError
+from etha.peer.ports import format_address, parse_address
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+#: What an agent exits with when only a new process can have its card again.
+SPOILT = 75
+#: Times that one agent is started again without having served.
+RETRIES = 3
+
+
+@dataclass(slots=True)
+class Fleet:
+    """``command(device)`` is what starts one agent. ``run`` returns once all have ended; ``stop`` ends them."""
+
+    command: Callable[[Device], Sequence[str]]
+    devices: Sequence[Device]
+    _running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    _stopping: bool = False
+
+    def stop(self) -> None:
+        """Let each leave as by SIGTERM; idempotent."""
+        self._stopping = True
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+    async def run(self) -> None:
+        """Serve until all agents have ended; AgentUnavailableError names those that failed, after the others left."""
+        failed = [text for text in await asyncio.gather(*map(self._serve, self.devices)) if text]
+        if failed:
+            raise AgentUnavailableError("; ".join(failed))
+
+    async def _serve(self, device: Device) -> str:
+        """One GPU's agents, one after the other; what went wrong with the last, or nothing."""
+        for _ in range(1 + RETRIES):
+            process = await asyncio.create_subprocess_exec(*self.command(device))
+            self._running[device.uuid] = process
+            if self._stopping:
+                self.stop()
+            code = await process.wait()
+            del self._running[device.uuid]
+            if self._stopping or code == 0:
+                return ""
+            if code != SPOILT:
+                self.stop()  # a fleet that lacks a card is no fleet: who started it shall know
+                return f"the agent of cuda:{device.ordinal} ({device.uuid}) ended with status {code}: its log says why"
+            log.error("the agent of cuda:%d (%s) is started again", device.ordinal, device.uuid)
+        self.stop()
+        return f"the agent of cuda:{device.ordinal} ({device.uuid}) lost its context {1 + RETRIES} times"
+
+
+def leave_with_parent() -> None:
+    """An agent of a fleet that is killed leaves as by SIGTERM."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        raise ConfigError("whoever started this agent has ended")
+
+
+async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None) -> None:
+    """Agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent but its device and addresses."""
+    devices = cards(driver)
+    host, port = ("", 0) if listen is None else parse_address(listen)
+    if port and port + 2 * len(devices) > 65536:
+        raise ConfigError(f"--listen {listen}: {len(devices)} agents need {2 * len(devices)} ports from {port} on")
+
+    def command(device: Device) -> list[str]:
+        own = port + 2 * devices.index(device) if port else 0
+        place = [] if listen is None else ["--listen", format_address(host, own)]
+        one = [sys.executable, "-m", "etha.agent", "--owned", "--device", f"{CUDA_AGENT}{device.uuid}"]
+        return [*one, *place, *arguments]
+
+    fleet = Fleet(command, devices)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, fleet.stop)
+    await fleet.run()
