@@ -64,15 +64,20 @@ class Kernels(Protocol):
         ...
 
 
+def choose(driver: Driver, uuid: str) -> Kernels:
+    """Triton's kernels where they can be built on this machine, else torch's; DeviceError where there is no device."""
+    kind = driver.tensor(uuid, 0, 0).device.type
+    return _kernels(f"memory of {uuid} is {kind} memory for torch" if kind != "cuda" else None)
+
+
 @cache
-def choose() -> Kernels:
-    """Triton's kernels where they can be built on this machine, else torch's."""
-    missing = _missing()
+def _kernels(reason: str | None) -> Kernels:
+    missing = reason or _missing()
     if missing is None:
         from etha.cuda.triton_kernels import TritonKernels
 
         return TritonKernels()
-    log.warning("copies between devices are made one by one, without Triton: %s", missing)
+    log.warning("strided copies on a GPU are made one by one, for Triton is missing: %s", missing)
     from etha.cuda.torch_kernels import TorchKernels
 
     return TorchKernels()

@@ -5,8 +5,10 @@ One program (CUDA block) copies one piece, BLOCK units at a time. The index of a
 
 Casts. Only pairs for which one instruction, or integer arithmetic written out here, makes the bits that torch makes
 on the same device; the rest goes to torch_kernels.py. bfloat16 widens by a shift, as torch does it (a conversion
-would quieten NaNs). From float64 and between the 16-bit floats torch goes through float32, and rounds twice; so do we.
-Not here: every float8 pair, where torch and Triton differ in NaN and in what is too large for the format.
+would quieten NaNs), and is rounded to in integers: to the nearest, ties to even, and any NaN is 0x7FFF, as by torch on
+every GPU that has bfloat16. From float64 and between the 16-bit floats torch goes through float32, and rounds twice; so
+do we. float16, float32 and float64 among each other are the same instructions in both. Not here: every float8 pair,
+where torch and Triton differ in NaN and in what is too large for the format.
 """
 
 from __future__ import annotations
@@ -80,12 +82,14 @@ def _places(row: Any, unit: Any, here: tl.constexpr, there: tl.constexpr):  # ty
 def _move(row: Any, first: Any, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignore[no-untyped-def]
     """One piece in units of one integer."""
     total = tl.load(row + _TOTAL).to(tl.int32)
-    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+    start, end = first, tl.minimum(first + _UNITS, total)
+    while start < end:
         unit = start + tl.arange(0, _BLOCK)
         live = unit < total
         source, target = _places(row, unit, nbytes, nbytes)
         bits = tl.load((tl.load(row + _SOURCE) + source).to(tl.pointer_type(dtype)), mask=live)
         tl.store((tl.load(row + _TARGET) + target).to(tl.pointer_type(dtype)), bits, mask=live)
+        start += _BLOCK
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -95,7 +99,8 @@ def _move_wide(row: Any, first: Any):  # type: ignore[no-untyped-def]
     here = tl.multiple_of(tl.load(row + _SOURCE), 16)
     there = tl.multiple_of(tl.load(row + _TARGET), 16)
     half = tl.arange(0, 2).to(tl.int64)[None, :] * 8
-    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+    start, end = first, tl.minimum(first + _UNITS, total)
+    while start < end:
         unit = start + tl.arange(0, _BLOCK)
         live = (unit < total)[:, None]
         source, target = _places(row, unit, 16, 16)
@@ -103,6 +108,7 @@ def _move_wide(row: Any, first: Any):  # type: ignore[no-untyped-def]
         target = (target // 16 * 16)[:, None] + half
         bits = tl.load((here + source).to(tl.pointer_type(tl.int64)), mask=live)
         tl.store((there + target).to(tl.pointer_type(tl.int64)), bits, mask=live)
+        start += _BLOCK
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -125,19 +131,26 @@ def copy_bits(table: Any, pieces: Any):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rounded(value: Any):  # type: ignore[no-untyped-def]
+    """float32 as the bits of the nearest bfloat16."""
+    bits = value.to(tl.uint32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, nearest).to(tl.uint16)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast(value: Any, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Elements of ``source``, a bfloat16 given as uint16; a bfloat16 that widens to float32 is left as uint32."""
+    """Elements of ``source`` as ``target``; bfloat16 is uint16 here, and uint32 what it widens to as float32."""
     if source == tl.bfloat16:
         bits = value.to(tl.uint32) << 16
         if target == tl.float32:
             return bits
         else:
             return bits.to(tl.float32, bitcast=True).to(target)
-    elif source == tl.float64 or source == tl.float16:
-        if target == tl.float16 or target == tl.bfloat16 or target == tl.float64:
-            return value.to(tl.float32).to(target)
-        else:
-            return value.to(target)
+    elif target == tl.bfloat16:
+        return _rounded(value.to(tl.float32))
+    elif source == tl.float64 and target == tl.float16:
+        return value.to(tl.float32).to(target)
     else:
         return value.to(target)
 
@@ -158,7 +171,8 @@ def copy_cast(  # type: ignore[no-untyped-def]
     row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
     first = (piece & 0xFFFFFFFF).to(tl.int32) * _UNITS
     total = tl.load(row + _TOTAL).to(tl.int32)
-    for start in range(first, tl.minimum(first + _UNITS, total), _BLOCK):
+    start, end = first, tl.minimum(first + _UNITS, total)
+    while start < end:
         unit = start + tl.arange(0, _BLOCK)
         live = unit < total
         source, target = _places(row, unit, here, there)
@@ -168,6 +182,7 @@ def copy_cast(  # type: ignore[no-untyped-def]
             _cast(value, source_type, target_type),
             mask=live,
         )
+        start += _BLOCK
 
 
 class TritonKernels:
@@ -197,7 +212,7 @@ class TritonKernels:
                 _TYPES[source],
                 _TYPES[target],
                 tl.uint16 if source is torch.bfloat16 else _TYPES[source],
-                tl.uint32 if widens else _TYPES[target],
+                tl.uint16 if target is torch.bfloat16 else tl.uint32 if widens else _TYPES[target],
                 source.itemsize,
                 target.itemsize,
             )

@@ -19,7 +19,7 @@ import torch
 from etha.cuda.driver import DeviceError, Driver
 from etha.cuda.kernels import Fused, Kernels, choose
 from etha.transport.boxes import Ints
-from etha.transport.device_bounce import Bounce
+from etha.transport.device_bounce import BYTES, Bounce
 from etha.transport.device_memory import DeviceMemory, PinnedMemory, reaching
 from etha.transport.device_table import Tables, build
 from etha.transport.segments import Op
@@ -65,16 +65,17 @@ class Copier:
     memory any more once ``run``, ``run_ops`` or ``finish`` has returned or raised.
     """
 
-    def __init__(self, driver: Driver, uuid: str, *, kernels: Kernels | None = None) -> None:
+    def __init__(self, driver: Driver, uuid: str, *, kernels: Kernels | None = None, bounce: int = BYTES) -> None:
+        """``bounce``: bytes of the pinned buffer for plain host memory, once it is needed."""
         self.driver, self.uuid = driver, uuid
-        self._kernels = choose() if kernels is None else kernels
         with reaching(uuid):
+            self._kernels = choose(driver, uuid) if kernels is None else kernels
             self.stream = driver.stream(uuid)
             self._event = driver.event(uuid)
         self._upload: PinnedMemory | None = None
         self._table: DeviceMemory | None = None
         self._scratch: DeviceMemory | None = None
-        self._bounce = Bounce(self)
+        self._bounce = Bounce(self, bounce)
         self._closed = False
 
     @property
@@ -154,23 +155,21 @@ class Copier:
             self._kernels.launch(self.driver, self.uuid, stream, fused)
 
     def _compile(self, ops: Sequence[Op], *, keep: bool) -> Launch:
-        direct: list[Op] = []
+        views = {id(view): view for op in ops for view in op[1:3]}
         bounced: list[Op] = []
-        for op in ops:
-            (direct if op.source.reachable and op.target.reachable else bounced).append(op)
-        numbers: dict[int, int] = {}
-        tiles: list[Tile] = []
-        tile = []
-        for op in direct:
-            found = numbers.get(id(op.tile))
-            if found is None:
-                found = numbers[id(op.tile)] = len(tiles)
-                tiles.append(op.tile)
-            tile.append(found)
-        source = np.array([op.source_address for op in direct], np.int64)
-        target = np.array([op.target_address for op in direct], np.int64)
-        found_tables = build(tiles, np.array(tile, np.int64), source, target)
-        return self._uploaded(found_tables, bounced, sum(op.tile.nbytes for op in ops), keep=keep)
+        if not all(view.reachable for view in views.values()):
+            bounced = [op for op in ops if not (op.source.reachable and op.target.reachable)]
+            ops = [op for op in ops if op.source.reachable and op.target.reachable]
+        distinct = {id(op.tile): op.tile for op in ops}
+        tiles, numbers = list(distinct.values()), {key: i for i, key in enumerate(distinct)}
+        tile = np.array([numbers[id(op.tile)] for op in ops], np.int64)
+        item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in tiles], np.int64).reshape(-1, 2)
+        source = np.array([op.source.address for op in ops], np.int64)
+        source += np.array([op.source_offset for op in ops], np.int64) * item[tile, 0]
+        target = np.array([op.target.address for op in ops], np.int64)
+        target += np.array([op.target_offset for op in ops], np.int64) * item[tile, 1]
+        nbytes = np.array([t.nbytes for t in tiles], np.int64)[tile].sum() + sum(op.tile.nbytes for op in bounced)
+        return self._uploaded(build(tiles, tile, source, target), bounced, int(nbytes), keep=keep)
 
     def _uploaded(self, tables: Tables, bounced: Sequence[Op], nbytes: int, *, keep: bool) -> Launch:
         copies = [(t, s, n) for t, s, n in tables.copies.tolist()]

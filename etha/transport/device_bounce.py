@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 class Bounce:
     """See the module's head; the buffer is pinned when it is first needed."""
 
-    def __init__(self, copier: Copier, nbytes: int = BYTES) -> None:
+    def __init__(self, copier: Copier, nbytes: int) -> None:
         self._copier, self._most = copier, nbytes
         self._pinned: PinnedMemory | None = None
         self._views: dict[torch.dtype, View] = {}
