@@ -174,6 +174,16 @@ class FakeDriver(Driver):
         """The next call of that method raises ``error``; a sticky one, every call from then on."""
         self._next_errors.setdefault(method, []).append(error)
 
+    def forgive(self) -> None:
+        """After a sticky error that a test has asked for: go on as if it had never been."""
+        self._spoilt = None
+
+    @property
+    def mapped(self) -> dict[int, int]:
+        """How often each address is open."""
+        with self._lock:
+            return {address: block.count for address, block in self._mapped.items()}
+
     def leaks(self) -> list[str]:
         """What the program under test has not given back; torch's own memory and streams apart."""
         with self._lock:
