@@ -56,20 +56,21 @@ _COLUMNS, _UNITS, _BLOCK = tl.constexpr(COLUMNS), tl.constexpr(UNITS), tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _places(row: Any, unit: Any, here: tl.constexpr, there: tl.constexpr):  # type: ignore[no-untyped-def]
+def _places(row, unit, here: tl.constexpr, there: tl.constexpr):  # type: ignore[no-untyped-def]
     """Byte offsets at both ends of units ``here`` and ``there`` bytes wide."""
     rank = tl.load(row + _RANK)
     source = unit.to(tl.int64) * here
     target = unit.to(tl.int64) * there
     if rank > 0:
-        run = tl.load(row + _RUN).to(tl.int32)
-        rest = unit // run
-        within = (unit - rest * run).to(tl.int64)
+        run = tl.load(row + _RUN).to(tl.uint32)  # without a sign a division is shorter
+        index = unit.to(tl.uint32)
+        rest = index // run
+        within = (index - rest * run).to(tl.int64)
         source = within * here
         target = within * there
         for i in tl.static_range(4):
             if i < rank:
-                count = tl.load(row + _COUNTS + i).to(tl.int32)
+                count = tl.load(row + _COUNTS + i).to(tl.uint32)
                 outer = rest // count
                 step = (rest - outer * count).to(tl.int64)
                 source += step * tl.load(row + _SOURCE_STEPS + i)
@@ -79,7 +80,7 @@ def _places(row: Any, unit: Any, here: tl.constexpr, there: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _move(row: Any, first: Any, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignore[no-untyped-def]
+def _move(row, first, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignore[no-untyped-def]
     """One piece in units of one integer."""
     total = tl.load(row + _TOTAL).to(tl.int32)
     start, end = first, tl.minimum(first + _UNITS, total)
@@ -93,26 +94,26 @@ def _move(row: Any, first: Any, dtype: tl.constexpr, nbytes: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _move_wide(row: Any, first: Any):  # type: ignore[no-untyped-def]
+def _move_wide(row, first):  # type: ignore[no-untyped-def]
     """One piece in units of 16 bytes: two integers side by side, which the compiler loads as one."""
     total = tl.load(row + _TOTAL).to(tl.int32)
-    here = tl.multiple_of(tl.load(row + _SOURCE), 16)
-    there = tl.multiple_of(tl.load(row + _TARGET), 16)
-    half = tl.arange(0, 2).to(tl.int64)[None, :] * 8
+    here, there = tl.load(row + _SOURCE), tl.load(row + _TARGET)
+    half = tl.arange(0, 2)[None, :]
     start, end = first, tl.minimum(first + _UNITS, total)
     while start < end:
         unit = start + tl.arange(0, _BLOCK)
         live = (unit < total)[:, None]
         source, target = _places(row, unit, 16, 16)
-        source = (source // 16 * 16)[:, None] + half
-        target = (target // 16 * 16)[:, None] + half
-        bits = tl.load((here + source).to(tl.pointer_type(tl.int64)), mask=live)
-        tl.store((there + target).to(tl.pointer_type(tl.int64)), bits, mask=live)
+        load = (here + source).to(tl.pointer_type(tl.int64))[:, None] + half
+        store = (there + target).to(tl.pointer_type(tl.int64))[:, None] + half
+        load = tl.max_contiguous(tl.multiple_of(load, (8, 16)), (1, 2))
+        store = tl.max_contiguous(tl.multiple_of(store, (8, 16)), (1, 2))
+        tl.store(store, tl.load(load, mask=live), mask=live)
         start += _BLOCK
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def copy_bits(table: Any, pieces: Any):  # type: ignore[no-untyped-def]
+def copy_bits(table, pieces):  # type: ignore[no-untyped-def]
     """Rows whose dtypes are None."""
     piece = tl.load(pieces.to(tl.pointer_type(tl.int64)) + tl.program_id(0))
     row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
@@ -131,7 +132,7 @@ def copy_bits(table: Any, pieces: Any):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _rounded(value: Any):  # type: ignore[no-untyped-def]
+def _rounded(value):  # type: ignore[no-untyped-def]
     """float32 as the bits of the nearest bfloat16."""
     bits = value.to(tl.uint32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -139,7 +140,7 @@ def _rounded(value: Any):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _cast(value: Any, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast(value, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elements of ``source`` as ``target``; bfloat16 is uint16 here, and uint32 what it widens to as float32."""
     if source == tl.bfloat16:
         bits = value.to(tl.uint32) << 16
@@ -157,8 +158,8 @@ def _cast(value: Any, source: tl.constexpr, target: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def copy_cast(  # type: ignore[no-untyped-def]
-    table: Any,
-    pieces: Any,
+    table,
+    pieces,
     source_type: tl.constexpr,
     target_type: tl.constexpr,
     loads: tl.constexpr,
@@ -185,6 +186,19 @@ def copy_cast(  # type: ignore[no-untyped-def]
         start += _BLOCK
 
 
+def cast_types(source: torch.dtype, target: torch.dtype) -> dict[str, Any]:
+    """The constants of ``copy_cast`` for one of PAIRS."""
+    widens = source is torch.bfloat16 and target is torch.float32
+    return {
+        "source_type": _TYPES[source],
+        "target_type": _TYPES[target],
+        "loads": tl.uint16 if source is torch.bfloat16 else _TYPES[source],
+        "stores": tl.uint16 if target is torch.bfloat16 else tl.uint32 if widens else _TYPES[target],
+        "here": source.itemsize,
+        "there": target.itemsize,
+    }
+
+
 class TritonKernels:
     """See the module's head."""
 
@@ -205,16 +219,6 @@ class TritonKernels:
             if source is None or target is None:
                 copy_bits[grid](table, pieces)
                 return
-            widens = source is torch.bfloat16 and target is torch.float32
-            copy_cast[grid](
-                table,
-                pieces,
-                _TYPES[source],
-                _TYPES[target],
-                tl.uint16 if source is torch.bfloat16 else _TYPES[source],
-                tl.uint16 if target is torch.bfloat16 else tl.uint32 if widens else _TYPES[target],
-                source.itemsize,
-                target.itemsize,
-            )
+            copy_cast[grid](table, pieces, **cast_types(source, target))
 
         driver.launch(uuid, stream, work)

@@ -81,3 +81,17 @@ def test_on_a_gpu_every_cast_is_torchs_own_to_the_bit(pair: tuple[torch.dtype, t
         copier.run_ops([Op(tile([Axis(given.numel(), 1, 1)], source, target), here_view, there_view, 0, 0)])
         assert torch.equal(bits(there), bits(expected))
     copier.close()
+
+
+@triton
+@pytest.mark.parametrize("capability", [80, 100])
+def test_the_kernels_compile_for_gpus_with_wide_accesses_and_torchs_own_instructions(capability: int) -> None:
+    """Down to PTX; no GPU is needed for that. In a process of its own, for Triton keeps what it was imported as."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.unit.cuda.compiling", str(capability)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all is well" in done.stdout
