@@ -58,10 +58,11 @@ class Errand:
                     f"device may still be at work: restart this agent before its workers' memory is used for anything",
                     quiesced=False,
                 )
+                self._plane.unquiet = self.conveyor
                 raise self._plane.stuck from self.cause
             failed = future.exception()
             if isinstance(failed, Unquiet):
-                self._plane.stuck = failed
+                self._plane.stuck, self._plane.unquiet = failed, self.conveyor
             if cancelled is not None and self._plane.stuck is None:
                 raise cancelled
             return future.result()

@@ -56,6 +56,8 @@ class NcclPlane:
         self.turn = asyncio.Lock()
         #: Why nothing can be run any more: the device may still be at work for a run that is over.
         self.stuck: Unquiet | None = None
+        #: Kept with it: the calls whose memory it may touch are left when it is forgotten, so never.
+        self.unquiet: Conveyor | None = None
         self._ring: Ring | None = None
         self._copier: Copier | None = None
         self._rounds: WeakKeyDictionary[WireProgram, Rounds] = WeakKeyDictionary()

@@ -50,6 +50,7 @@ class _Rank:
     freed: bool = False
     finalized: bool = False
     error: str = ""
+    told: bool = False
     polls: int = 0
     queued: _Group | None = None
     connected: set[int] = field(default_factory=set)
@@ -191,6 +192,7 @@ class FakeNccl:
     def state(self, comm: int) -> str:
         with self._call("state"), self.world.changed:
             rank = self._rank(comm, "state")
+            rank.told = rank.told or bool(rank.error)
             return rank.error or (OK if self._settle(rank) else IN_PROGRESS)
 
     def _settle(self, rank: _Rank) -> bool:
@@ -223,8 +225,10 @@ class FakeNccl:
 
     def _usable(self, comm: int, what: str) -> _Rank:
         rank = self._rank(comm, what)
-        if rank.error:
+        if rank.told:
             raise self.world.broken(f"{self.name}: {what} after {rank.error}")
+        if rank.error:
+            raise NcclError(f"{what}: {rank.error}")
         if rank.finalized:
             raise self.world.broken(f"{self.name}: {what} after finalize")
         if not rank.clique.complete or rank.queued is not None:
