@@ -71,7 +71,7 @@ async def serve(
     address = url if url is not None else await ensure_embedded(settings, timeout=start)
     store = await Store.open(address, settings.namespace, timeout=start, revive=revive if url is None else None)
     async with store:
-        lane = Lane()
+        lane = Lane() if card is None else Lane(workspaces=card.workspaces)
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
         async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
@@ -86,6 +86,8 @@ async def serve(
                 await agent.drain()
                 running.cancel()
                 stopping.cancel()
+    if card is not None:
+        card.close()
     if lost:
         raise Spoilt(f"the context of {device} is lost ({lost[0]}): start the agent again")
 

@@ -57,6 +57,7 @@ class Batches:
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
         self.leave(session, message.batch)  # one of an epoch that is over needs no close
+        session.staged = message.staged or session.staged
         box: list[Live] = []
         name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
@@ -266,10 +267,9 @@ class Batches:
             self._spawn(self._release(live))
 
     async def _release(self, live: Live) -> None:
-        """Let go of the memory of other agents' workers once no lane can be inside it."""
-        if live.machine.alone:
-            return
-        self._mailbox.keep(live)
+        """Let go of the memory of other agents' workers, and of a card's tables, once no lane can be inside it."""
+        if not live.machine.alone:
+            self._mailbox.keep(live)
         await self._movers.idle.wait()
         live.release()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from etha.agent.session import Session
+from etha.agent.workspaces import Workspaces
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver
 from etha.errors import ConfigError
@@ -61,6 +62,7 @@ class Card:
         self._spoilt = spoilt
         self.mappings = Mappings(driver, device.uuid, self._sticky)
         self.memory = CardMemory(driver, device.uuid)
+        self.workspaces = Workspaces(driver, device.uuid)
         self._waits = Waits(driver, device.uuid, self._sticky)
 
     @property

@@ -38,6 +38,13 @@ class Chronicle:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(self._next, loop.time()), self._due)
 
+    async def close(self) -> None:
+        """Write what is left, and nothing more."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(0, self._due)
+        self._timer.cancel()  # and none is set any more
+        await self.write()
+
     def _due(self) -> None:
         self._next = asyncio.get_running_loop().time() + EVERY
         self._timer = None

@@ -13,6 +13,7 @@ from etha.bus.messages import (
     CloseBatch,
     GetStatus,
     InitPair,
+    LetGo,
     Ok,
     Probe,
     Probed,
@@ -52,6 +53,8 @@ def dispatch(agent: Agent, session: Session, request: Request) -> None:
         case Probe(address=address, token=token):
             text = session.probe(address, token)
             peer.reply(request.id, Probed(reaches=not text, text=text))
+        case LetGo():
+            agent.spawn(agent.let_go(session, request))
         case GetStatus():
             agent.spawn(_status(agent, peer, request.id))
         case _:

@@ -27,7 +27,7 @@ def report(agent: Agent) -> dict[str, Any]:
             "workers": [
                 {
                     "pid": session.holder.pid,
-                    "memory": "direct" if session.memory.private else "staged",
+                    "memory": session.reach,
                     "segments": len(session.memory.segments),
                     "ranks": [f"{seat.pair}: {seat.side} {seat.rank}" for _, seat in sorted(session.seats.items())],
                 }

@@ -31,7 +31,7 @@ from etha.agent.session import Session
 from etha.agent.sweep import Sweep
 from etha.bus.codec import Request
 from etha.bus.handshake import Hello, Welcome
-from etha.bus.messages import GetStatus
+from etha.bus.messages import GetStatus, Ok
 from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
@@ -156,7 +156,7 @@ class Agent:
         for session in sessions:
             self._part(session, "closed")
         try:
-            await self.movers.chronicle.write()
+            await self.movers.chronicle.close()
             await self.store.withdraw_agent(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
@@ -177,6 +177,13 @@ class Agent:
             await work
         except Exception:
             log.exception("a task of the agent failed")
+
+    async def let_go(self, session: Session, request: Request) -> None:
+        """The worker leaves: answered once nothing here has its memory open, which it may then free."""
+        if self.sessions.pop(session.key, None) is not None:
+            self._part(session, "closed", released=False)
+            await self._release(session)
+        session.peer.reply(request.id, Ok())
 
     # ---- the bus's Service --------------------------------------------------------------------
 
@@ -247,11 +254,12 @@ class Agent:
         if (session := self.sessions.pop(peer.key, None)) is not None:
             self._part(session, reason)
 
-    def _part(self, session: Session, reason: Reason) -> None:
+    def _part(self, session: Session, reason: Reason, *, released: bool = True) -> None:
         self.calls.drop(session.peer)
         self.pairs.gone(session, reason)
         self.batches.gone(session, reason)
-        self.spawn(self._release(session))
+        if released:
+            self.spawn(self._release(session))
         self._rest()
 
     async def _release(self, session: Session) -> None:

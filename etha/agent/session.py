@@ -37,9 +37,18 @@ class Session:
     holder: Holder
     memory: WorkerMemory
     revocation: LentPage | None = None
+    #: Why the worker copies some of its tensors through memory that it can show; or nothing.
+    staged: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
     #: batch name -> (primary pair, generation) of the registration that this worker takes part in.
     batches: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def reach(self) -> str:
+        """How its tensors are reached, as ``status`` shows it: "direct", or "staged" and why."""
+        if self.staged:
+            return f"staged: {self.staged}"
+        return "direct" if self.memory.private or self.memory.on_device else "staged"
 
     @property
     def key(self) -> str:

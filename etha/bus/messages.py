@@ -1,7 +1,7 @@
 """What a worker and its agent say to each other, one dataclass a message.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Transfer WaitOffer CloseBatch
-                      GetStatus
+                      GetStatus LetGo
     agent -> worker   the reply that each one's docstring names
     agent -> worker, unasked   PairLost, Progress
 
@@ -117,7 +117,8 @@ class Register:
     """Register a batch, collectively over both sides. -> Registered.
 
     ``seq`` is the highest seq that this client has seen for the batch, so that a number given by an
-    agent that died is not given again.
+    agent that died is not given again. ``staged``: why some of its tensors cannot be shown, and are copied through
+    memory that can; or nothing.
     """
 
     batch: str
@@ -132,6 +133,7 @@ class Register:
     atomic: bool
     verify: Verify | None
     seq: int
+    staged: Annotated[str, Bounds(max=500)] = ""
 
 
 @message("registered")
@@ -245,6 +247,12 @@ class CloseBatch:
 
     batch: str
     epoch: int
+
+
+@message("let_go")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LetGo:
+    """This worker's last request: close what is open of its memory, and say so. -> Ok."""
 
 
 @message("get_status")

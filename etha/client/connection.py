@@ -12,19 +12,21 @@ from typing import Any
 
 from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink
-from etha.bus.messages import Probe, Probed
+from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
 from etha.client.homes import Home, home_of
 from etha.client.spawn import ensure_agent
 from etha.config import Settings
-from etha.errors import AgentLostError, AgentUnavailableError, ConfigError
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.handles import TensorHandle
 from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
 from etha.version import __version__
 
+#: Seconds that an agent is given to let go of memory: it may be copying for others.
+_LET_GO = 5.0
 #: Agents that may die or leave, one after the other, while a client connects.
 _ATTEMPTS = 3
 
@@ -127,19 +129,24 @@ class Connection:
     async def close(self) -> None:
         """Say goodbye and take the memory back."""
         self.collapser.cancel()
+        released = False
         try:
+            if self.home.lends:
+                with contextlib.suppress(EthaError):
+                    await self.link.request(LetGo(), timeout=_LET_GO)
+                    released = True
             with contextlib.suppress(AgentLostError):
                 await self.link.close()
         finally:
             self.page.close()
-            self.home.close()
+            self.home.close(released=released or self.lost)
 
     def abort(self) -> None:
         """Let go without a word."""
         self.collapser.cancel()
         self.link.abort()
         self.page.close()
-        self.home.close()
+        self.home.close(released=self.lost)
 
     async def _probe(self, timeout: float) -> None:
         allow_reading()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from etha.errors import ConfigError
 from etha.memory.cuda import Exports
 from etha.memory.handles import TensorHandle
 from etha.memory.signals import Signals
+
+log = logging.getLogger(__name__)
 
 #: Staged tensors begin at multiples of so many bytes, as cudaMalloc's own do.
 ALIGN = 512
@@ -48,7 +51,7 @@ class GpuHome:
         self._all: list[int] = []
         self._stream = self._event = 0
         self._refused: dict[int, str] = {}
-        self._closed = False
+        self._closed = self._kept = False
 
     @property
     def refused(self) -> str:
@@ -112,6 +115,8 @@ class GpuHome:
 
     def _give_back(self, address: int, nbytes: int) -> None:
         with self._lock:
+            if self._kept:
+                return
             if self._closed:
                 self._driver.free(address)
             else:
@@ -146,12 +151,21 @@ class GpuHome:
         """Never: a device may be busy with other work."""
         return False
 
-    def close(self) -> None:
-        """Free what no stage uses; the rest goes with its stage. Idempotent."""
+    @property
+    def lends(self) -> bool:
+        """What is freed while another process has it open is undefined."""
+        return True
+
+    def close(self, *, released: bool) -> None:
+        """Free what no stage uses; the rest goes with its stage, or where ``released`` is not, with the process."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if not released:
+                log.warning("the agent of %s has not let go of this process's memory: it is kept", self.name)
+                self._kept = True
+                self._pool.clear()
             for some in self._pool.values():
                 for address in some:
                     self._driver.free(address)

@@ -79,6 +79,11 @@ class Home(Protocol):
     name: str
     agent: str
 
+    @property
+    def refused(self) -> str:
+        """Why some memory here cannot be shown to an agent, and what to do; or nothing."""
+        ...
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor lies here."""
         ...
@@ -107,8 +112,13 @@ class Home(Protocol):
         """Whether so many bytes are copied faster than a thread is asked to."""
         ...
 
-    def close(self) -> None:
-        """The agent has let go of everything; idempotent."""
+    @property
+    def lends(self) -> bool:
+        """Whether its memory may only be freed once the agent has closed it."""
+        ...
+
+    def close(self, *, released: bool) -> None:
+        """No call needs it any more; ``released``: nor does the agent. Idempotent."""
         ...
 
 
@@ -116,6 +126,7 @@ class CpuHome:
     """The host's memory."""
 
     name = agent = "cpu"
+    refused = ""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """As of any home."""
@@ -150,8 +161,10 @@ class CpuHome:
         """Some ten microseconds."""
         return nbytes < _SMALL
 
-    def close(self) -> None:
-        """Nothing to do."""
+    lends = False
+
+    def close(self, *, released: bool) -> None:
+        """Nothing to do: a memfd is mapped by who has it open."""
 
 
 def home_name(tensor: torch.Tensor) -> str:

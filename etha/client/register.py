@@ -80,6 +80,7 @@ async def register(
         atomic=atomic,
         verify=verify,
         seq=seq,
+        staged=home.refused[:500] if source.serves else "",
     )
     answers: list[Answer | None] = []
     try:

@@ -80,6 +80,11 @@ class WorkerMemory:
         finally:
             os.close(fd)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether this is of a GPU's agent."""
+        return self._mappings is not None
+
     def detach(self, segment: str) -> None:
         """Forget a segment; unknown ones are fine."""
         self._segments.pop(segment, None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
 from etha.bus.calls import Answer
 from etha.bus.codec import Failure
+from etha.bus.handshake import Welcome
 from etha.bus.link import AgentLink
 from etha.bus.messages import (
     AttachSnapshot,
@@ -26,13 +28,15 @@ from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError,
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import RevocationPage
 from etha.testing.bus import Bus
+from etha.version import __version__
 
 
 class _Link(AgentLink):
     """A session with nobody: ``Bus`` answers at once."""
 
-    def __init__(self, bus: Bus, on_push: Callable[[Any], None]) -> None:
+    def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
         self._bus, self.on_push = bus, on_push
+        self.welcome = Welcome(version=__version__, namespace="default", device=device, redis=None, pid=os.getpid())
         self.lost: asyncio.Future[AgentLostError] = asyncio.get_running_loop().create_future()
 
     async def request(
@@ -112,10 +116,10 @@ class _Page(RevocationPage):
 
 
 class DummyConnection(Connection):
-    """Shows nothing to anybody."""
+    """Shows nothing to anybody. ``device``: what its agent would be called."""
 
-    def __init__(self, bus: Bus, on_push: Callable[[Any], None]) -> None:
-        super().__init__(_Link(bus, on_push), _Page())
+    def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
+        super().__init__(_Link(bus, on_push, device), _Page())
         self.reaches = True
         self.collapser.cancel()
 

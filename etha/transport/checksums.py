@@ -55,7 +55,7 @@ class Read:
     def straight(self) -> memoryview | None:
         """The memory itself, where it holds what is summed."""
         view, _, place = self.laid
-        if view is None or place is None or self.dtype is not self.target or self.lenient:
+        if view is None or place is None or view.device or self.dtype is not self.target or self.lenient:
             return None
         return span_memory(view, view.address + place, self.numel * self.dtype.itemsize)
 

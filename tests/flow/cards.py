@@ -1,0 +1,118 @@
+"""Sides on GPUs that are played: clients of this process and agents of their own, each with a FakeDriver.
+
+    with Cards(runtime) as cards:
+        cards.start(GPU0)
+        client = cards.client("cuda:0")
+        tensor = cards.tensor(torch.arange(4.0), GPU0)
+
+Memory and events cross processes as CUDA IPC lets them; every broken contract fails the test, in whichever process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+
+import etha
+from etha.cuda import driver as cuda
+from tests.fakes.cuda import GPU0, GPU1, FakeDriver
+
+from .jobs import Job, Worker, tell
+from .sites import environment
+
+UUIDS = (GPU0, GPU1)
+
+
+def serve(device: str, uuids: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """In a process of its own: an agent of ``device`` until SIGTERM; what was broken or never given back."""
+    from etha.agent.__main__ import main
+
+    fake = FakeDriver(uuids)
+    cuda.install(fake)
+    read, write = os.pipe()
+    tell("pid", os.getpid())
+
+    def announce() -> None:
+        with os.fdopen(read) as pipe:
+            tell("ready", pipe.readline())
+
+    thread = threading.Thread(target=announce, daemon=True)
+    thread.start()
+    code = main(["--device", device, "--ready-fd", str(write), *rest])
+    thread.join()
+    try:
+        fake.check()
+    except AssertionError as error:
+        return [f"{device}: {line}" for line in str(error).splitlines()] + [f"status {code}"]
+    return [] if code == 0 else [f"{device}: status {code}"]
+
+
+class Cards:
+    """See the module's head. ``env``: of agents and clients, besides the runtime directory."""
+
+    def __init__(self, runtime: Path, uuids: Sequence[str] = UUIDS) -> None:
+        self.runtime, self.uuids = runtime, uuids
+        self.driver = FakeDriver(uuids)
+        self._agents: dict[str, Worker] = {}
+        self._job = Job({})
+
+    def __enter__(self) -> Self:
+        cuda.install(self.driver)
+        self._job.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            broken = [line for name in list(self._agents) for line in self.stop(name)]
+            if error[0] is None:
+                assert not broken, "\n".join(broken)
+                self.driver.check()
+        finally:
+            self.driver.shut()
+            cuda.install(None)
+            self._job.__exit__(*error)
+
+    def env(self, **more: str) -> dict[str, str]:
+        """What the environment of everybody here says."""
+        return {"ETHA_RUNTIME_DIR": str(self.runtime), "ETHA_IDLE": "300", **more}
+
+    def start(self, device: str, *rest: str, name: str | None = None, **env: str) -> int:
+        """An agent of ``device``; returns once it listens: its pid."""
+        worker = self._job.start(serve, device, self.uuids, rest, env=self.env(**env))
+        self._agents[name or device] = worker
+        assert worker.told("ready") == "ready\n"
+        pid = worker.told("pid")
+        assert isinstance(pid, int)
+        return pid
+
+    def stop(self, name: str) -> list[str]:
+        """End an agent as SIGTERM does; what it had broken."""
+        worker = self._agents.pop(name)
+        os.kill(worker.pid, signal.SIGTERM)
+        found: list[str] = worker.result()
+        return found
+
+    def forget(self, name: str) -> None:
+        """The agent was killed."""
+        self._agents.pop(name)
+
+    def client(self, device: str, **env: str) -> etha.AsyncTensorBusClient:
+        """A client in this process, of the agent of ``device``, which runs already."""
+        with environment(self.env(**env)):
+            return etha.AsyncTensorBusClient(device=device, autostart=False, timeout=20)
+
+    def tensor(self, like: torch.Tensor, uuid: str = GPU0, *, exportable: bool = True) -> torch.Tensor:
+        """A copy of a CPU tensor on a card, with the same strides where they are dense."""
+        if like.is_contiguous() or not like.numel():
+            made = self.driver.empty(uuid, tuple(like.shape), like.dtype, exportable=exportable)
+        else:
+            whole = self.driver.empty(uuid, (like.untyped_storage().nbytes(),), torch.uint8, exportable=exportable)
+            made = whole.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+        made.copy_(like)
+        return made

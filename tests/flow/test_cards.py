@@ -1,0 +1,265 @@
+"""Transfers between GPUs that are played (``cards.py``): real clients and agents, real processes, real sockets.
+
+What a real card must still show is in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import etha
+from etha.errors import ConfigError, RegistrationError, TransferTimeoutError
+from tests.fakes.cuda import GPU0, GPU1
+
+from .cards import Cards
+from .truth import cut, stale, whole
+
+Held = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def cards(runtime: Path) -> Iterator[Cards]:
+    with Cards(runtime) as cards:
+        yield cards
+
+
+async def formed(a: Any, b: Any) -> None:
+    """One rank a side, each of a world of one."""
+    await asyncio.gather(
+        a.init_pair("weights", "trainer", "inference", 1, (1,), [Replicate()], rank=0),
+        b.init_pair("weights", "inference", "trainer", 1, (1,), [Replicate()], rank=0),
+    )
+
+
+async def moved(a: Any, b: Any, given: Held, wanted: Held, **options: Any) -> tuple[Any, Any]:
+    """Handles of a batch that both have registered, after one transfer of it."""
+    left, right = await asyncio.gather(
+        a.register_tensors("b", given, pair_name="weights", **options),
+        b.register_tensors("b", wanted, pair_name="weights", **options),
+    )
+    await asyncio.gather(left.transfer("send", version=1), right.transfer("recv"))
+    return left, right
+
+
+def mixed(cards: Cards, uuid: str, *, given: bool) -> dict[str, torch.Tensor]:
+    """Contiguous, turned, cast, spaced, empty, large: as a source, or as a target that is all wrong."""
+    floats = whole((96, 64)) / 3
+    made = {
+        "plain": floats,
+        "turned": floats.t().contiguous().t() if given else floats,
+        "cast": floats if given else floats.to(torch.bfloat16),
+        "spaced": floats if given else torch.zeros(96, 128)[:, ::2],
+        "bytes": whole((1001,), dtype=torch.uint8),
+        "empty": torch.zeros(0, 4),
+        "large": whole((1024, 1025)),
+    }
+    return {name: cards.tensor(tensor if given else stale(tensor), uuid) for name, tensor in made.items()}
+
+
+def same(given: Held, wanted: Held) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, given[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}, {"verify": "full"}], ids=["plain", "atomic", "verified"])
+async def test_both_sides_on_one_card(cards: Cards, options: dict[str, Any]) -> None:
+    """One agent serves trainer and inference: one copy on the card, no staging."""
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        given, wanted = mixed(cards, GPU0, given=True), mixed(cards, GPU0, given=False)
+        left, right = await moved(a, b, given, wanted, **options)
+        same(given, wanted)
+        for tensor in given.values():
+            tensor.mul_(2)
+        sent, received = await asyncio.gather(left.transfer("send", version=2), right.transfer("recv"))
+        same(given, wanted)
+        assert sent.bytes == received.bytes and received.version == 2
+        [worker, _] = (await a.status())["agent"]["workers"]
+        assert worker["segments"] > 0
+
+
+async def test_a_snapshot_is_what_the_stream_had_come_to(cards: Cards) -> None:
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        given = {"w": cards.tensor(whole((64, 33)))}
+        wanted = {"w": cards.tensor(stale(whole((64, 33))))}
+        left, right = await moved(a, b, given, wanted)
+        stream = cards.driver.current_stream(GPU0)
+        cards.driver.hold(stream)
+        cards.driver.launch(GPU0, stream, lambda: given["w"].fill_(5))
+        taking = asyncio.ensure_future(left.transfer("send", snapshot=True))
+        cards.driver.release(stream)
+        future = await taking
+        given["w"].fill_(6)
+        await right.transfer("recv")
+        await future
+        assert (wanted["w"] == 5).all()
+
+
+async def test_a_call_comes_after_the_work_that_its_stream_had_queued(cards: Cards) -> None:
+    """The source is written, the target is read by what was queued before the calls, and nobody moved before that."""
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        given, wanted = {"w": cards.tensor(whole((256, 3)))}, {"w": cards.tensor(stale(whole((256, 3))))}
+        left, right = await moved(a, b, given, wanted)
+        stream, seen = cards.driver.current_stream(GPU0), torch.zeros(256, 3)
+        cards.driver.hold(stream)
+        cards.driver.launch(GPU0, stream, lambda: given["w"].fill_(9))
+        cards.driver.launch(GPU0, stream, lambda: seen.copy_(wanted["w"]))
+        calls = [asyncio.ensure_future(h.transfer(v)) for h, v in ((left, "send"), (right, "recv"))]
+        await a.status()  # the agent has heard of both by now
+        await a.status()
+        assert not any(call.done() for call in calls)
+        assert torch.equal(wanted["w"], whole((256, 3)))
+        cards.driver.release(stream)
+        await asyncio.gather(*calls)
+        assert (wanted["w"] == 9).all() and torch.equal(seen, whole((256, 3)))
+
+
+async def test_a_deadline_says_that_the_callers_own_gpu_is_behind(cards: Cards) -> None:
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        given, wanted = {"w": cards.tensor(whole((8,)))}, {"w": cards.tensor(stale(whole((8,))))}
+        left, right = await moved(a, b, given, wanted)
+        stream = cards.driver.current_stream(GPU0)
+        cards.driver.hold(stream)
+        with pytest.raises(TransferTimeoutError, match="queued on its GPU") as late:
+            await left.transfer("send", timeout=0.3)
+        assert late.value.outcome == "withdrawn"
+        waiting = asyncio.ensure_future(left.transfer("send"))
+        await a.status()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        cards.driver.release(stream)
+        await asyncio.gather(left.transfer("send"), right.transfer("recv"))
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_memory_that_cannot_be_exported_goes_through_memory_that_can(cards: Cards, atomic: bool) -> None:
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        given = {"w": cards.tensor(whole((100, 7)), exportable=False), "v": cards.tensor(whole((4,)))}
+        wanted = {
+            "w": cards.tensor(stale(whole((100, 7))), exportable=False),
+            "v": cards.tensor(stale(whole((4,)))),
+        }
+        left, right = await moved(a, b, given, wanted, atomic=atomic)
+        same(given, wanted)
+        given["w"].fill_(3)
+        await asyncio.gather(left.transfer("send"), right.transfer("recv"))
+        same(given, wanted)
+        workers = (await a.status())["agent"]["workers"]
+        assert all("expandable segments" in worker["memory"] for worker in workers)
+
+
+async def test_sharded_to_sharded_and_partial_to_replicated(cards: Cards) -> None:
+    """Two ranks a side, each with a client of its own, in every element."""
+    cards.start("cuda:0")
+    world, shape = whole((13, 10)), (13, 10)
+    clients = {(side, rank): cards.client("cuda:0") for side in ("trainer", "inference") for rank in range(2)}
+    try:
+        other = {"trainer": "inference", "inference": "trainer"}
+        await asyncio.gather(
+            *(
+                client.init_pair("weights", side, other[side], 2, (2,), [Replicate()], rank=rank)
+                for (side, rank), client in clients.items()
+            )
+        )
+        parts = [torch.full(shape, 1.5), world - 1.5]
+        placements = {
+            "trainer": {"s": [Shard(0)], "p": [Partial()]},
+            "inference": {"s": [Shard(1)], "p": [Replicate()]},
+        }
+        held: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+        for side, rank in clients:
+            sharded = cut(world, 0 if side == "trainer" else 1, 2, rank)
+            summed = parts[rank] if side == "trainer" else stale(world)
+            fresh = sharded if side == "trainer" else stale(sharded)
+            held[side, rank] = {"s": cards.tensor(fresh), "p": cards.tensor(summed)}
+        handles = await asyncio.gather(
+            *(
+                clients[member].register_tensors(
+                    "b",
+                    held[member],
+                    pair_name="weights",
+                    placements=placements[member[0]],
+                    shapes={"s": shape, "p": shape},
+                )
+                for member in clients
+            )
+        )
+        await asyncio.gather(
+            *(h.transfer("send" if m[0] == "trainer" else "recv") for m, h in zip(clients, handles, strict=True))
+        )
+        for rank in range(2):
+            assert torch.equal(held["inference", rank]["s"], cut(world, 1, 2, rank))
+            assert torch.equal(held["inference", rank]["p"], world)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients.values()))
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}, {"verify": "full"}], ids=["plain", "atomic", "verified"])
+async def test_two_cards_of_one_host(cards: Cards, options: dict[str, Any]) -> None:
+    """The receiving agent opens the other's workers' memory, and copies once."""
+    cards.start("cuda:0")
+    cards.start("cuda:1")
+    async with cards.client("cuda:0") as a, cards.client("cuda:1") as b:
+        await formed(a, b)
+        given, wanted = mixed(cards, GPU0, given=True), mixed(cards, GPU1, given=False)
+        left, right = await moved(a, b, given, wanted, **options)
+        same(given, wanted)
+        [batch] = (await b.status())["batches"]
+        assert batch["transport"] == "host"
+        given["large"].mul_(3)
+        await (await asyncio.gather(left.transfer("send", snapshot=True), right.transfer("recv")))[0]
+        same(given, wanted)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("back", [False, True], ids=["to the CPU", "from the CPU"])
+async def test_a_card_and_a_cpu(cards: Cards, apart: bool, back: bool) -> None:
+    """Inference hosts without a GPU exist: pinned staging at the card's end, whatever the way between."""
+    host = {"ETHA_HOST_ID": "other"} if apart else {}
+    cards.start("cuda:0")
+    cards.start("cpu", **host)
+    async with cards.client("cuda:0") as a, cards.client("cpu", **host) as b:
+        await formed(a, b)
+        card, cpu = mixed(cards, GPU0, given=not back), {}
+        for name, tensor in mixed(cards, GPU0, given=back).items():
+            cpu[name] = tensor.clone()
+        given, wanted = (cpu, card) if back else (card, cpu)
+        sender, receiver = (b, a) if back else (a, b)
+        left, right = await moved(sender, receiver, given, wanted, verify="full")
+        same(given, wanted)
+        given["large"].mul_(3)
+        await asyncio.gather(left.transfer("send"), right.transfer("recv"))
+        same(given, wanted)
+
+
+async def test_tensors_of_another_device_are_refused_by_name(cards: Cards) -> None:
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        with pytest.raises(RegistrationError, match=r"'w'.*serves cuda-GPU-0000"):
+            await asyncio.gather(
+                a.register_tensors("b", {"w": torch.zeros(4)}, pair_name="weights"),
+                b.register_tensors("b", {"w": cards.tensor(torch.zeros(4))}, pair_name="weights"),
+            )
+
+
+async def test_a_device_that_is_not_there(cards: Cards) -> None:
+    with pytest.raises(ConfigError, match="'cuda:7' is not among the 2 GPUs"):
+        etha.AsyncTensorBusClient(device="cuda:7")
