@@ -15,23 +15,29 @@ from etha.errors import ConfigError
 _HINT = "install sub-etha[nccl] (nccl4py 0.6, beside a torch for CUDA, which brings libnccl)"
 
 
-def _library() -> Any:
+def _library() -> tuple[Any, Any]:
     try:
+        from cuda.bindings import runtime
         from nccl.bindings import nccl as library
     except ImportError as error:
-        raise ConfigError(f"NCCL is needed between GPUs of different hosts, and nccl4py is missing: {_HINT}") from error
+        raise ConfigError(
+            f"NCCL is needed between GPUs of different hosts, and cannot be loaded ({error}): {_HINT}"
+        ) from error
     try:
         library.get_version()
     except Exception as error:
         raise ConfigError(f"nccl4py found no libnccl ({error}): {_HINT}") from error
-    return library
+    return library, runtime
 
 
 class Bindings:
-    """An ``etha.cuda.nccl.Nccl``; ConfigError where nccl4py or libnccl is missing."""
+    """An ``etha.cuda.nccl.Nccl``; ConfigError where nccl4py or libnccl is missing.
 
-    def __init__(self) -> None:
-        self._nccl = _library()
+    ``bindings``: nccl.bindings.nccl and cuda.bindings.runtime, or what looks like them.
+    """
+
+    def __init__(self, bindings: tuple[Any, Any] | None = None) -> None:
+        self._nccl, self._rt = bindings or _library()
         self._comms: dict[int, Any] = {}
 
     @contextmanager
@@ -56,10 +62,8 @@ class Bindings:
         """Begin a communicator that never blocks; its device becomes the calling thread's current one."""
         if len(unique_id) != ID_BYTES:
             raise NcclError(f"a unique id has {ID_BYTES} bytes, not {len(unique_id)}")
-        from cuda.bindings import runtime
-
-        (code,) = runtime.cudaSetDevice(ordinal)
-        if code != runtime.cudaError_t.cudaSuccess:
+        (code,) = self._rt.cudaSetDevice(ordinal)
+        if code != self._rt.cudaError_t.cudaSuccess:
             raise NcclError(f"cudaSetDevice({ordinal}): {code.name}")
         config = self._nccl.Config()
         config.blocking = 0
@@ -92,12 +96,12 @@ class Bindings:
     def send(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
         """ncclSend of bytes."""
         with self._told(f"ncclSend of {nbytes} bytes to rank {peer}"):
-            self._nccl.send(address, nbytes, self._nccl.DataType.Uint8, peer, self._comms[comm], stream)
+            self._nccl.send(address, nbytes, int(self._nccl.DataType.Uint8), peer, self._comms[comm], stream)
 
     def receive(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
         """ncclRecv of bytes."""
         with self._told(f"ncclRecv of {nbytes} bytes from rank {peer}"):
-            self._nccl.recv(address, nbytes, self._nccl.DataType.Uint8, peer, self._comms[comm], stream)
+            self._nccl.recv(address, nbytes, int(self._nccl.DataType.Uint8), peer, self._comms[comm], stream)
 
     def abort(self, comm: int) -> None:
         """ncclCommAbort; the communicator is gone then, also where it fails."""
