@@ -44,6 +44,7 @@ class Runtime(Driver):
     # -- devices ------------------------------------------------------------------------------------------------
 
     def versions(self) -> dict[str, str]:
+        """CUDA versions that driver and runtime are of; the driver's says so where there is none."""
         driver = int(ask("the driver's version", self._rt.cudaDriverGetVersion()))
         runtime = int(ask("the runtime's version", self._rt.cudaRuntimeGetVersion()))
         bindings = importlib.import_module("cuda.bindings").__version__
@@ -51,6 +52,7 @@ class Runtime(Driver):
         return {"driver": version(driver) if driver else missing, "runtime": version(runtime), "bindings": bindings}
 
     def devices(self) -> tuple[Device, ...]:
+        """Of cudaGetDeviceProperties; asked for once there are some."""
         if self._devices:
             return self._devices
         answer = self._rt.cudaGetDeviceCount()
@@ -89,6 +91,7 @@ class Runtime(Driver):
         return self.devices()[tensor.device.index].uuid if tensor.device.type == "cuda" else None
 
     def tensor(self, uuid: str, address: int, nbytes: int) -> torch.Tensor:
+        """A storage over the address: torch neither asks whose it is nor frees it."""
         device = torch.device("cuda", self._ordinal(uuid))
         flat = torch.empty(0, dtype=torch.uint8, device=device)
         if nbytes == 0:
@@ -104,6 +107,7 @@ class Runtime(Driver):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def allocate(self, uuid: str, nbytes: int) -> int:
+        """cudaMalloc."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             address = int(ask(f"allocate {nbytes} bytes on {uuid}", self._rt.cudaMalloc(nbytes)))
@@ -116,6 +120,7 @@ class Runtime(Driver):
         del self._memory[address]
 
     def pin(self, nbytes: int) -> int:
+        """cudaHostAlloc, portable and mapped."""
         flags = self._rt.cudaHostAllocPortable | self._rt.cudaHostAllocMapped
         # Portable: whichever context makes it. One that is in use already, so that no other device gets one.
         with self._current(next(iter(self._contexts), 0)):
@@ -126,6 +131,7 @@ class Runtime(Driver):
             ask(f"unpin {address:#x}", self._rt.cudaFreeHost(address))
 
     def extent(self, address: int) -> Extent:
+        """cuMemGetAddressRange."""
         with self._current(self._place(address)):
             found = self._cu.cuMemGetAddressRange(address)
         base, nbytes = ask(f"the allocation around {address:#x}", found)
@@ -136,6 +142,7 @@ class Runtime(Driver):
         return int(ask(f"the allocation at {address:#x}", self._cu.cuPointerGetAttribute(attribute, address)))
 
     def export(self, base: int) -> bytes:
+        """cudaIpcGetMemHandle, where the memory is said to have one."""
         what = f"export {base:#x}"
         capable = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         with self._current(self._place(base)):
@@ -149,6 +156,7 @@ class Runtime(Driver):
                 raise
 
     def open(self, uuid: str, handle: bytes) -> int:
+        """cudaIpcOpenMemHandle, with peer access as needed."""
         ordinal, what = self._ordinal(uuid), f"open memory of another process for {uuid}"
         flags = self._rt.cudaIpcMemLazyEnablePeerAccess
         with self._current(ordinal):
@@ -163,6 +171,7 @@ class Runtime(Driver):
             ask(what, self._rt.cudaIpcCloseMemHandle(address))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """cudaMemcpyAsync, the direction from the addresses."""
         ordinal = self._streams.get(stream)
         what = f"copy {nbytes} bytes from {source:#x} to {target:#x}"
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
@@ -172,6 +181,7 @@ class Runtime(Driver):
     # -- streams and events -------------------------------------------------------------------------------------
 
     def stream(self, uuid: str) -> int:
+        """cudaStreamCreateWithFlags, not blocking."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             made = self._rt.cudaStreamCreateWithFlags(self._rt.cudaStreamNonBlocking)
@@ -180,12 +190,14 @@ class Runtime(Driver):
         return stream
 
     def drop_stream(self, stream: int) -> None:
+        """cudaStreamDestroy, which returns before the work is done."""
         what = f"destroy stream {stream:#x}"
         with self._current(_known(self._streams, stream, what)):
             ask(what, self._rt.cudaStreamDestroy(stream))
         del self._streams[stream]
 
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
+        """cudaEventCreateWithFlags."""
         ordinal = self._ordinal(uuid)
         flags = self._rt.cudaEventDisableTiming | (self._rt.cudaEventInterprocess if interprocess else 0)
         with self._current(ordinal):
@@ -194,24 +206,28 @@ class Runtime(Driver):
         return event
 
     def drop_event(self, event: int) -> None:
+        """cudaEventDestroy."""
         what = f"destroy event {event:#x}"
         with self._current(_known(self._events, event, what)):
             ask(what, self._rt.cudaEventDestroy(event))
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
+        """cudaEventRecord."""
         what = f"record event {event:#x} on stream {stream:#x}"
         # Stream 0 is the default stream of the device that is current: the event's.
         with self._current(_known(self._events, event, what)):
             ask(what, self._rt.cudaEventRecord(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
+        """cudaStreamWaitEvent."""
         what = f"wait on stream {stream:#x} for event {event:#x}"
         ordinal = _known(self._events, event, what)
         with self._current(self._streams.get(stream, ordinal)):
             ask(what, self._rt.cudaStreamWaitEvent(stream, event, 0))
 
     def reached(self, event: int) -> bool:
+        """cudaEventQuery."""
         what = f"query event {event:#x}"
         with self._current(_known(self._events, event, what)):
             answer = self._rt.cudaEventQuery(event)
@@ -231,6 +247,7 @@ class Runtime(Driver):
             return bytes_of(ask(what, self._rt.cudaIpcGetEventHandle(event)))
 
     def open_event(self, uuid: str, handle: bytes) -> int:
+        """cudaIpcOpenEventHandle."""
         ordinal, what = self._ordinal(uuid), f"open another process's event for {uuid}"
         with self._current(ordinal):
             wire = filled(self._rt.cudaIpcEventHandle_t(), handle, what)
@@ -239,6 +256,7 @@ class Runtime(Driver):
         return event
 
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
+        """``work`` runs here and now; what it asks of the device is queued."""
         external: Any = torch.cuda.ExternalStream
         outer = external(stream, device=torch.device("cuda", self._ordinal(uuid)))
         try:

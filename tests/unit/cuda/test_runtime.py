@@ -318,7 +318,7 @@ def test_without_a_gpu_nothing_of_cuda_is_loaded(doing: str) -> None:
 import sys
 sys.modules.update(dict.fromkeys(("cuda", "nccl", "triton")))
 {doing}
-print([name for name in sys.modules if name in ("etha.cuda.runtime", "etha.cuda.answers", "etha.cuda.nccl")])
+print([name for name in sys.modules if name in ("etha.cuda.runtime", "etha.cuda.answers", "etha.cuda.nccl4py")])
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (answer.stdout.strip(), answer.returncode) == ("[]", 0), answer.stderr
