@@ -132,7 +132,7 @@ class Communicators:
 
     def discard(self, one: Communicator, cause: BaseException) -> None:
         """Abort it: no transfer uses it from now on. Returns at once, idempotent."""
-        if one.cause is None:
+        if one.usable:
             one.cause = cause
             self._thread.start(self._abort(one, cause))
 

@@ -27,6 +27,8 @@ GROUP = 256
 MOST, LARGEST = 16, 32 << 20
 #: From so many bytes on a piece travels alone, and so without a copy where its tensor allows it.
 STRAIGHT = 1 << 20
+#: Bytes of a wave for each agent: groups are well filled, and a relay begins when the first wave has come.
+WAVE = 32 << 20
 _LEAST = 64 << 10
 
 
@@ -35,7 +37,8 @@ class Cut:
     """How flows between these agents are cut; the same on all of them. ``members`` are sorted: their ranks.
 
     In bytes: ``limit`` of one flow in one group, ``chunk`` of one piece, ``straight`` from which one is alone, ``part``
-    of what is reduced as one. ``most``: messages of one flow in one group.
+    of what is reduced as one, ``wave`` of whole tensors that go before the next ones are begun. ``most``: messages of
+    one flow in one group.
     """
 
     members: tuple[str, ...]
@@ -43,6 +46,7 @@ class Cut:
     chunk: int
     straight: int
     part: int
+    wave: int
     most: int
 
     def rank(self, agent: str) -> int:
@@ -73,21 +77,29 @@ def device_cut(members: Sequence[str], staging: int) -> Cut:
         chunk=limit,
         straight=min(STRAIGHT, limit),
         part=min(4 << 20, limit),
+        wave=WAVE * len(names),
         most=max(1, min(MOST, GROUP // max(2, len(names)) // 2)),
     )
 
 
-def order(stage: int, tensor: int) -> tuple[int, int]:
-    """Where a stage stands in the order of groups: (0, step of the reductions) or (1, wave).
+def waves(nbytes: Sequence[int], cut: Cut) -> tuple[int, ...]:
+    """The wave of each tensor, of whose bytes as a whole all agents know."""
+    before = np.cumsum(np.array([0, *nbytes], np.int64))[:-1]
+    # Numbered without gaps: the next hop of a wave is to meet the wave behind it, however large a tensor was.
+    return tuple(np.unique(before // cut.wave, return_inverse=True)[1].tolist())
+
+
+def order(stage: int, tensor: int, waves: Sequence[int]) -> tuple[int, int]:
+    """Where a stage stands in the order of groups: (0, step of the reductions) or (1, step of the tensors).
 
     Contributions of the next wave go before the results of this one, so that the wire is busy while it is reduced.
-    A tensor goes in wave (tensor + hop): its next hop hangs on lower waves, those of other tensors run beside it.
+    A tensor goes in step (wave + hop): its next hop hangs on earlier steps, those of other waves run beside it.
     """
     if stage >= LAST:
         tensor, hop = divmod(stage - LAST, 1 << 16)
-        return 1, tensor + hop
+        return 1, waves[tensor] + hop
     if stage == 1:
-        return 1, tensor
+        return 1, waves[tensor]
     wave, kind = divmod(stage, 3)
     return 0, 2 * wave + (3 if kind else 0)
 
@@ -97,48 +109,51 @@ def contribution(stage: int) -> bool:
     return stage < LAST and stage % 3 == 0
 
 
-def message_flow(*, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[Piece], cut: Cut) -> Flow:
+def message_flow(
+    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[Piece], cut: Cut, waves: Sequence[int]
+) -> Flow:
     """The pieces, in any order of stages, as one lane of messages in ascending order of their keys.
 
-    ``names``: (sender, receiver); ``mark``: the plan's digest.
+    ``names``: (sender, receiver); ``mark``: the plan's digest; ``waves`` of the tensors.
     """
-    placed = sorted(pieces, key=lambda p: order(p.stage, p.tensor))
-    table = np.array([(p.stage, p.tensor, p.nbytes) for p in placed], "<i8").reshape(-1, 3)
+    placed = sorted(((order(p.stage, p.tensor, waves), p) for p in pieces), key=lambda one: one[0])
+    table = np.array([(p.stage, p.tensor, p.nbytes) for _, p in placed], "<i8").reshape(-1, 3)
     h = hashlib.sha256(f"etha-messages-1 {mark} {names} {cut}".encode())
     h.update(np.ascontiguousarray(table).tobytes())
     spans = tuple(_keyed(placed, cut, cut.colour(*names)))
     return Flow(peer=peer, digest=h.digest(), nbytes=int(table[:, 2].sum()), lanes=(spans,))
 
 
-def _keyed(pieces: Sequence[Piece], cut: Cut, colour: int) -> Iterator[Span]:
-    place: tuple[int, int] | None = None
+#: A piece, and its place in the order of groups.
+_Placed = tuple[tuple[int, int], Piece]
+
+
+def _keyed(placed: Sequence[_Placed], cut: Cut, colour: int) -> Iterator[Span]:
+    step: tuple[int, int] | None = None
     turn = count = nbytes = 0
-    for run in _runs(pieces, cut):
-        span, here = join(run), order(run[0].stage, run[0].tensor)
-        if here != place:
-            place, turn, count, nbytes = here, 0, 0, 0
+    for here, run in _runs(placed, cut):
+        span = join(run)
+        if here != step:
+            step, turn, count, nbytes = here, 0, 0, 0
         elif count == cut.most or nbytes + span.wire > cut.limit:
             turn, count, nbytes = turn + 1, 0, 0
         count, nbytes = count + 1, nbytes + span.wire
         yield replace(span, key=(*here, turn, colour))
 
 
-def _runs(pieces: Sequence[Piece], cut: Cut) -> Iterator[list[Piece]]:
+def _runs(placed: Sequence[_Placed], cut: Cut) -> Iterator[tuple[tuple[int, int], list[Piece]]]:
     run: list[Piece] = []
-    wire = 0
-    for piece in pieces:
+    step, wire = (0, 0), 0
+    for here, piece in placed:
         alone = piece.nbytes >= cut.straight or contribution(piece.stage)
-        if run and (
-            alone
-            or wire + piece.padded > cut.limit
-            or order(piece.stage, piece.tensor) != order(run[0].stage, run[0].tensor)
-        ):
-            yield run
+        if run and (alone or here != step or wire + piece.padded > cut.limit):
+            yield step, run
             run, wire = [], 0
+        step = here
         run.append(piece)
         wire += piece.padded
         if alone:
-            yield run
+            yield step, run
             run, wire = [], 0
     if run:
-        yield run
+        yield step, run

@@ -32,6 +32,7 @@ from etha.errors import PeerLostError, ProtocolError
 from etha.transport.base import Peer, Progress
 from etha.transport.communicator import Communicator
 from etha.transport.errand import Errand
+from etha.transport.flows import WireProgram
 from etha.transport.messages import device_cut
 from etha.transport.nccl_plane import NcclPlane
 from etha.transport.nccl_thread import Task
@@ -49,6 +50,7 @@ class NcclTransport:
         self._plane, self._communicator = plane, communicator
         self._running: set[Errand] = set()
         self._refused: BaseException | None = None
+        self._programs: set[WireProgram] = set()
 
     @property
     def usable(self) -> bool:
@@ -84,6 +86,7 @@ class NcclTransport:
         comm = self._communicator
         if run.program.members and run.program.members != comm.members:
             raise ProtocolError(f"a program for {run.program.members}, a communicator of {comm.members}")
+        self._programs.add(run.program)
         errand = Errand(self._plane)
         self._running.add(errand)
         try:
@@ -94,6 +97,11 @@ class NcclTransport:
                 loop = asyncio.get_running_loop()
                 tell = None if on_progress is None else partial(_tell, loop, on_progress)
                 return await errand.over(self._go(errand, run, comm, tell, move))
+        except BaseException as error:
+            # Whatever it was, the others' groups wait for this agent's: it must not stay a member that never comes.
+            if move:
+                self._plane.communicators.discard(comm, error)
+            raise
         finally:
             self._running.discard(errand)
 
@@ -108,7 +116,6 @@ class NcclTransport:
                 yield from conveyor.copy_early()
                 run.prepared = True
         except BaseException as error:
-            # The others wait in groups for this agent: it must not stay a member that never comes.
             if move:
                 comm.abort(error)
             raise
@@ -133,10 +140,11 @@ class NcclTransport:
         self.stop(cause)
 
     async def close(self) -> None:
-        """End what runs and refuse more; the communicator is its epoch's, others may use it."""
+        """End what runs, refuse more, and give back what is kept of its programs; the communicator is its epoch's."""
         self.abort(PeerLostError("this transport is closed", reason="closed"))
-        async with self._plane.turn:
-            pass  # what ran has the turn until nothing touches memory
+        # What ran has the turn until nothing touches memory.
+        await self._plane.forget(self._programs)
+        self._programs.clear()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, progress: Progress, done: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Collection, Sequence
 
 from etha.config import STAGING
 from etha.cuda.driver import Device, Driver
@@ -60,8 +59,8 @@ class NcclPlane:
         self.unquiet: Conveyor | None = None
         self._ring: Ring | None = None
         self._copier: Copier | None = None
-        self._rounds: WeakKeyDictionary[WireProgram, Rounds] = WeakKeyDictionary()
-        self._steps: WeakKeyDictionary[WireProgram, Steps] = WeakKeyDictionary()
+        self._rounds: dict[WireProgram, Rounds] = {}
+        self._steps: dict[WireProgram, Steps] = {}
 
     @property
     def peak_staging(self) -> int:
@@ -94,6 +93,21 @@ class NcclPlane:
             numbers=self.numbers, budget=self.budget, count=self._count, progress=progress,
         )  # fmt: skip
 
+    async def forget(self, programs: Collection[WireProgram]) -> None:
+        """Give back what is kept for programs that run no more; on its thread, for that may wait for the device."""
+        async with self.turn:
+            kept = [program for program in programs if program in self._rounds]
+            if kept and self.stuck is None:
+                await self.thread.start(self._forget(kept))
+
+    def _forget(self, programs: Sequence[WireProgram]) -> Task[None]:
+        yield True
+        for program in programs:
+            self._rounds.pop(program, None)
+            steps = self._steps.pop(program, None)
+            if steps is not None:
+                steps.release()
+
     def _count(self, peer: str, sent: int, received: int) -> None:
         traffic = self.traffic[peer]
         traffic.sent += sent
@@ -109,10 +123,7 @@ class NcclPlane:
         await asyncio.to_thread(self.thread.join, 0.0 if self.stuck is not None else BOUND)
 
     def _let_go(self) -> Task[None]:
-        yield True
-        for steps in self._steps.values():
-            steps.release()
-        self._steps.clear()
+        yield from self._forget(list(self._rounds))
         if self._copier is not None:
             self._copier.close()
         if self._ring is not None:

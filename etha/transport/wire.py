@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from etha.transport.crossings import Crossings, Move, Part
 from etha.transport.flows import BUCKET, CHUNK, STREAMS, End, Flow, PartWork, Piece, WireProgram, make_flow
 from etha.transport.geometry import scratch
 from etha.transport.laying import STRAIGHT, Laid, Laying, Views
-from etha.transport.messages import Cut, message_flow
+from etha.transport.messages import Cut, message_flow, waves
 from etha.transport.program import Member
 from etha.transport.reduce import Bounds, clip
 from etha.transport.relays import Arrivals, Pass, hull
@@ -70,6 +71,8 @@ class _Compiler(Laying):
     ) -> None:
         super().__init__(plan, ways, sources, targets, STRAIGHT if cut is None else cut.straight)
         self._staging, self._cut = staging, cut
+        specs = [plan.source[name] for name in plan.names] if cut is not None else []
+        self._waves = waves([prod(s.shape) * s.dtype.itemsize for s in specs], cut) if cut is not None else ()
         self._chunk = CHUNK if cut is None else cut.chunk
         self._crossings = wire_crossings(plan, ways, staging, cut)
         self._relays = self._crossings.relays
@@ -138,7 +141,9 @@ class _Compiler(Laying):
             names = (me, peer) if sending else (peer, me)
             mark = self.plan.digest()
             if self._cut is not None:
-                flows[peer] = message_flow(peer=peer, names=names, mark=mark, pieces=pieces[peer], cut=self._cut)
+                flows[peer] = message_flow(
+                    peer=peer, names=names, mark=mark, pieces=pieces[peer], cut=self._cut, waves=self._waves
+                )
                 continue
             pieces[peer].sort(key=lambda p: p.stage)
             flows[peer] = make_flow(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
 from etha.transport.flows import WireProgram
-from etha.transport.messages import GROUP, Cut, device_cut, order
+from etha.transport.messages import GROUP, Cut, device_cut, order, waves
 from etha.transport.relays import LAST
 from etha.transport.rounds import Group, Rounds, make_rounds
 from etha.transport.wire import compile_wire
@@ -28,7 +28,7 @@ ORDERS = st.lists(st.integers(0, 1 << 30), max_size=100)
 
 def small(job: Job, **options: int) -> Cut:
     """A cut of messages so small that little jobs have many groups."""
-    return replace(device_cut(job.agents, job.staging), **options)
+    return replace(device_cut(job.agents, job.staging), **{"wave": 1024, **options})
 
 
 def programs(job: Job, cut: Cut) -> dict[str, WireProgram]:
@@ -104,7 +104,9 @@ def play(job: Job, cut: Cut, order: list[int]) -> Strict:
 @given(seed=st.integers(0, 10_000), order=ORDERS, chains=st.sampled_from([1, 1, 2, None]))
 def test_relays_never_wait_in_a_ring(seed: int, order: list[int], chains: int | None) -> None:
     job = relayed_job(seed, chains=chains)
-    cut = small(job, limit=1 << (8 + seed % 9), chunk=1 << (8 + seed % 7), straight=256, most=1 + seed % 4)
+    cut = small(
+        job, limit=1 << (8 + seed % 9), chunk=1 << (8 + seed % 7), straight=256, most=1 + seed % 4, wave=1 << seed % 14
+    )
     assert play(job, replace(cut, chunk=min(cut.chunk, cut.limit)), order).over
 
 
@@ -139,8 +141,25 @@ def test_reductions_in_many_waves_never_wait_in_a_ring(agents_of: tuple[str, str
 
 def test_what_is_reduced_travels_beside_what_is_sent() -> None:
     """Contributions of a wave go before the results of the one before it."""
-    assert [order(stage, 0) for stage in (0, 3, 2, 6, 5)] == [(0, 0), (0, 2), (0, 3), (0, 4), (0, 5)]
-    assert order(1, 7) == (1, 7) and order(LAST + (5 << 16) + 2, 5) == (1, 7)
+    assert [order(stage, 0, (0,)) for stage in (0, 3, 2, 6, 5)] == [(0, 0), (0, 2), (0, 3), (0, 4), (0, 5)]
+
+
+def test_small_tensors_share_a_wave_and_the_next_hop_goes_with_the_next_wave() -> None:
+    cut = replace(device_cut("ab", 64 << 20), wave=100)
+    found = waves([10, 80, 10, 50, 300, 1], cut)
+    assert found == (0, 0, 0, 1, 1, 2)
+    assert order(1, 3, found) == (1, 1) == order(LAST + (2 << 16) + 1, 2, found)
+
+
+def test_little_tensors_travel_in_one_message() -> None:
+    spec = TensorSpec((64,), torch.float32, Layout((1,), [Replicate()]))
+    names = [f"t{i:03}" for i in range(200)]
+    held, blank = ({0: {k: torch.rand(64) for k in names}} for _ in range(2))
+    plan = make_plan(dict.fromkeys(names, spec), dict.fromkeys(names, spec), ("a",), ("b",))
+    job = Job(plan, ("a",), ("b",), held, blank)
+    for program in programs(job, device_cut("ab", job.staging)).values():
+        [flow] = [*program.sends.values(), *program.receives.values()]
+        assert len(flow.lanes[0]) == 1 and len(make_rounds(program).groups) == 2
 
 
 def crowd(agents: int) -> Job:
