@@ -8,6 +8,7 @@ The rank of an agent is its place among the sorted names. One that has failed or
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Hashable, Sequence
@@ -34,12 +35,14 @@ class Communicator:
         self.cause: BaseException | None = None
         self.handle = 0
         self.busy = 0
+        self.forming: asyncio.Future[None] | None = None
+        self.formed = False
         self._freed = True
 
     @property
     def usable(self) -> bool:
         """Whether transfers may use it."""
-        return self.cause is None and not self._freed
+        return self.formed and self.cause is None and not self._freed
 
     def begin(self, ordinal: int, unique_id: bytes) -> None:
         """Start to form it."""
@@ -90,18 +93,20 @@ class Communicators:
     async def get(
         self, scope: Hashable, members: Sequence[str], unique_id: bytes, *, seconds: float = FORMING
     ) -> Communicator:
-        """The communicator of these agents in an epoch of a pair (``scope``); forms it where there is none usable.
+        """The communicator of these agents in an epoch of a pair (``scope``); formed where there is none that works.
 
         TransferTimeoutError when not all of them came in time, PeerLostError when NCCL failed or ``drop`` came before.
         Cancelling leaves it to form: ``drop`` ends that.
         """
         key = (scope, tuple(sorted(set(members))))
         found = self._found.get(key)
-        if found is not None and found.usable:
-            return found
-        made = self._found[key] = Communicator(self._nccl, key[1], self._me)
-        await self._thread.start(self._form(made, unique_id, time.monotonic() + seconds, seconds))
-        return made
+        if found is None or found.cause is not None:
+            found = self._found[key] = Communicator(self._nccl, key[1], self._me)
+            task = self._form(found, unique_id, time.monotonic() + seconds, seconds)
+            found.forming = self._thread.start(task)
+        assert found.forming is not None
+        await asyncio.shield(found.forming)  # for all who ask meanwhile
+        return found
 
     def _form(self, made: Communicator, unique_id: bytes, until: float, seconds: float) -> Task[None]:
         names = ", ".join(made.members)
@@ -117,6 +122,7 @@ class Communicators:
                         f"their hosts do not reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO tell more)"
                     )
                 yield False
+            made.formed = True
         except NcclError as error:
             lost = PeerLostError(f"NCCL could not connect the agents {names}: {error}", reason="died")
             made.abort(lost)
@@ -132,7 +138,7 @@ class Communicators:
 
     def discard(self, one: Communicator, cause: BaseException) -> None:
         """Abort it: no transfer uses it from now on. Returns at once, idempotent."""
-        if one.usable:
+        if one.cause is None:
             one.cause = cause
             self._thread.start(self._abort(one, cause))
 

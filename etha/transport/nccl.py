@@ -131,7 +131,7 @@ class NcclTransport:
         """
         for errand in self._running:
             errand.stop(cause)
-        if not self._running and self._communicator.usable:
+        if not self._running:
             self._plane.communicators.discard(self._communicator, cause)
 
     def abort(self, cause: BaseException) -> None:

@@ -276,6 +276,20 @@ async def test_an_epoch_that_ends_while_its_communicator_forms() -> None:
             await forming
 
 
+async def test_who_asks_while_it_forms_gets_the_same_one_once_it_has() -> None:
+    async with fleet("ab") as at:
+        a, b = (at.cards[name].plane.communicators for name in "ab")
+        unique_id = await a.unique_id()
+        given_up, second = (asyncio.ensure_future(a.get(1, "ab", unique_id)) for _ in range(2))
+        await at.cards["a"].plane.thread.start(iter_once())
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert not second.done()
+        third, _ = await asyncio.gather(a.get(1, "ab", unique_id), b.get(1, "ab", unique_id))
+        assert third is await second and third.usable
+
+
 async def test_two_communicators_form_side_by_side_in_any_order() -> None:
     """Each agent begins with another one: nobody waits for the other's thread."""
     async with fleet("abc") as at:
