@@ -172,6 +172,9 @@ class Conveyor:
         if not self.ring.driver.reached(self.ring.done[number % DEPTH]):
             self._check(comm)
             return False
+        witness = self.steps.program.witness
+        for one in step.makes if witness is not None else ():
+            one.tell(witness)
         self._flight.popleft()
         guarded.close()
         for messages, sent in ((step.group.sends, True), (step.group.receives, False)):

@@ -6,17 +6,18 @@ Everything here was laid over one ring: ``generation`` tells whether its memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from etha.errors import ConfigError
 from etha.memory.views import View
 from etha.plan.simulate import combine, finish
-from etha.transport.crossings import Part
+from etha.transport.crossings import ALIGN, Part
 from etha.transport.device import Copier, Launch
-from etha.transport.flows import End, PartWork, Piece, WireProgram
+from etha.transport.device_memory import PinnedMemory
+from etha.transport.flows import End, Observer, PartWork, Piece, WireProgram
+from etha.transport.messages import DEPTH
 from etha.transport.nccl_thread import Task
 from etha.transport.ring import GIVEN, VALUE, Ring
 from etha.transport.rounds import Group, Message, Rounds
@@ -28,7 +29,10 @@ Operation = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """How a part is reduced: ``far`` are addresses of contributions, ``near`` fetch theirs to GIVEN, by number."""
+    """How a part is reduced: ``far`` are addresses of contributions, ``near`` fetch theirs to GIVEN, by number.
+
+    ``shown``: host memory to which contributions and value are copied for a witness, who sees them later.
+    """
 
     part: Part
     work: PartWork
@@ -36,6 +40,33 @@ class Reduction:
     near: Mapping[int, Launch]
     value: int
     results: Launch | None
+    shown: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Bytes of one contribution's place in ``shown``."""
+        return -(-self.part.numel * self.work.source.itemsize // ALIGN) * ALIGN
+
+    @property
+    def shows(self) -> int:
+        """Bytes of ``shown``."""
+        value = -(-self.part.numel * self.work.wire.itemsize // ALIGN) * ALIGN
+        return self.part.slot.count * self.width + value
+
+    def tell(self, witness: Observer) -> None:
+        """Show what was reduced, once the device has passed it."""
+        if self.shown is None:
+            return
+        part, source, wire = self.part, self.work.source, self.work.wire
+        for index in range(part.slot.count):
+            at = index * self.width
+            witness.given(part, index, self.shown[at : at + part.numel * source.itemsize].view(source))
+        at = part.slot.count * self.width
+        witness.value(part, self.shown[at : at + part.numel * wire.itemsize].view(wire))
+
+    def _show(self, ring: Ring, place: int, address: int, nbytes: int) -> None:
+        if self.shown is not None:
+            ring.driver.copy(self.shown.data_ptr() + place * self.width, address, nbytes, ring.unpack)
 
     def enqueue(self, ring: Ring, copier: Copier) -> None:
         """Queue it on the unpack stream, as ``etha.plan.simulate``: in index order, rounded once."""
@@ -46,8 +77,10 @@ class Reduction:
             if address is None:
                 copier.enqueue(self.near[index], ring.unpack)
                 address = ring.address(GIVEN)
+            self._show(ring, index, address, numel * source.itemsize)
             self._queue(ring, partial(self._add, ring, totals, address, numel * source.itemsize))
         self._queue(ring, partial(self._finish, ring, totals))
+        self._show(ring, self.part.slot.count, self.value, numel * self.work.wire.itemsize)
         if self.results is not None:
             copier.enqueue(self.results, ring.unpack)
 
@@ -92,6 +125,7 @@ class Steps:
     steps: tuple[Step, ...]
     early: Launch | None
     generation: int
+    shown: PinnedMemory | None = None
 
     def release(self) -> None:
         """Give the launches' tables back, once the device is done with them."""
@@ -101,12 +135,12 @@ class Steps:
         for launch in (*launches, self.early):
             if launch is not None:
                 launch.release()
+        if self.shown is not None:
+            self.shown.release()
 
 
 def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier) -> Task[Steps]:
     """Lay a program over a ring that has its memory (``provide``), a group at a time; waits for uploads only."""
-    if program.witness is not None and program.parts:
-        raise ConfigError("reductions that go over NCCL are not verified yet: register the batch with verify=None")
     maker = _Maker(program, ring, copier)
     early: list[Op] = []
     for end, stage, _ in program.early:
@@ -118,12 +152,27 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
         steps.append(maker.step(number, group))
         yield True
     maker.rehearse()
+    shown = None
+    most = max((sum(one.shows for one in step.makes) for step in steps), default=0)
+    if program.witness is not None and most:
+        # As many places as groups are in use at once: page-locked host memory, none of the card's.
+        shown = PinnedMemory(ring.driver, ring.uuid, DEPTH * most)
+        steps = [_witnessed(step, shown.flat[number % DEPTH * most :]) for number, step in enumerate(steps)]
     return Steps(
         program=program,
         steps=tuple(steps),
         early=copier.compile(early) if early else None,
         generation=ring.generation,
+        shown=shown,
     )
+
+
+def _witnessed(step: Step, room: torch.Tensor) -> Step:
+    makes, at = [], 0
+    for one in step.makes:
+        makes.append(replace(one, shown=room[at : at + one.shows]))
+        at += one.shows
+    return replace(step, makes=tuple(makes))
 
 
 class _Maker:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from etha.plan import Layout, TensorSpec
+from etha.transport.crossings import Part
 from etha.transport.messages import device_cut
 from etha.transport.rounds import make_rounds
 from tests.unit.transport.agents import Job, bits, make_plan, same
@@ -201,3 +202,39 @@ async def test_relayed_tensors_arrive_over_a_chain() -> None:
         for host in range(4):
             assert sum(t.received for t in at.cards[f"t{host}"].plane.traffic.values()) == once
         same(placed.target, job.expected())
+
+
+class Seen:
+    """A witness that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.contributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.values: dict[int, tuple[Part, torch.Tensor]] = {}
+
+    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+        assert (part.number, index) not in self.contributions
+        self.contributions[part.number, index] = flat.clone()
+
+    def value(self, part: Part, flat: torch.Tensor) -> None:
+        assert part.number not in self.values
+        self.values[part.number] = (part, flat.clone())
+
+
+async def test_a_witness_is_shown_every_contribution_and_what_it_came_to() -> None:
+    job = partial(20, (64, 48), "ab", "ab", staging=256 << 10)
+    async with fleet("ab") as at:
+        placed = Placed(job, at, small(job, limit=8 << 10, chunk=8 << 10, straight=1024, part=12 << 10, most=3))
+        transports, runs = await placed.runs()
+        seen = {name: Seen() for name in runs}
+        watched = {
+            name: replace(run, program=replace(run.program, witness=seen[name]), prepared=False)
+            for name, run in runs.items()
+        }
+        await asyncio.gather(*(transports[name].run(watched[name]) for name in runs))
+        same(placed.target, job.expected())
+        for transport in transports.values():
+            await transport.close()
+    for name, one in seen.items():
+        assert set(one.values) == {part.number for part in runs[name].program.parts} and one.values
+        for number, (part, value) in one.values.items():
+            assert torch.equal(sum(one.contributions[number, i] for i in range(part.slot.count)), value)
