@@ -190,13 +190,12 @@ def demo(
     synthetic: Annotated[
         float | None, typer.Option(metavar="GIB", help="move this much random data in Llama-3 8B's proportions instead")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: both jobs on the GPUs, ranks round robin")] = "cpu",
     redis: Annotated[str | None, typer.Option(help="URL of a Redis that both jobs reach; default: embedded")] = None,
     trainer: Annotated[
         str | None, typer.Option(metavar="NETNS,ADDRESS", help="run the trainer in this network namespace, as a host")
     ] = None,
-    inference: Annotated[
-        str | None, typer.Option(metavar="NETNS,ADDRESS", help="and the inference job in this one")
-    ] = None,
+    inference: Annotated[str | None, typer.Option(metavar="NETNS,ADDRESS", help="the inference job in this")] = None,
 ) -> None:
     """Run the main job here: a trainer and an inference job, launched independently, compared element by element.
 
@@ -204,14 +203,14 @@ def demo(
     steps; the inference job, 2 tensor-parallel asyncio processes, evaluates it on the same held-out text. Exit status
     1 when an element or a loss differs, or the loss does not fall below 2.4 nats per character in 160 steps.
     """
-    from etha.demo import launch
+    from etha.demo import launch, seats
     from etha.demo.options import Options
     from etha.demo.place import Place, Places
     from etha.demo.report import Ledger, table
 
-    options = Options(steps=steps, every=every, synthetic=synthetic)
     given = {"trainer": trainer, "inference": inference}
     try:
+        options = Options(steps=steps, every=every, synthetic=synthetic, device=device, cards=seats.cards(device))
         places = Places(places={job: Place.parse(text) for job, text in given.items() if text}, redis=redis)
     except ValueError as error:
         raise ConfigError(str(error)) from None

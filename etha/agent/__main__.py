@@ -42,17 +42,21 @@ async def serve(
     ready_fd: int | None = None,
     idle: float | None = None,
     start: float = START,
+    stop: asyncio.Event | None = None,
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
-    ``ready_fd`` gets ``ready`` once workers can connect; ``start``: seconds that Redis is given before that.
+    ``ready_fd`` gets ``ready`` once workers can connect; ``start``: seconds that Redis is given before that. ``stop``
+    instead of the signals, for several agents of one process.
     """
     settings.ensure_runtime_dir()
     raise_descriptor_limit()
     url = redis_url or settings.redis_url
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
     lost: list[str] = []
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     def spoilt(text: str) -> None:
         lost.append(text)
@@ -61,8 +65,6 @@ async def serve(
 
     card = None if device == "cpu" else Card(driver(), find(driver(), device), spoilt)
     device = "cpu" if card is None else card.agent
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
 
     async def revive() -> None:
         await ensure_embedded(settings, timeout=START)

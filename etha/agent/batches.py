@@ -271,7 +271,7 @@ class Batches:
         if not live.machine.alone:
             self._mailbox.keep(live)
         await self._movers.idle.wait()
-        live.release()
+        await live.release()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
         try:
@@ -287,8 +287,8 @@ class Batches:
         self._perform(live, live.machine.evaluated(evaluation, verdict))
 
     def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
-        transport = None if live.machine.alone else self._movers.parts.transport()
-        live.stand(evaluation, terms, transport, lambda: self._movers.turns.hold(live))
+        wire = None if live.machine.alone else self._movers.parts.wire(live, terms)
+        live.stand(evaluation, terms, wire, lambda: self._movers.turns.hold(live))
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports

@@ -13,6 +13,7 @@ from etha.agent.session import Session
 from etha.agent.workspaces import Workspaces
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver
+from etha.cuda.nccl import nccl
 from etha.errors import ConfigError
 from etha.memory.cuda import Mappings
 from etha.memory.signals import Waits
@@ -20,7 +21,8 @@ from etha.memory.views import View
 from etha.transport.device import Copier
 from etha.transport.device_memory import PinnedMemory
 from etha.transport.kernels import Buffer, Workspace
-from etha.transport.staging import StagingMemory
+from etha.transport.nccl_plane import NcclPlane
+from etha.transport.staging import Budget, StagingMemory
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,15 @@ class Card:
     def agent(self) -> str:
         """What its agent is called."""
         return f"{CUDA_AGENT}{self.device.uuid}"
+
+    def nccl_plane(self, me: str, budget: Budget) -> NcclPlane | None:
+        """What agent ``me`` exchanges bytes with over NCCL, within ``budget``; None where there is no NCCL."""
+        try:
+            found = nccl()
+        except ConfigError as error:
+            log.info("no NCCL here, bytes for cards of other hosts go by tcp: %s", error.message)
+            return None
+        return NcclPlane(me, self.device, driver=self.driver, nccl=found, budget=budget)
 
     def reached(self, session: Session, mark: bytes) -> bool:
         """Whether the work before a call is done; RegistrationError for a mark that is none."""

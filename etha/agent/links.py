@@ -106,6 +106,9 @@ class Links:
                 memory=None if self.card is None else self.card.memory,
             )
             stack.push_async_callback(self.plane.close)
+            self.nccl = None if self.card is None else self.card.nccl_plane(self.me, self.plane.budget)
+            if self.nccl is not None:
+                stack.push_async_callback(self.nccl.close)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             door = group.create_task(self.plane.run(), name="data port")
             stack.callback(door.cancel)

@@ -21,15 +21,15 @@ from etha.agent.snapshots import Snapshots
 from etha.agent.tally import Tally
 from etha.agent.transfer import Transfers
 from etha.agent.verdict import Terms
+from etha.agent.wires import NcclWire, Wire
 from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
-from etha.peer.introductions import Exhibits
+from etha.peer.introductions import Exhibits, Sums, UniqueId
 from etha.peer.messages import Message, Version
 from etha.peer.wire import Scope
 from etha.store.records import PairView
-from etha.transport.tcp import TcpTransport
 from etha.transport.ways import Ways
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,9 @@ class Live:
     transfers: Transfers | None = None
     evaluation: Evaluation | None = None
     terms: Terms = field(default_factory=Terms)
-    transport: TcpTransport | None = None
+    wire: Wire | None = None
+    #: Number of the last transfer that failed.
+    failed: int = 0
     exhibition: Exhibition = field(default_factory=Exhibition)
     snapshots: Snapshots = field(default_factory=Snapshots)
     tally: Tally = field(default_factory=Tally)
@@ -191,20 +193,18 @@ class Live:
 
     @property
     def transports(self) -> str:
-        """ "local", "host" and "tcp", joined by "+": what its bytes go by between the agents of the two sides."""
-        found = set()
+        """ "local", "host", "tcp", "nccl", joined by "+": what bytes go by between the agents of the two sides."""
+        found, wire = set(), "nccl" if self.terms.nccl else "tcp"
         for source in self.machine.agents:
             ways = self.ways(source)
             for giver in set(ways.source):
                 for taker in set(ways.target):
-                    found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else "tcp")
+                    found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def stand(
-        self, evaluation: Evaluation, terms: Terms, transport: TcpTransport | None, hold: Callable[[], bool]
-    ) -> None:
-        """The registration is agreed: its transfers can begin. ``transport`` where several agents take part."""
-        self.evaluation, self.terms, self.transport = evaluation, terms, transport
+    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, hold: Callable[[], bool]) -> None:
+        """The registration is agreed: its transfers can begin. ``wire`` where several agents take part."""
+        self.evaluation, self.terms, self.wire = evaluation, terms, wire
         self.transfers = Transfers(
             f"{self.name!r} of pair {self.pairs[0]!r}",
             me=self.machine.me,
@@ -240,13 +240,28 @@ class Live:
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
                 del session.batches[self.name]
 
-    def release(self) -> None:
+    def take(self, agent: str, message: Sums | UniqueId) -> None:
+        """What another agent says for a transfer of this batch to go on."""
+        if isinstance(message, Sums):
+            self.tally.take(agent, message)
+        elif isinstance(self.wire, NcclWire):
+            self.wire.hear(agent, message)
+
+    def fail(self, seq: int, error: EthaError) -> None:
+        """A transfer has failed for all: what its streams hold nobody will take."""
+        self.failed = seq
+        if self.wire is not None:
+            self.wire.stop(error)
+
+    async def release(self) -> None:
         """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
+        if self.wire is not None:
+            await self.wire.close()
         self.exhibition.release()
         self.snapshots.release()
         while self.parts:
             self.parts.popitem()[1].near.release()
-        self.transport = None  # keeps views of it, too
+        self.wire = None  # keeps views of it, too
 
     def other(self, side: str) -> str:
         """The side opposite ``side``."""

@@ -15,12 +15,12 @@ from etha.agent.inspection import Inspection
 from etha.agent.lane import Lane, Running
 from etha.agent.pipeline import Execution
 from etha.agent.verify import Checks
+from etha.agent.wires import Wire
 from etha.errors import TransferError
 from etha.memory.revocation import Guard
 from etha.transport.flows import WireProgram
 from etha.transport.plane import DataPlane, WireRun
 from etha.transport.program import Member, Program
-from etha.transport.tcp import TcpTransport
 
 #: Bytes up to which a program is run on the loop itself, some ten microseconds.
 _SHORT = 64 << 10
@@ -60,14 +60,15 @@ class Move:
         *,
         lane: Lane,
         plane: DataPlane | None,
-        transport: TcpTransport | None,
+        wire: Wire | None,
+        after: int,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         progress: Callable[[int], None],
         over: Over,
         inspection: Inspection | None = None,
     ) -> None:
         self._part, self._seq, self._guards = part, seq, guards
-        self._lane, self._plane, self._transport = lane, plane, transport
+        self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
         self._spawn, self._progress, self._tell = spawn, progress, over
         self._running: Running | None = None
         self._left = 0
@@ -113,15 +114,15 @@ class Move:
         part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
         self.peak_staging = part.near.peak_staging(self._lane.threads)
         if part.wire is not None and not part.wire.empty:
-            assert self._plane is not None and self._transport is not None
-            run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key)
+            assert self._plane is not None and self._wire is not None
+            run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
             self._plane.budget.restart()
             if part.wire.aliased:  # what lies under targets is read before anything is written
                 self._left = 1
-                self._spawn(self._in_turn(run, job, self._plane, self._transport))
+                self._spawn(self._in_turn(run, job, self._wire))
                 return
             self._left = 1 + bool(job.pieces)
-            self._spawn(self._exchange(run, self._transport))
+            self._spawn(self._exchange(run, self._wire))
             if job.pieces:
                 self._submit(job, self._half)
         elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
@@ -143,8 +144,8 @@ class Move:
         self._error = error
         if self._running is not None:
             self._running.abort(error)
-        if self._transport is not None:
-            self._transport.stop(error)
+        if self._wire is not None:
+            self._wire.stop(error)
         if self._inspection is not None:
             self._inspection.stop(error)
 
@@ -160,19 +161,19 @@ class Move:
             piece += 1
         self._half(None)
 
-    async def _exchange(self, run: WireRun, transport: TcpTransport) -> None:
+    async def _exchange(self, run: WireRun, wire: Wire) -> None:
         error: BaseException | None = None
         try:
             if self._error is None:  # or it was stopped before this task began: the transport would not know
                 self._touched = self._touched or bool(run.program.receives)
-                await transport.run(run, self._carried)
+                await wire.run(run, self._carried)
         except Exception as raised:
             error = raised
         self._half(error)
 
-    async def _in_turn(self, run: WireRun, job: Execution, plane: DataPlane, transport: TcpTransport) -> None:
+    async def _in_turn(self, run: WireRun, job: Execution, wire: Wire) -> None:
         try:
-            await plane.prepare(run)
+            await wire.prepare(run)
             copied: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
             if job.pieces and self._error is None:
                 self._submit(job, copied.set_result)
@@ -183,7 +184,7 @@ class Move:
         if self._error is not None:
             self._half(self._error)
             return
-        await self._exchange(run, transport)
+        await self._exchange(run, wire)
 
     def _copied(self, done: int) -> None:
         self._near = done

@@ -41,7 +41,7 @@ from etha.agent.waiting import Call
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError
-from etha.peer.introductions import Sums
+from etha.peer.introductions import Sums, UniqueId
 from etha.peer.messages import Message
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
@@ -135,11 +135,11 @@ class Movers:
         await self.inquiries.learn(live, key)
         self._perform(live, live.transfers.end(key, expired=True))
 
-    def hear(self, live: Live, agent: str, message: Message | Sums) -> None:
+    def hear(self, live: Live, agent: str, message: Message | Sums | UniqueId) -> None:
         """What another agent of the batch says."""
         assert live.transfers is not None
-        if isinstance(message, Sums):
-            live.tally.take(agent, message)
+        if isinstance(message, Sums | UniqueId):
+            live.take(agent, message)
         else:
             self._perform(live, live.transfers.hear(agent, message))
 
@@ -235,7 +235,8 @@ class Movers:
             guards,
             lane=self._lane,
             plane=self._links.plane,
-            transport=live.transport,
+            wire=live.wire,
+            after=live.failed,
             spawn=self._spawn,
             progress=lambda done: self.pace.went(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
@@ -261,8 +262,8 @@ class Movers:
     def _settled(self, live: Live, effect: Settled) -> None:
         current, live.current = live.current, None
         assert current is not None and live.evaluation is not None
-        if effect.error is not None and live.transport is not None:
-            live.transport.stop(effect.error)  # its streams may hold what nobody will take
+        if effect.error is not None:
+            live.fail(effect.seq, effect.error)
         seconds = time.monotonic() - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:

@@ -12,7 +12,9 @@ from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Current, Live
 from etha.agent.move import Part
+from etha.agent.verdict import Terms
 from etha.agent.verify import Checks
+from etha.agent.wires import NcclWire, Wire
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
@@ -21,6 +23,7 @@ from etha.transport.base import Peer
 from etha.transport.flows import BUCKET
 from etha.transport.host import compile_host
 from etha.transport.local import compile_local
+from etha.transport.messages import device_cut
 from etha.transport.program import Member
 from etha.transport.tcp import TcpTransport
 from etha.transport.ways import account
@@ -48,11 +51,11 @@ class Parts:
         sources, targets = self._views(live, source, current.snapshot)
         part = await asyncio.to_thread(_compile, live, source, sources, targets)
         if part.wire is not None and part.wire.sends:
-            assert live.transport is not None
+            assert live.wire is not None
             peers = [
                 Peer(agent=agent, address=self._links.data_address(agent, live.scope)) for agent in part.wire.sends
             ]
-            await live.transport.open(peers)
+            await live.wire.open(peers)
         return part
 
     def inspection(
@@ -72,9 +75,19 @@ class Parts:
             tell=lambda agent, message: self._links.tell(agent, live.scope, message),
         )
 
-    def transport(self) -> TcpTransport:
-        """Of one batch, over this agent's data plane."""
-        return TcpTransport(self._links.plane)
+    def wire(self, live: Live, terms: Terms) -> Wire:
+        """Of one batch: NCCL where all of its agents have it, else streams over this agent's data plane."""
+        if not terms.nccl:
+            return TcpTransport(self._links.plane)
+        assert self._links.nccl is not None
+        return NcclWire(
+            self._links.nccl,
+            me=live.machine.me,
+            members=sorted(live.agents),
+            scope=live.scope,
+            unique_id=bytes.fromhex(terms.nccl),
+            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+        )
 
     @staticmethod
     def _read(live: Live, source: str) -> dict[int, str]:
@@ -128,6 +141,7 @@ def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
         staging=live.terms.staging,
         bucket_size=live.evaluation.bucket_size or BUCKET,
         streams=live.terms.streams,
+        cut=device_cut(sorted(live.agents), live.terms.staging) if live.terms.nccl else None,
     )
     return Part(
         near=compile_host(plan, ways, sources, targets),

@@ -42,11 +42,11 @@ async def plan(
         live.seq = max(live.seq, view.seq if view is not None else 0)
     if live.machine.alone or evaluation.refused:
         return evaluation, None
-    return evaluation, await introduce(live, links, evaluation.digest)
+    return evaluation, await introduce(live, links, evaluation)
 
 
-async def introduce(live: Live, links: Links, digest: str) -> Verdict:
-    """This agent's verdict on a registration whose plans have ``digest``. Waits for what is shown to it."""
+async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict:
+    """This agent's verdict on a registration. Waits for what is shown to it."""
     agents = live.agents
     readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
     if readers:
@@ -55,12 +55,16 @@ async def introduce(live: Live, links: Links, digest: str) -> Verdict:
             for agent in readers:
                 links.tell(agent, live.scope, message)
     await live.exhibition.wait(readable)
-    return await asyncio.to_thread(_verdict, live, links, digest, readable)
+    # What NCCL reduces is not shown to who verifies it: such a batch goes over streams.
+    seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
+    unique_id = b"" if links.nccl is None or seen else await links.nccl.communicators.unique_id()
+    return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, unique_id)
 
 
-def _verdict(live: Live, links: Links, digest: str, readable: list[str]) -> Verdict:
+def _verdict(live: Live, links: Links, digest: str, readable: list[str], unique_id: bytes) -> Verdict:
     return Verdict(
         digest=digest,
+        nccl=unique_id.hex(),
         reads=tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents)),
         shared=_shares(live),
         staging=links.staging,

@@ -7,10 +7,13 @@ how streams are cut.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etha.errors import ProtocolError
+
+_UNIQUE_ID = re.compile(r"(|[0-9a-f]{256})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,7 @@ class Verdict:
 
     ``shared``: a source tensor of its workers lies where a target lies, so that nobody else may read it
     at any moment. ``staging`` in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of.
+    ``nccl``: the unique id (hex) of a communicator that this agent could be the first of; "": it has no NCCL.
     """
 
     digest: str
@@ -27,10 +31,12 @@ class Verdict:
     staging: int = 0
     streams: int = 0
     seq: int = 0
+    nccl: str = ""
 
     def to_text(self) -> str:
         """The digest, a space, and short JSON."""
-        return f"{self.digest} {json.dumps([self.reads, self.shared, self.staging, self.streams, self.seq])}"
+        fields = [self.reads, self.shared, self.staging, self.streams, self.seq, self.nccl]
+        return f"{self.digest} {json.dumps(fields)}"
 
     @classmethod
     def from_text(cls, agent: str, text: str) -> Verdict:
@@ -38,11 +44,21 @@ class Verdict:
         digest, _, rest = text.partition(" ")
         try:
             match json.loads(rest):
-                case [[*reads], bool(shared), int(staging), int(streams), int(seq)] if (
-                    all(isinstance(read, str) for read in reads) and staging > 0 and 0 < streams <= 64 and seq >= 0
+                case [[*reads], bool(shared), int(staging), int(streams), int(seq), str(nccl)] if (
+                    all(isinstance(read, str) for read in reads)
+                    and staging > 0
+                    and 0 < streams <= 64
+                    and seq >= 0
+                    and _UNIQUE_ID.fullmatch(nccl)
                 ):
                     return cls(
-                        digest=digest, reads=tuple(reads), shared=shared, staging=staging, streams=streams, seq=seq
+                        digest=digest,
+                        reads=tuple(reads),
+                        shared=shared,
+                        staging=staging,
+                        streams=streams,
+                        seq=seq,
+                        nccl=nccl,
                     )
         except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             pass
@@ -51,12 +67,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the verdicts of all agents of a batch come to; the same on each of them."""
+    """What the verdicts of all agents of a batch come to; the same on each of them.
+
+    ``nccl``: id of the communicator of all of them, hex; "": one of them has no NCCL.
+    """
 
     reads: frozenset[tuple[str, str]] = frozenset()
     staging: int = 1
     streams: int = 1
     seq: int = 0
+    nccl: str = ""
 
     @classmethod
     def of(cls, verdicts: Mapping[str, Verdict]) -> Terms:
@@ -71,4 +91,5 @@ class Terms:
             staging=min(v.staging for v in verdicts.values()),
             streams=min(v.streams for v in verdicts.values()),
             seq=max(v.seq for v in verdicts.values()),
+            nccl=verdicts[min(verdicts)].nccl if all(v.nccl for v in verdicts.values()) else "",
         )

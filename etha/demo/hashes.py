@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 def digest(tensor: torch.Tensor) -> str:
     """BLAKE2b of shape, dtype and every byte of a plain tensor, in C order."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     state = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
     state.update(flat.numpy().data)
     return state.hexdigest()

@@ -19,22 +19,24 @@ from etha.demo.events import Reporter
 from etha.demo.hashes import digests
 from etha.demo.model import GPT, Shape, evaluating, tensor_parallel, write
 from etha.demo.options import Options
+from etha.demo.seats import Seat
 from etha.demo.trainer import HELD_OUT_ROWS
 
 PROMPT = "HAMLET:\n"
 SAMPLE = 72
 
 
-async def serve(options: Options, report: Reporter) -> None:
+async def serve(options: Options, place: Seat, report: Reporter) -> None:
     """Receive every version of ``options.versions``, judge it, write a sample."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     corpus = text.load()
-    model = tensor_parallel(GPT(Shape(vocabulary=len(corpus.vocabulary))), mesh).requires_grad_(False)
+    model = GPT(Shape(vocabulary=len(corpus.vocabulary))).to(place.device)
+    model = tensor_parallel(model, mesh).requires_grad_(False)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))  # an element that never arrives would show in loss and hash
     report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
 
-    async with AsyncTensorBusClient(device="cpu", timeout=options.timeout) as client:
+    async with AsyncTensorBusClient(device=place.device, timeout=options.timeout) as client:
         # Linear layers are DTensors and bring their layout; norms and embeddings are plain, whole on each rank.
         await client.init_pair("weights", "inference", "trainer", device_mesh=(mesh.size(),), placements=[Replicate()])
         parameters = dict(model.named_parameters())
@@ -44,13 +46,14 @@ async def serve(options: Options, report: Reporter) -> None:
                 if result.version != number:
                     raise RuntimeError(f"version {result.version} came where {number} was due")
                 # The model computes in a thread, so that the loop goes on answering.
-                await asyncio.to_thread(judge, number, result, model, corpus, report)
+                await asyncio.to_thread(judge, number, result, model, corpus, place, report)
     report.tell("done")
 
 
-def judge(number: int, result: TransferResult, model: GPT, corpus: text.Text, report: Reporter) -> None:
+def judge(number: int, result: TransferResult, model: GPT, corpus: text.Text, place: Seat, report: Reporter) -> None:
     """Tell the launcher loss, hashes and a sample of the version that the model now holds; collective."""
-    inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context)
+    place.take()  # the current device is each thread's own
+    inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context, place.device)
     with evaluating(model):
         loss = float(model.loss(inputs, targets))
     hashes = digests(model.named_parameters(), here=report.speaks)

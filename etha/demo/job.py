@@ -1,6 +1,6 @@
 """One of the two jobs: ``python -m etha.demo.job trainer OPTIONS --store FILE --report FD``.
 
-Loads torch once and forks the job's ranks, each with its place in a gloo process group of the job's own.
+Loads torch once and forks the job's ranks, each with its place in a process group of the job's own.
 A rank that dies takes the job down, with a line that says which.
 """
 
@@ -25,17 +25,18 @@ from etha.demo import inference, synthetic, trainer
 from etha.demo.events import Reporter
 from etha.demo.options import RANKS, Options
 from etha.demo.process import describe, die_with_parent
+from etha.demo.seats import Seat, seat
 
 log = logging.getLogger(__name__)
 
 
-def work(job: str, options: Options) -> Callable[[Reporter], None]:
-    """What each rank of ``job`` runs."""
+def work(job: str, options: Options, place: Seat) -> Callable[[Reporter], None]:
+    """What a rank of ``job`` runs at its ``place``."""
     if job == "trainer":
         send = trainer.train if options.synthetic is None else synthetic.send
-        return lambda report: send(options, report)
+        return lambda report: send(options, place, report)
     receive = inference.serve if options.synthetic is None else synthetic.receive
-    return lambda report: asyncio.run(receive(options, report))
+    return lambda report: asyncio.run(receive(options, place, report))
 
 
 def run_rank(job: str, rank: int, options: Options, store: str, report: int, parent: int) -> None:
@@ -45,16 +46,17 @@ def run_rank(job: str, rank: int, options: Options, store: str, report: int, par
     if rank != 0:
         os.close(report)
     pipe = os.fdopen(report, "w", encoding="utf-8") if rank == 0 else None
-    size = RANKS[job]
+    size, place = RANKS[job], seat(job, rank, options)
+    place.take()
     dist.init_process_group(
-        "gloo",
+        place.backend,
         store=FileStore(store, size),
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=options.timeout),
     )
     try:
-        work(job, options)(Reporter(job, pipe))
+        work(job, options, place)(Reporter(job, pipe))
     finally:
         dist.destroy_process_group()
         if pipe is not None:

@@ -56,11 +56,11 @@ def tensor_parallel_placement(name: str) -> Placement:
     return Shard(1) if name.endswith(("o_proj", "down_proj")) else Shard(0)
 
 
-def shard(shape: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+def shard(shape: tuple[int, ...], ranks: int, rank: int, device: str = "cpu") -> torch.Tensor:
     """This rank's uninitialised FSDP shard: rows by the ``torch.chunk`` rule."""
     rows = -(-shape[0] // ranks)
     mine = max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
-    return torch.empty((mine, *shape[1:]), dtype=DTYPE)
+    return torch.empty((mine, *shape[1:]), dtype=DTYPE, device=device)
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:

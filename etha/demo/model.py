@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         """int64 [batch, length] to float32 logits [batch, length, vocabulary]; length is at most ``context``."""
-        x = self.embedding(characters) + self.position(torch.arange(characters.shape[1]))
+        x = self.embedding(characters) + self.position(torch.arange(characters.shape[1], device=characters.device))
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
@@ -148,13 +148,14 @@ def evaluating(model: GPT) -> Iterator[None]:
 def write(model: GPT, prompt: torch.Tensor, length: int, *, seed: int) -> torch.Tensor:
     """Sample ``length`` characters after ``prompt`` (int64 [n]); returns int64 [length].
 
-    The same on every tensor-parallel rank: the logits are equal there, and so are the random numbers.
+    The same on every tensor-parallel rank: the logits are equal there, and so are the random numbers. Characters are
+    drawn on the CPU, where a seed gives the same ones whatever the model computes on.
     """
     generator = torch.Generator().manual_seed(seed)
     row = prompt
     with evaluating(model):
         for _ in range(length):
-            logits = model(row[-model.shape.context :][None])[0, -1]
-            chances = F.softmax(logits / 0.8, dim=-1)
+            logits = model(row[-model.shape.context :][None].to(model.position.weight.device))[0, -1]
+            chances = F.softmax(logits.cpu() / 0.8, dim=-1)
             row = torch.cat((row, torch.multinomial(chances, 1, generator=generator)))
     return row[len(prompt) :]

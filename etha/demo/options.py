@@ -16,19 +16,28 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run of the demo; ``synthetic`` in GiB replaces training by that much random data."""
+    """One run of the demo; ``synthetic`` in GiB replaces training by that much random data.
+
+    ``device``: "cpu" or "cuda", the latter with the number of GPUs, ``cards``.
+    """
 
     steps: int = GOAL_STEPS
     every: int = 20
     synthetic: float | None = None
     rounds: int = 3
     timeout: float = 120.0
+    device: str = "cpu"
+    cards: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.every < 1 or self.rounds < 1:
             raise ValueError(f"steps {self.steps}, every {self.every} and rounds {self.rounds} must be at least 1")
         if self.synthetic is not None and not 0 < self.synthetic <= 1024:
             raise ValueError(f"synthetic {self.synthetic} GiB must be above 0 and at most 1024")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device {self.device!r} is neither cpu nor cuda")
+        if (self.device == "cuda") != (self.cards > 0):
+            raise ValueError(f"device {self.device} with {self.cards} cards: cuda needs one at least, cpu none")
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from etha.demo.hashes import digests
 from etha.demo.inference import whole_transfer
 from etha.demo.llama import DTYPE, llama, shard, strides, tensor_parallel_placement
 from etha.demo.options import Options
+from etha.demo.seats import Seat
 
 
 def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -26,20 +27,20 @@ def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
 
 
-def send(options: Options, report: Reporter) -> None:
+def send(options: Options, place: Seat, report: Reporter) -> None:
     """The trainer's part: FSDP shards, filled anew for every version."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     shapes = llama(options.synthetic or 1.0)
-    shards = {name: shard(shape, mesh.size(), dist.get_rank()) for name, shape in shapes.items()}
+    shards = {name: shard(shape, mesh.size(), dist.get_rank(), place.device) for name, shape in shapes.items()}
     tensors = {
         name: DTensor.from_local(
             shards[name], mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=strides(shape)
         )
         for name, shape in shapes.items()
     }
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator(device=place.device).manual_seed(dist.get_rank())
     report.tell("ready", parameters=sum(math.prod(shape) for shape in shapes.values()))
-    with TensorBusClient(device="cpu", timeout=options.timeout) as client:
+    with TensorBusClient(device=place.device, timeout=options.timeout) as client:
         client.init_pair("weights", "trainer", "inference")
         with client.register_tensors("synthetic", tensors, pair_name="weights", direction="send") as batch:
             for number in options.versions:
@@ -51,9 +52,16 @@ def send(options: Options, report: Reporter) -> None:
     report.tell("done")
 
 
-async def receive(options: Options, report: Reporter) -> None:
-    """The inference job's part: tensor-parallel shards in memory that the agent maps."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def empty(shape: tuple[int, ...], place: Seat) -> torch.Tensor:
+    """Memory that the agent maps: on a GPU torch's own, on the CPU Etha's."""
+    if place.kind == "cpu":
+        return etha.empty(shape, dtype=DTYPE)
+    return torch.empty(shape, dtype=DTYPE, device=place.device)
+
+
+async def receive(options: Options, place: Seat, report: Reporter) -> None:
+    """The inference job's part: tensor-parallel shards."""
+    mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     shapes = llama(options.synthetic or 1.0)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
@@ -62,7 +70,7 @@ async def receive(options: Options, report: Reporter) -> None:
         if isinstance(placement, Shard):
             local[placement.dim] //= mesh.size()
         tensors[name] = DTensor.from_local(
-            etha.empty(tuple(local), dtype=DTYPE),
+            empty(tuple(local), place),
             mesh,
             [placement],
             run_check=False,
@@ -74,7 +82,7 @@ async def receive(options: Options, report: Reporter) -> None:
     def progress(done: int, total: int) -> None:
         report.tell("progress", bytes=done, total=total)
 
-    async with AsyncTensorBusClient(device="cpu", timeout=options.timeout) as client:
+    async with AsyncTensorBusClient(device=place.device, timeout=options.timeout) as client:
         await client.init_pair("weights", "inference", "trainer")
         async with await client.register_tensors("synthetic", tensors, pair_name="weights", direction="recv") as batch:
             for number in options.versions:

@@ -35,16 +35,18 @@ class Text:
         """The inverse of ``encode`` for int64 of shape [n]."""
         return "".join(self.vocabulary[i] for i in numbers.tolist())
 
-    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        self, size: int, length: int, generator: torch.Generator, device: str = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Random training rows: inputs and the characters that follow them, both int64 [size, length]."""
         starts = torch.randint(len(self.train) - length - 1, (size,), generator=generator)
-        rows = self.train[starts[:, None] + torch.arange(length + 1)]
+        rows = self.train[starts[:, None] + torch.arange(length + 1)].to(device)
         return rows[:, :-1], rows[:, 1:]
 
-    def held_out_rows(self, size: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def held_out_rows(self, size: int, length: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """Evenly spaced rows of the held-out part, the same in every process: both int64 [size, length]."""
         starts = torch.linspace(0, len(self.held_out) - length - 1, size).long()
-        rows = self.held_out[starts[:, None] + torch.arange(length + 1)]
+        rows = self.held_out[starts[:, None] + torch.arange(length + 1)].to(device)
         return rows[:, :-1], rows[:, 1:]
 
 

@@ -15,6 +15,7 @@ from etha.demo.events import Reporter
 from etha.demo.hashes import digests
 from etha.demo.model import GPT, Shape, evaluating, fsdp_by_tensor_parallel
 from etha.demo.options import Options
+from etha.demo.seats import Seat
 
 ROWS = 16
 HELD_OUT_ROWS = 64
@@ -22,18 +23,18 @@ LEARNING_RATE = 3e-3
 WARM_UP = 10
 
 
-def train(options: Options, report: Reporter) -> None:
+def train(options: Options, place: Seat, report: Reporter) -> None:
     """Train for ``options.steps`` steps and send every version of ``options.versions``."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(place.kind, (2, 2), mesh_dim_names=("dp", "tp"))
     corpus = text.load()
     torch.manual_seed(0)
-    model = fsdp_by_tensor_parallel(GPT(Shape(vocabulary=len(corpus.vocabulary))), mesh)
+    model = fsdp_by_tensor_parallel(GPT(Shape(vocabulary=len(corpus.vocabulary))).to(place.device), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     random = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
     report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
 
-    with TensorBusClient(device="cpu", timeout=options.timeout) as client:
+    with TensorBusClient(device=place.device, timeout=options.timeout) as client:
         client.init_pair("weights", "trainer", "inference")
         # Without a forward pass between the last reshard() and here, parameters are the sharded DTensors.
         with client.register_tensors(
@@ -41,12 +42,12 @@ def train(options: Options, report: Reporter) -> None:
         ) as batch:
             for step in range(options.steps + 1):
                 if step in options.versions:
-                    loss = held_out_loss(model, corpus, mesh)
+                    loss = held_out_loss(model, corpus, mesh, place.device)
                     result = batch.transfer("send", version=step)
                     hashes = digests(model.named_parameters(), here=report.speaks)
                     report.tell("version", number=step, loss=loss, hashes=hashes, seconds=result.seconds)
                 if step < options.steps:
-                    inputs, targets = corpus.batch(ROWS, model.shape.context, random)
+                    inputs, targets = corpus.batch(ROWS, model.shape.context, random, place.device)
                     torch.autograd.backward(model.loss(inputs, targets))
                     optimizer.step()
                     warm_up.step()
@@ -55,9 +56,9 @@ def train(options: Options, report: Reporter) -> None:
     report.tell("done")
 
 
-def held_out_loss(model: GPT, corpus: text.Text, mesh: DeviceMesh) -> float:
+def held_out_loss(model: GPT, corpus: text.Text, mesh: DeviceMesh, device: str) -> float:
     """Loss over the held-out rows in nats per character; each data-parallel rank takes an equal part of them."""
-    inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context)
+    inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context, device)
     parts, mine = mesh["dp"].size(), mesh["dp"].get_local_rank()
     with evaluating(model):
         loss = model.loss(inputs.chunk(parts)[mine], targets.chunk(parts)[mine])

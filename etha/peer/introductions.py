@@ -108,6 +108,14 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UniqueId:
+    """The id of the NCCL communicator that runs after failed transfer ``edition``, of the agent that makes them."""
+
+    edition: int
+    id: Annotated[bytes, Bounds(max=128)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskMissing:
     """Who is not ready for a transfer from side ``source``, which you coordinate?"""
 
@@ -123,4 +131,4 @@ class TellMissing:
     missing: tuple[tuple[str, int], ...]
 
 
-Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | Sums | AskMissing | TellMissing
+Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | Sums | UniqueId | AskMissing | TellMissing

@@ -46,7 +46,8 @@ class Traffic:
 class WireRun:
     """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
 
-    ``guards`` are the calls that lend memory to it, as for an ``Execution``.
+    ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
+    transfer that failed, 0 for none.
     """
 
     program: WireProgram
@@ -54,6 +55,7 @@ class WireRun:
     key: bytes = bytes(KEY_BYTES)
     seq: int
     prepared: bool = False
+    after: int = 0
 
 
 class DataPlane:

@@ -162,7 +162,7 @@ class Desks:
     """All desks of an agent's streams."""
 
     def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
-        most = THREADS - FIRST_NUMBER
+        most = THREADS - FIRST_NUMBER - 3  # those are NCCL's groups' on a card
         self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
         self._free: SimpleQueue[Desk] = SimpleQueue()
         self._all = [Desk(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]

@@ -40,6 +40,10 @@ class TcpTransport:
             self._addresses[peer.agent] = peer.address
             await self._plane.connect(peer.agent, peer.address)
 
+    async def prepare(self, run: WireRun) -> None:
+        """Copy what must be read before anything is written, once a run."""
+        await self._plane.prepare(run)
+
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
         """Exchange everything of one transfer; its payload in bytes, sent and received.
 

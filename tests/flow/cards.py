@@ -10,16 +10,19 @@ Memory and events cross processes as CUDA IPC lets them; every broken contract f
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Self
 
 import torch
 
 import etha
+from etha.config import Settings
 from etha.cuda import driver as cuda
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 
@@ -51,6 +54,43 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str]) -> list[str]:
     except AssertionError as error:
         return [f"{device}: {line}" for line in str(error).splitlines()] + [f"status {code}"]
     return [] if code == 0 else [f"{device}: status {code}"]
+
+
+def serve_two(places: Sequence[str], redis: str) -> list[str]:
+    """In a process of its own: agents of two cards on two "hosts" with an NCCL between them, until SIGTERM."""
+    from etha.agent import __main__ as daemon
+    from etha.agent import card
+    from tests.fakes.nccl import World
+
+    # One process is one driver and one NCCL elsewhere; here each agent's task has its own.
+    world, mine = World(), ContextVar[FakeDriver]("mine")
+    fakes = [FakeDriver((uuid,)) for uuid in UUIDS]
+    daemon.driver = mine.get  # type: ignore[assignment]
+    card.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment]
+
+    async def both() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with asyncio.TaskGroup() as group:
+            for i, place in enumerate(places):
+                settings = Settings.from_env({"ETHA_RUNTIME_DIR": place, "ETHA_HOST_ID": f"host {i}"})
+                read, write = os.pipe()
+                mine.set(fakes[i])
+                group.create_task(daemon.serve(settings, device="cuda:0", redis_url=redis, ready_fd=write, stop=stop))
+                assert await asyncio.to_thread(os.read, read, 100) == b"ready\n"
+                os.close(read)
+            tell("ready", "ready\n")
+            tell("pid", os.getpid())
+
+    asyncio.run(both())
+    found = []
+    for check in (*(fake.check for fake in fakes), world.check):
+        try:
+            check()
+        except AssertionError as error:
+            found += str(error).splitlines()
+    return found
 
 
 class Cards:
@@ -90,6 +130,17 @@ class Cards:
         pid = worker.told("pid")
         assert isinstance(pid, int)
         return pid
+
+    def start_two(self, redis: str) -> None:
+        """Agents of both cards on two "hosts", with NCCL; clients say ``place=0`` or ``place=1``."""
+        worker = self._job.start(serve_two, [self.place(i) for i in range(2)], redis)
+        self._agents["two"] = worker
+        assert worker.told("ready") == "ready\n"
+        self.pid = worker.told("pid")
+
+    def place(self, number: int) -> str:
+        """The runtime directory of a "host" of ``start_two``."""
+        return str(self.runtime / f"h{number}")
 
     def stop(self, name: str) -> list[str]:
         """End an agent as SIGTERM does; what it had broken."""

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import etha
-from etha.errors import ConfigError, RegistrationError, TransferTimeoutError
+from etha.errors import ConfigError, RegistrationError, TransferAbortedError, TransferTimeoutError
 from tests.fakes.cuda import GPU0, GPU1
+from tests.unit.store.server import served
 
 from .cards import Cards
 from .truth import cut, stale, whole
@@ -247,6 +248,58 @@ async def test_a_card_and_a_cpu(cards: Cards, apart: bool, back: bool) -> None:
         given["large"].mul_(3)
         await asyncio.gather(left.transfer("send"), right.transfer("recv"))
         same(given, wanted)
+
+
+@pytest.fixture
+def apart(cards: Cards) -> Iterator[Any]:
+    """Clients of two cards on two "hosts", joined by NCCL: ``await apart()``."""
+    with served(cards.runtime) as server:
+        cards.start_two(server.url)
+
+        def clients() -> tuple[Any, Any]:
+            places = [{"ETHA_RUNTIME_DIR": cards.place(i), "ETHA_HOST_ID": f"host {i}"} for i in range(2)]
+            a, b = (cards.client(f"cuda:{i}", ETHA_REDIS_URL=server.url, **places[i]) for i in range(2))
+            return a, b
+
+        yield clients
+        broken = cards.stop("two")
+        assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": True}, {"verify": "full"}], ids=["plain", "atomic", "verified"])
+async def test_two_cards_of_two_hosts(cards: Cards, apart: Any, options: dict[str, Any]) -> None:
+    """Over NCCL, with a communicator of the two agents whose id went through Redis."""
+    a, b = apart()
+    async with a, b:
+        await formed(a, b)
+        given, wanted = mixed(cards, GPU0, given=True), mixed(cards, GPU1, given=False)
+        left, right = await moved(a, b, given, wanted, **options)
+        same(given, wanted)
+        [batch] = (await b.status())["batches"]
+        assert batch["transport"] == "nccl"
+        given["large"].mul_(3)
+        await (await asyncio.gather(left.transfer("send", snapshot=True), right.transfer("recv")))[0]
+        same(given, wanted)
+
+
+async def test_after_a_failed_transfer_another_communicator_carries_the_next(cards: Cards, apart: Any) -> None:
+    """The first agent makes the id, and tells the other over their link."""
+    a, b = apart()
+    async with a, b:
+        await formed(a, b)
+        shape = (4096, 4096)
+        given, wanted = {"w": cards.tensor(whole(shape), GPU0)}, {"w": cards.tensor(stale(whole(shape)), GPU1)}
+        left, right = await moved(a, b, given, wanted)
+        for _ in range(2):
+            calls = [asyncio.ensure_future(left.transfer("send")), asyncio.ensure_future(right.transfer("recv"))]
+            while (await a.status())["agent"]["running"] == 0:
+                assert not calls[0].done(), "too fast to be cancelled: make the tensor larger"
+            calls[0].cancel()
+            cancelled, received = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(cancelled, asyncio.CancelledError) and isinstance(received, TransferAbortedError)
+            given["w"].add_(1)
+            await asyncio.gather(left.transfer("send"), right.transfer("recv"))
+            same(given, wanted)
 
 
 async def test_tensors_of_another_device_are_refused_by_name(cards: Cards) -> None:
