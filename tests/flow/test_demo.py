@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from etha.demo.process import children
 
@@ -137,4 +138,13 @@ def test_sigterm_ends_everything(temporary: Path) -> None:
         process.terminate()
         process.communicate(timeout=SECONDS)
     assert process.returncode != 0
+    assert_nothing_left(temporary)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_demo_on_one_says_so_and_starts_nothing(temporary: Path) -> None:
+    with demo(temporary, "--device", "cuda") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (1, "")
+    assert "config: --device cuda" in err and "sees no GPU" in err and "Traceback" not in err
     assert_nothing_left(temporary)
