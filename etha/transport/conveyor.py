@@ -173,8 +173,9 @@ class Conveyor:
             self._check(comm)
             return False
         witness = self.steps.program.witness
-        for one in step.makes if witness is not None else ():
-            one.tell(witness)
+        if witness is not None:
+            for one in step.makes:
+                one.tell(witness)
         self._flight.popleft()
         guarded.close()
         for messages, sent in ((step.group.sends, True), (step.group.receives, False)):
