@@ -65,7 +65,7 @@ PURE = {
     *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
     *(f"agent/{name}.py" for name in ("standing", "bookings", "reservation", "doubt", "waiting", "verdict")),
     *(f"agent/{name}.py" for name in ("evaluate", "evaluations", "products", "conflict")),
-    "transport/relays.py",
+    *(f"transport/{name}.py" for name in ("relays", "messages", "rounds")),
     "demo/report.py",
     "demo/options.py",
 }

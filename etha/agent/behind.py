@@ -12,6 +12,7 @@ from etha.agent.live import Live
 from etha.agent.session import Session
 from etha.cuda.driver import DeviceError
 from etha.errors import EthaError, TransferError, TransferTimeoutError
+from etha.transport.device_memory import CardError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,11 @@ class Behind:
         for key in [key for key, held in self._held.items() if held.live is live]:
             self._take(key)
             self._calls.fail(key, error)
+
+    def failed(self, error: BaseException | None) -> None:
+        """How a transfer has ended here: with the card's context nothing more will work."""
+        if self._card is not None and isinstance(error, CardError) and error.sticky:
+            self._card.spoil(str(error))
 
     def _take(self, key: CallKey) -> _Held | None:
         held = self._held.pop(key, None)

@@ -62,6 +62,7 @@ class Card:
         self.driver, self.device = driver, device
         self._loop = asyncio.get_running_loop()
         self._spoilt = spoilt
+        self.lost = False
         self.mappings = Mappings(driver, device.uuid, self._sticky)
         self.memory = CardMemory(driver, device.uuid)
         self.workspaces = Workspaces(driver, device.uuid)
@@ -113,9 +114,15 @@ class Card:
         self._waits.close()
         self.mappings.close()
 
+    def spoil(self, text: str) -> None:
+        """The context is lost; loop thread."""
+        if not self.lost:
+            self.lost = True
+            self._spoilt(text)
+
     def _sticky(self, error: DeviceError) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._spoilt, str(error))
+            self._loop.call_soon_threadsafe(self.spoil, str(error))
         except RuntimeError:
             log.debug("the agent ended before its card's context was found to be lost: %s", error)
 

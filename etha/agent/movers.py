@@ -245,6 +245,7 @@ class Movers:
         current.move.start()
 
     def _moved(self, live: Live, current: Current, error: BaseException | None, touched: bool) -> None:
+        self._behind.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
             # Its other end has most likely ended the transfer, and the cause is on its way over the link.
             current.late = asyncio.get_running_loop().call_later(

@@ -55,7 +55,7 @@ async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict
             for agent in readers:
                 links.tell(agent, live.scope, message)
     await live.exhibition.wait(readable)
-    # What NCCL reduces is not shown to who verifies it: such a batch goes over streams.
+    # Checks see reductions as streams cut them: such a batch goes over streams.
     seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
     unique_id = b"" if links.nccl is None or seen else await links.nccl.communicators.unique_id()
     return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, unique_id)

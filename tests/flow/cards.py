@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ import torch
 import etha
 from etha.config import Settings
 from etha.cuda import driver as cuda
+from etha.cuda.driver import DeviceError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 
 from .jobs import Job, Worker, tell
@@ -32,12 +33,17 @@ from .sites import environment
 UUIDS = (GPU0, GPU1)
 
 
-def serve(device: str, uuids: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """In a process of its own: an agent of ``device`` until SIGTERM; what was broken or never given back."""
+def serve(device: str, uuids: Sequence[str], rest: Sequence[str], fail: str | None) -> list[str] | int:
+    """In a process of its own: an agent of ``device`` until SIGTERM; what was broken or never given back.
+
+    ``fail``: the driver's call of that name fails as the context is lost; the agent's status is returned.
+    """
     from etha.agent.__main__ import main
 
     fake = FakeDriver(uuids)
     cuda.install(fake)
+    if fail is not None:
+        fake.fail(fail, DeviceError("cudaErrorIllegalAddress", "by the test", sticky=True))
     read, write = os.pipe()
     tell("pid", os.getpid())
 
@@ -49,6 +55,9 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str]) -> list[str]:
     thread.start()
     code = main(["--device", device, "--ready-fd", str(write), *rest])
     thread.join()
+    if fail is not None:
+        fake.shut()
+        return code
     try:
         fake.check()
     except AssertionError as error:
@@ -122,10 +131,10 @@ class Cards:
         """What the environment of everybody here says."""
         return {"ETHA_RUNTIME_DIR": str(self.runtime), "ETHA_IDLE": "300", **more}
 
-    def start(self, device: str, *rest: str, name: str | None = None, **env: str) -> int:
-        """An agent of ``device``; returns once it listens: its pid."""
-        worker = self._job.start(serve, device, self.uuids, rest, env=self.env(**env))
-        self._agents[name or device] = worker
+    def start(self, device: str, *rest: str, fail: str | None = None, **env: str) -> int:
+        """An agent of ``device``; returns once it listens: its pid. ``fail`` as of ``serve``."""
+        worker = self._job.start(serve, device, self.uuids, rest, fail, env=self.env(**env))
+        self._agents[device] = worker
         assert worker.told("ready") == "ready\n"
         pid = worker.told("pid")
         assert isinstance(pid, int)
@@ -148,6 +157,15 @@ class Cards:
         os.kill(worker.pid, signal.SIGTERM)
         found: list[str] = worker.result()
         return found
+
+    def ended(self, name: str) -> int:
+        """The status of an agent that ends by itself."""
+        status: int = self._agents.pop(name).result()
+        return status
+
+    def worker(self, function: Callable[[Sequence[str]], None]) -> Worker:
+        """A worker of its own process, which installs a driver with the uuids that it is given."""
+        return self._job.start(function, self.uuids, env=self.env())
 
     def forget(self, name: str) -> None:
         """The agent was killed."""

@@ -6,6 +6,8 @@ What a real card must still show is in docs/gpu.md.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,21 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import etha
-from etha.errors import ConfigError, RegistrationError, TransferAbortedError, TransferTimeoutError
-from tests.fakes.cuda import GPU0, GPU1
+from etha.cuda import driver as cuda
+from etha.errors import (
+    AgentLostError,
+    ConfigError,
+    PeerLostError,
+    RegistrationError,
+    TransferAbortedError,
+    TransferError,
+    TransferTimeoutError,
+)
+from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 from tests.unit.store.server import served
 
 from .cards import Cards
+from .jobs import WorkerFailed, tell, wait_for
 from .truth import cut, stale, whole
 
 Held = Mapping[str, torch.Tensor]
@@ -316,3 +328,79 @@ async def test_tensors_of_another_device_are_refused_by_name(cards: Cards) -> No
 async def test_a_device_that_is_not_there(cards: Cards) -> None:
     with pytest.raises(ConfigError, match="'cuda:7' is not among the 2 GPUs"):
         etha.AsyncTensorBusClient(device="cuda:7")
+
+
+async def test_a_worker_killed_in_the_middle(cards: Cards) -> None:
+    """Its agent outlives it, the other side is told, and a relaunch goes on; what it had shown is closed."""
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as b:
+        wanted = {"w": cards.tensor(stale(whole((512, 512))))}
+        for turn in range(2):
+            worker = cards.worker(trainer)
+            await b.init_pair("weights", "inference", "trainer", 1, (1,), [Replicate()], rank=0)
+            handle = await b.register_tensors("b", wanted, pair_name="weights")
+            await handle.transfer("recv")
+            assert torch.equal(wanted["w"], whole((512, 512), version=1))
+            receiving = asyncio.ensure_future(handle.transfer("recv"))
+            await asyncio.to_thread(worker.told, "held")
+            await b.status()
+            os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(PeerLostError):
+                await receiving
+            wanted["w"].fill_(turn)
+            with pytest.raises(WorkerFailed):
+                await asyncio.to_thread(worker.result)
+
+
+def trainer(uuids: tuple[str, ...]) -> None:
+    """Sends once; then its stream is held, and its second call waits until it is killed."""
+    fake = FakeDriver(uuids)
+    cuda.install(fake)
+    with etha.TensorBusClient(device="cuda:0", autostart=False, timeout=20) as client:
+        client.init_pair("weights", "trainer", "inference", 1, (1,), [Replicate()], rank=0)
+        tensor = fake.empty(uuids[0], (512, 512))
+        tensor.copy_(whole((512, 512), version=1))
+        handle = client.register_tensors("b", {"w": tensor}, pair_name="weights")
+        handle.transfer("send")
+        stream = fake.current_stream(uuids[0])
+        fake.hold(stream)
+        fake.launch(uuids[0], stream, lambda: tensor.fill_(0))
+        handle.transfer("send", blocking=False)
+        client.status()
+        tell("held")
+        wait_for("nothing")
+
+
+async def test_an_agent_that_is_killed(cards: Cards) -> None:
+    """Its workers are told, and another agent serves after init_pair and register_tensors."""
+    pid = cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        given, wanted = {"w": cards.tensor(whole((300, 5)))}, {"w": cards.tensor(stale(whole((300, 5))))}
+        await formed(a, b)
+        _, right = await moved(a, b, given, wanted, atomic=True)
+        receiving = asyncio.ensure_future(right.transfer("recv"))
+        await b.status()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(AgentLostError):
+            await receiving
+        cards.forget("cuda:0")
+        cards.start("cuda:0")
+        given["w"].mul_(2)
+        await formed(a, b)
+        await moved(a, b, given, wanted, atomic=True)
+        same(given, wanted)
+
+
+async def test_a_lost_context_ends_the_agent_and_says_so(cards: Cards) -> None:
+    """Only a new process gets another; who waits is told at once, and the next agent serves."""
+    cards.start("cuda:0", fail="synchronize")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        given, wanted = {"w": cards.tensor(whole((300, 5)))}, {"w": cards.tensor(stale(whole((300, 5))))}
+        await formed(a, b)
+        with pytest.raises((TransferError, AgentLostError), match=r"cudaErrorIllegalAddress|agent"):
+            await moved(a, b, given, wanted)
+        assert await asyncio.to_thread(cards.ended, "cuda:0") == 75
+        cards.start("cuda:0")
+        await formed(a, b)
+        await moved(a, b, given, wanted)
+        same(given, wanted)
