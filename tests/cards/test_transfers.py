@@ -1,4 +1,4 @@
-"""Transfers between GPUs that are played (``cards.py``): real clients and agents, real processes, real sockets.
+"""Transfers between GPUs that are played (``played.py``): real clients and agents, real processes, real sockets.
 
 What a real card must still show is in docs/gpu.md.
 """
@@ -28,11 +28,11 @@ from etha.errors import (
     TransferTimeoutError,
 )
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
+from tests.flow.jobs import WorkerFailed, tell, wait_for
+from tests.flow.truth import cut, stale, whole
 from tests.unit.store.server import served
 
-from .cards import Cards
-from .jobs import WorkerFailed, tell, wait_for
-from .truth import cut, stale, whole
+from .played import Cards
 
 Held = Mapping[str, torch.Tensor]
 
