@@ -1,4 +1,4 @@
-"""What the tests ask a card, in processes of their own: a spoilt context spoils nobody else. Each returns what it saw."""
+"""What the tests ask a card, in processes of their own: a spoilt context spoils nobody else."""
 
 from __future__ import annotations
 
