@@ -105,9 +105,14 @@ $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(
 		--editable . pytest pytest-asyncio pytest-timeout
 	touch $@
 
-# With the Python on the path, where a GPU and its torch are; no virtual environment is made.
+# With the Python on the path, where a GPU and its torch are: no virtual environment is made, and Etha is imported from
+# here. The tests print what the card does, the benchmark's table is saved; docs/gpu.md says which claim each proves.
 gpu:
-	python -m pytest tests/gpu -m gpu $(PYTEST)
+	@$(PRIVATE) export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_CACHE_DIR="$$tmp/triton"; \
+	$(PYTHON) tests/gpu/ready.py || exit 1; tests=0; \
+	$(PYTHON) -m pytest -p no:cacheprovider -s -W default -m gpu tests/gpu tests/unit/cuda/test_triton_kernels.py \
+		$(PYTEST) || tests=$$?; \
+	$(PYTHON) bench/transfer.py --device cuda --save "bench/results/$$(date -u +%F)-gpu.md" $(BENCH) && exit $$tests
 
 clean:
 	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -7,6 +7,8 @@ The sides are on one agent (local), on two agents of one host (host), or on two 
 the last rank's return, the median of several runs after one that warms up. "of limit" is the ratio to memmove with two
 threads, for tcp to a copy over as many plain sockets as a pair of agents has. --verify measures each case once more
 with checksums compared at both ends; "of unverified" is its rate over that without, in the same run.
+
+--device cuda measures both sides on one GPU instead (bench/cards.py), and --save writes that table to a file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Literal
 
+import cards
 import harness
 import latency
 import torch
@@ -220,12 +223,20 @@ def ways(text: str) -> list[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 1024], metavar="MIB")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="with --device cuda: write the table there, too")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", metavar="MIB", help="default: 256 1024; of a GPU 4 KiB to 4 GiB"
+    )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--small", type=int, default=1000, help="4 KiB transfers of each kind; 0: none")
     parser.add_argument("--verify", choices=["sample", "full"], help="also with checksums compared at both ends")
     parser.add_argument("--ways", type=ways, default=list(harness.WAYS), help="some of local,host,tcp")
     args = parser.parse_args()
+    if args.device == "cuda":
+        cards.main(args)
+        return
+    args.sizes = args.sizes or [256, 1024]
     print(harness.machine())
 
     limits = Limits(args.runs, args.sizes, [1, STREAMS] if "tcp" in args.ways else [])
