@@ -115,7 +115,7 @@ def test_a_worker_dies_in_the_middle_of_a_slow_transfer(directory: Path, played:
     """From the card to the host's memory: it is slow enough to be told of before it ends."""
     with World(directory, played=played) as world:
         company = Company(world, workers=1, inference="cpu")
-        company.all(acts.register_one, 16 * scale(played) if played else scale(played), {})
+        company.all(acts.register_one, 128 if played else 512, {})  # 256 MiB, or 4 GiB
         for member, puppet in company.puppets.items():
             puppet.begin(acts.die_half_way if member[0] == side else acts.move_one, *([] if member[0] == side else [1]))
         company.puppets[side, 0].worker.told("half way")
