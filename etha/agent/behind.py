@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from etha.agent.calls import Calls
@@ -52,16 +53,21 @@ class Behind:
         self._calls.fail(key, error)
         return True
 
-    def leave(self, session: Session) -> None:
-        """A worker is gone; nobody waits for these answers."""
-        for key in [key for key, held in self._held.items() if held.session is session]:
-            self._take(key)
+    def leave(self, live: Live, session: Session, error: TransferError) -> None:
+        """A worker leaves a batch: its calls there end, and it is told so, if it still is there."""
+        self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
 
-    def break_up(self, live: Live, error: EthaError) -> None:
+    def break_up(self, live: Live, error: TransferError) -> None:
         """The batch is over."""
-        for key in [key for key, held in self._held.items() if held.live is live]:
+        self._drop([key for key, held in self._held.items() if held.live is live], error)
+
+    def _drop(self, keys: Sequence[CallKey], error: TransferError) -> None:
+        # Nobody else has heard of these calls.
+        withdrawn = copy(error)
+        withdrawn.outcome = "withdrawn"
+        for key in keys:
             self._take(key)
-            self._calls.fail(key, error)
+            self._calls.fail(key, withdrawn)
 
     def failed(self, error: BaseException | None) -> None:
         """How a transfer has ended here: with the card's context nothing more will work."""

@@ -192,6 +192,11 @@ class Live:
         )
 
     @property
+    def over_nccl(self) -> bool:
+        """Whether bytes go by NCCL; the same on all agents of the batch."""
+        return bool(self.terms.nccl) and "nccl" in self.transports
+
+    @property
     def transports(self) -> str:
         """ "local", "host", "tcp", "nccl", joined by "+": what bytes go by between the agents of the two sides."""
         found, wire = set(), "nccl" if self.terms.nccl else "tcp"

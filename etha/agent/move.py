@@ -41,6 +41,8 @@ class Part:
     peers: Mapping[Member, tuple[Member, ...]]
     wire: WireProgram | None = None
     key: bytes = b""
+    #: Whether this agent takes part in the wire although it may have nothing to exchange.
+    joins: bool = False
     checks: Checks | None = None
 
     @property
@@ -113,7 +115,7 @@ class Move:
     def _begin(self) -> None:
         part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
         self.peak_staging = part.near.peak_staging(self._lane.threads)
-        if part.wire is not None and not part.wire.empty:
+        if part.wire is not None and (part.joins or not part.wire.empty):
             assert self._plane is not None and self._wire is not None
             run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
             self._plane.budget.restart()

@@ -107,7 +107,7 @@ class Movers:
     def withdraw(self, live: Live, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
         self.offers.withdraw(live, member, error)
-        self._behind.leave(live.tensors[member].session)
+        self._behind.leave(live, live.tensors[member].session, error)
         if live.transfers is not None:
             for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
                 self._perform(live, live.transfers.end(key, expired=False))

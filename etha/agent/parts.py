@@ -77,9 +77,8 @@ class Parts:
 
     def wire(self, live: Live, terms: Terms) -> Wire:
         """Of one batch: NCCL where all of its agents have it, else streams over this agent's data plane."""
-        if not terms.nccl:
+        if not terms.nccl or self._links.nccl is None:
             return TcpTransport(self._links.plane)
-        assert self._links.nccl is not None
         return NcclWire(
             self._links.nccl,
             me=live.machine.me,
@@ -141,7 +140,7 @@ def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
         staging=live.terms.staging,
         bucket_size=live.evaluation.bucket_size or BUCKET,
         streams=live.terms.streams,
-        cut=device_cut(sorted(live.agents), live.terms.staging) if live.terms.nccl else None,
+        cut=device_cut(sorted(live.agents), live.terms.staging) if live.over_nccl else None,
     )
     return Part(
         near=compile_host(plan, ways, sources, targets),
@@ -149,6 +148,7 @@ def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
         peers=peers,
         wire=wire if checks is None else replace(wire, witness=checks.witness),
         key=hashlib.sha256(name.encode()).digest(),
+        joins=live.over_nccl,
         checks=checks,
     )
 

@@ -11,8 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Protocol, TypeVar
 
+from etha.errors import TransferTimeoutError
 from etha.peer.introductions import UniqueId
 from etha.transport.base import Peer, Progress
+from etha.transport.communicator import FORMING
 from etha.transport.flows import WireProgram
 from etha.transport.nccl import NcclPlane, NcclTransport
 from etha.transport.plane import WireRun
@@ -81,11 +83,15 @@ class NcclWire:
         await (await self._ready(run.after)).prepare(run)
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
-        """As of a Wire; errors as of ``NcclTransport.run``, TransferTimeoutError where NCCL does not connect."""
+        """As of a Wire; errors as of ``NcclTransport.run``, TransferTimeoutError where NCCL does not connect.
+
+        Also of an agent that has nothing to exchange: the others wait for it until the communicator is formed.
+        """
+        transport = await self._ready(bucket.after)
         if bucket.program.empty:
             return 0
         self._programs.add(bucket.program)
-        return await (await self._ready(bucket.after)).run(bucket, on_progress)
+        return await transport.run(bucket, on_progress)
 
     def stop(self, cause: BaseException) -> None:
         """As of a Wire; the next run forms another communicator."""
@@ -104,13 +110,13 @@ class NcclWire:
         await self._plane.communicators.drop((self._scope, self._edition))
 
     async def _ready(self, edition: int) -> NcclTransport:
-        """What runs after failed transfer number ``edition`` (0: none has failed)."""
+        """What runs after failed transfer number ``edition`` (0: none has failed); raises what it is stopped with."""
+        self._cause = None
         if self._transport is None or self._edition != edition:
-            former = self._edition
+            former, self._edition, self._transport = self._edition, edition, None
             unique_id = await self._until_stopped(self._id(edition))
-            self._edition = edition
             if former >= 0:
-                await self._plane.communicators.drop((self._scope, former))
+                await self._until_stopped(self._plane.communicators.drop((self._scope, former)))
             forming = self._plane.communicators.get((self._scope, edition), self._members, unique_id)
             self._transport = NcclTransport(self._plane, await self._until_stopped(forming))
         return self._transport
@@ -120,21 +126,30 @@ class NcclWire:
             self._ids[edition] = await self._plane.communicators.unique_id()
             for agent in self._members[1:]:
                 self._tell(agent, UniqueId(edition=edition, id=self._ids[edition]))
-        while edition not in self._ids:
-            self._news.clear()
-            await self._news.wait()
+        try:
+            async with asyncio.timeout(FORMING):
+                while edition not in self._ids:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise TransferTimeoutError(
+                f"agent {self._members[0]} told no id of another NCCL communicator within {FORMING:g} s"
+            ) from None
         return self._ids[edition]
 
     async def _until_stopped(self, work: Awaitable[T]) -> T:
-        """``stop`` ends it with its cause."""
+        """``stop`` ends it with its cause, also where the work is done but nobody has taken it yet."""
         scope = asyncio.timeout(None)
         try:
             async with scope:
                 self._waiting.add(scope)
-                return await work
+                found = await work
         except TimeoutError:
             if not scope.expired() or self._cause is None:
                 raise
             raise self._cause from None
         finally:
             self._waiting.discard(scope)
+        if self._cause is not None:
+            raise self._cause
+        return found

@@ -65,15 +65,15 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str], fail: str | No
     return [] if code == 0 else [f"{device}: status {code}"]
 
 
-def serve_two(places: Sequence[str], redis: str) -> list[str]:
-    """In a process of its own: agents of two cards on two "hosts" with an NCCL between them, until SIGTERM."""
+def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list[str]:
+    """In a process of its own: agents of one card each on "hosts" with an NCCL between them, until SIGTERM."""
     from etha.agent import __main__ as daemon
     from etha.agent import card
     from tests.fakes.nccl import World
 
     # One process is one driver and one NCCL elsewhere; here each agent's task has its own.
     world, mine = World(), ContextVar[FakeDriver]("mine")
-    fakes = [FakeDriver((uuid,)) for uuid in UUIDS]
+    fakes = [FakeDriver((uuid,)) for uuid in uuids]
     daemon.driver = mine.get  # type: ignore[assignment]
     card.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment]
 
@@ -90,7 +90,6 @@ def serve_two(places: Sequence[str], redis: str) -> list[str]:
                 assert await asyncio.to_thread(os.read, read, 100) == b"ready\n"
                 os.close(read)
             tell("ready", "ready\n")
-            tell("pid", os.getpid())
 
     asyncio.run(both())
     found = []
@@ -141,15 +140,21 @@ class Cards:
         assert isinstance(pid, int)
         return pid
 
-    def start_two(self, redis: str) -> None:
-        """Agents of both cards on two "hosts", with NCCL; clients say ``place=0`` or ``place=1``."""
-        worker = self._job.start(serve_two, [self.place(i) for i in range(2)], redis)
-        self._agents["two"] = worker
+    def start_hosts(self, redis: str) -> None:
+        """Agents of all cards, each on a "host" of its own, with NCCL: ``on_host`` has their clients."""
+        places = [self.place(i) for i in range(len(self.uuids))]
+        worker = self._job.start(serve_hosts, places, self.uuids, redis)
+        self._agents["hosts"] = worker
         assert worker.told("ready") == "ready\n"
-        self.pid = worker.told("pid")
+        self._redis = redis
+
+    def on_host(self, number: int) -> etha.AsyncTensorBusClient:
+        """A client of card ``number``'s agent of ``start_hosts``."""
+        env = {"ETHA_RUNTIME_DIR": self.place(number), "ETHA_HOST_ID": f"host {number}"}
+        return self.client(f"cuda:{number}", ETHA_REDIS_URL=self._redis, **env)
 
     def place(self, number: int) -> str:
-        """The runtime directory of a "host" of ``start_two``."""
+        """The runtime directory of a "host" of ``start_hosts``."""
         return str(self.runtime / f"h{number}")
 
     def stop(self, name: str) -> list[str]:

@@ -6,6 +6,7 @@ What a real card must still show is in docs/gpu.md.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -32,14 +33,15 @@ from tests.flow.jobs import WorkerFailed, tell, wait_for
 from tests.flow.truth import cut, stale, whole
 from tests.unit.store.server import served
 
-from .played import Cards
+from .played import UUIDS, Cards
 
+GPU2 = "GPU-22222222-2222-4222-8222-222222222222"
 Held = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture
-def cards(runtime: Path) -> Iterator[Cards]:
-    with Cards(runtime) as cards:
+def cards(request: pytest.FixtureRequest, runtime: Path) -> Iterator[Cards]:
+    with Cards(runtime, getattr(request, "param", UUIDS)) as cards:
         yield cards
 
 
@@ -263,26 +265,19 @@ async def test_a_card_and_a_cpu(cards: Cards, apart: bool, back: bool) -> None:
 
 
 @pytest.fixture
-def apart(cards: Cards) -> Iterator[Any]:
-    """Clients of two cards on two "hosts", joined by NCCL: ``await apart()``."""
+def apart(cards: Cards) -> Iterator[None]:
+    """The agents of all cards are on "hosts" of their own, joined by NCCL."""
     with served(cards.runtime) as server:
-        cards.start_two(server.url)
-
-        def clients() -> tuple[Any, Any]:
-            places = [{"ETHA_RUNTIME_DIR": cards.place(i), "ETHA_HOST_ID": f"host {i}"} for i in range(2)]
-            a, b = (cards.client(f"cuda:{i}", ETHA_REDIS_URL=server.url, **places[i]) for i in range(2))
-            return a, b
-
-        yield clients
-        broken = cards.stop("two")
+        cards.start_hosts(server.url)
+        yield
+        broken = cards.stop("hosts")
         assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}, {"verify": "full"}], ids=["plain", "atomic", "verified"])
-async def test_two_cards_of_two_hosts(cards: Cards, apart: Any, options: dict[str, Any]) -> None:
+async def test_two_cards_of_two_hosts(cards: Cards, apart: None, options: dict[str, Any]) -> None:
     """Over NCCL, with a communicator of the two agents whose id went through Redis."""
-    a, b = apart()
-    async with a, b:
+    async with cards.on_host(0) as a, cards.on_host(1) as b:
         await formed(a, b)
         given, wanted = mixed(cards, GPU0, given=True), mixed(cards, GPU1, given=False)
         left, right = await moved(a, b, given, wanted, **options)
@@ -294,10 +289,59 @@ async def test_two_cards_of_two_hosts(cards: Cards, apart: Any, options: dict[st
         same(given, wanted)
 
 
-async def test_after_a_failed_transfer_another_communicator_carries_the_next(cards: Cards, apart: Any) -> None:
+@pytest.mark.parametrize("cards", [(GPU0, GPU1, GPU2)], indirect=True)
+async def test_an_agent_with_nothing_to_send_joins_all_the_same(cards: Cards, apart: None) -> None:
+    """Its shard is empty; the others' communicator has it as a member, and so has the next one."""
+    async with cards.on_host(0) as a, cards.on_host(1) as b, cards.on_host(2) as c:
+        await asyncio.gather(
+            a.init_pair("weights", "trainer", "inference", 2, (2,), [Shard(0)], rank=0),
+            b.init_pair("weights", "trainer", "inference", 2, (2,), [Shard(0)], rank=1),
+            c.init_pair("weights", "inference", "trainer", 1, (1,), [Replicate()], rank=0),
+        )
+        full, shapes = whole((1, 64)), {"w": (1, 64)}
+        wanted = cards.tensor(stale(full), GPU2)
+        given = (cards.tensor(full, GPU0), cards.tensor(torch.zeros(0, 64), GPU1), wanted)
+        handles = await asyncio.gather(
+            *(
+                client.register_tensors("b", {"w": tensor}, pair_name="weights", shapes=shapes)
+                for client, tensor in zip((a, b, c), given, strict=True)
+            )
+        )
+        for _ in range(2):
+            await asyncio.gather(*(h.transfer(v) for h, v in zip(handles, ("send", "send", "recv"), strict=True)))
+            assert torch.equal(wanted, full)
+        assert (await c.status())["batches"][0]["transport"] == "nccl"
+
+
+@pytest.mark.parametrize("which", ["another", "its own"])
+async def test_closing_a_batch_ends_its_own_held_calls_only(cards: Cards, which: str) -> None:
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        handles = {}
+        for name in ("x", "y"):
+            handles[name] = await asyncio.gather(
+                a.register_tensors(name, {"w": cards.tensor(whole((8,)))}, pair_name="weights"),
+                b.register_tensors(name, {"w": cards.tensor(stale(whole((8,))))}, pair_name="weights"),
+            )
+        stream = cards.driver.current_stream(GPU0)
+        cards.driver.hold(stream)
+        call = asyncio.ensure_future(handles["x"][0].transfer("send", timeout=math.inf))
+        await a.status()
+        await handles["y" if which == "another" else "x"][0].close()
+        if which == "another":
+            cards.driver.release(stream)
+            await asyncio.gather(call, handles["x"][1].transfer("recv"))
+        else:
+            with pytest.raises(PeerLostError) as told:
+                await call
+            assert told.value.outcome == "withdrawn"
+            cards.driver.release(stream)
+
+
+async def test_after_a_failed_transfer_another_communicator_carries_the_next(cards: Cards, apart: None) -> None:
     """The first agent makes the id, and tells the other over their link."""
-    a, b = apart()
-    async with a, b:
+    async with cards.on_host(0) as a, cards.on_host(1) as b:
         await formed(a, b)
         shape = (4096, 4096)
         given, wanted = {"w": cards.tensor(whole(shape), GPU0)}, {"w": cards.tensor(stale(whole(shape)), GPU1)}
