@@ -219,8 +219,9 @@ class Mappings:
             self._tell(error)
             self._unmap(opened)
             raise RegistrationError(f"{what} have no size here: {error}") from error
-        # A size that is more than what is mapped would let a tensor's copy run into memory of nobody.
-        if base != address or mapped < header["nbytes"]:
+        # A size that is more than what is mapped would let a tensor's copy run into memory of nobody. Small allocations
+        # share blocks of 2 MiB, and it may be the block that is mapped here.
+        if not (base <= address and address + header["nbytes"] <= base + mapped):
             self._unmap(opened)
             raise RegistrationError(f"{what}: only {base + mapped - address} bytes are mapped")
         return opened

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from etha.cuda.driver import DeviceError, Unexportable
+from etha.cuda.driver import DeviceError, Extent, Unexportable
 from etha.errors import RegistrationError
 from etha.memory.cuda import Exports, Mappings, Signals, Waits
 from etha.memory.process import start_time
@@ -250,6 +250,27 @@ def test_a_header_is_believed_by_nobody(gpu: FakeDriver, change: dict[str, Any],
         with pytest.raises(RegistrationError, match=name):
             Mappings(gpu, GPU0).attach(os.getpid(), 1, {n: v for n, v in GOOD.items() if n != name})
     assert gpu.calls["close"] == 0
+
+
+def test_an_allocation_in_the_midst_of_what_is_mapped_is_good(
+    gpu: FakeDriver, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = worker.headers[0]
+    extent = gpu.extent
+    behind = 0
+
+    def block(address: int) -> Extent:
+        return Extent(extent(address).base - 4096, 4096 + header["nbytes"] + behind)
+
+    monkeypatch.setattr(gpu, "extent", block)
+    mappings = Mappings(gpu, GPU0)
+    mapping = mappings.attach(worker.pid, worker.started, header)
+    assert mapping.nbytes == header["nbytes"]
+    mapping.close()
+    behind = -1
+    with pytest.raises(RegistrationError, match=f"only {header['nbytes'] - 1} bytes are mapped"):
+        mappings.attach(worker.pid, worker.started, header)
+    assert not gpu.mapped
 
 
 def test_a_size_beyond_what_is_mapped_is_refused(gpu: FakeDriver, worker: Worker) -> None:
