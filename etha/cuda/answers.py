@@ -1,10 +1,15 @@
-"""What cuda-bindings answer, read: values or a DeviceError; handles as bytes; one name for an error of either API."""
+"""What cuda-bindings answer, read: values or a DeviceError; handles as bytes; one name for an error of either API.
+
+And what torch and Triton raise where the device refuses them something.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 from typing import Any
+
+import torch
 
 from etha.cuda.driver import DeviceError
 from etha.errors import ConfigError
@@ -51,6 +56,24 @@ def ask(what: str, answer: tuple[Any, ...]) -> Any:
         name = runtime_name(error.name)
         raise DeviceError(name, what, sticky=name in STICKY)
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def failed(what: str, error: Exception, runtime: Any) -> DeviceError | None:
+    """The device's failure that torch or Triton has raised as ``error``; None: it is a mistake of whoever asked.
+
+    Triton tells of the driver's errors by their descriptions only; those of the bindings ``runtime`` are the same.
+    """
+    text = f"{what}: {error}"
+    if isinstance(error, torch.AcceleratorError):
+        name = runtime.cudaError_t(getattr(error, "error_code", 999)).name
+    elif isinstance(error, torch.OutOfMemoryError):
+        name = "cudaErrorMemoryAllocation"
+    elif isinstance(error, RuntimeError) or type(error).__module__.startswith("triton."):
+        named = {runtime.cudaGetErrorString(one)[1].decode(): one.name for one in runtime.cudaError_t if int(one)}
+        name = next((n for said, n in named.items() if str(error).endswith(said)), type(error).__name__)
+    else:
+        return None
+    return DeviceError(name, text, sticky=name in STICKY)
 
 
 def bytes_of(handle: Any) -> bytes:

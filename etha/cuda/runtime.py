@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from etha.cuda.answers import STICKY, ask, bytes_of, filled, load, version
+from etha.cuda.answers import ask, bytes_of, failed, filled, load, version
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
 
 #: Answers to "how many devices?" of a machine without a GPU or without a driver that is recent enough.
@@ -120,9 +120,8 @@ class Runtime(Driver):
         del self._memory[address]
 
     def pin(self, nbytes: int) -> int:
-        """cudaHostAlloc, portable and mapped."""
-        flags = self._rt.cudaHostAllocPortable | self._rt.cudaHostAllocMapped
-        # Portable: whichever context makes it. One that is in use already, so that no other device gets one.
+        """cudaHostAlloc, portable and mapped; in a context that is in use already, so that no other device gets one."""
+        flags = self._rt.cudaHostAllocPortable | self._rt.cudaHostAllocMapped  # portable: whichever context makes it
         with self._current(next(iter(self._contexts), 0)):
             return int(ask(f"pin {nbytes} bytes", self._rt.cudaHostAlloc(nbytes, flags)))
 
@@ -199,7 +198,10 @@ class Runtime(Driver):
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
         """cudaEventCreateWithFlags."""
         ordinal = self._ordinal(uuid)
-        flags = self._rt.cudaEventDisableTiming | (self._rt.cudaEventInterprocess if interprocess else 0)
+        # Who waits sleeps. Waking up takes some 50 us, and a small transfer waits once or twice within its 1.5 ms; who
+        # spins takes a core from the job beside: eight lanes through a long copy, a call through a training step.
+        flags = self._rt.cudaEventDisableTiming | self._rt.cudaEventBlockingSync
+        flags |= self._rt.cudaEventInterprocess if interprocess else 0
         with self._current(ordinal):
             event = int(ask(f"an event on {uuid}", self._rt.cudaEventCreateWithFlags(flags)))
         self._events[event] = ordinal
@@ -257,14 +259,17 @@ class Runtime(Driver):
 
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
         """``work`` runs here and now; what it asks of the device is queued."""
+        ordinal = self._ordinal(uuid)
         external: Any = torch.cuda.ExternalStream
-        outer = external(stream, device=torch.device("cuda", self._ordinal(uuid)))
         try:
-            with torch.cuda.stream(outer):
+            # The device first: torch.cuda.stream alone goes back to the former device's stream by cudaSetDevice, which
+            # makes a context there, on GPU 0 for every agent of another; torch.cuda.device goes back without one.
+            with torch.cuda.device(ordinal), torch.cuda.stream(external(stream, device=torch.device("cuda", ordinal))):
                 work()
-        except torch.AcceleratorError as error:
-            name = self._rt.cudaError_t(getattr(error, "error_code", 999)).name
-            raise DeviceError(name, f"launch on {uuid}: {error}", sticky=name in STICKY) from error
+        except Exception as error:
+            if (failure := failed(f"launch on {uuid}", error, self._rt)) is None:
+                raise
+            raise failure from error
 
     # -- how a call is made -------------------------------------------------------------------------------------
 

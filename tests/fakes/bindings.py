@@ -100,6 +100,7 @@ class Runtime:
     cudaIpcMemLazyEnablePeerAccess = real_runtime.cudaIpcMemLazyEnablePeerAccess
     cudaStreamNonBlocking = real_runtime.cudaStreamNonBlocking
     cudaEventDisableTiming = real_runtime.cudaEventDisableTiming
+    cudaEventBlockingSync = real_runtime.cudaEventBlockingSync
     cudaEventInterprocess = real_runtime.cudaEventInterprocess
 
     def __init__(self, machine: Machine) -> None:
@@ -108,6 +109,9 @@ class Runtime:
     def _made(self, name: str, kind: Any, *arguments: Any) -> Any:
         error = self._m.call(name, *arguments)
         return (error, None) if error else (error, kind(next(self._m.numbers)))
+
+    def cudaGetErrorString(self, error: Any) -> Any:
+        return real_runtime.cudaGetErrorString(error)
 
     def cudaRuntimeGetVersion(self) -> Any:
         return self._m.call("cudaRuntimeGetVersion"), 13020

@@ -6,8 +6,7 @@ import ctypes
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +50,7 @@ def test_the_stand_ins_take_what_the_wheel_takes() -> None:
                 names = list(inspect.signature(function).parameters)[1:]
                 assert names == list(inspect.signature(getattr(real, name)).parameters), name
                 compared += 1
-    assert compared == 30
+    assert compared == 31
     # Every error that counts as sticky is one, and the driver's word for it is the same error.
     for name in STICKY:
         assert hasattr(real_runtime.cudaError_t, name)
@@ -124,7 +123,7 @@ def test_memory_and_events_of_other_processes(rig: Rig) -> None:
 def test_events_and_streams(rig: Rig) -> None:
     event, shared = rig.cuda.event(GPU1), rig.cuda.event(GPU0, interprocess=True)
     stream = rig.cuda.stream(GPU0)
-    timeless = real_runtime.cudaEventDisableTiming
+    timeless = real_runtime.cudaEventDisableTiming | real_runtime.cudaEventBlockingSync
     assert rig.said()[:2] == [
         ("cudaEventCreateWithFlags", 1, timeless),
         ("cudaEventCreateWithFlags", 0, timeless | real_runtime.cudaEventInterprocess),
@@ -245,29 +244,94 @@ def test_tensors_are_made_of_addresses(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert asked == [("cuda", 1), ("cuda", 0)]
 
 
-def test_work_runs_on_the_stream_that_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+class Torch:
+    """What torch's own ``device`` and ``stream`` contexts do to the devices, as its C++ does it.
+
+    cudaSetDevice makes a context; ``maybe`` goes only where one is. ``current`` are the streams, by device.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.contexts: set[int] = set()
+        self.device = 0
+        self.current = {0: 10, 1: 11}
+        patch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: self.stream(pointer, device.index))
+        patch.setattr(torch.cuda, "current_stream", self.current_stream)
+        patch.setattr(torch.cuda, "_get_device_index", self.index)
+        patch.setattr(torch.cuda, "_exchange_device", self.exchange)
+        patch.setattr(torch.cuda, "_maybe_exchange_device", self.maybe)
+        patch.setattr(torch.cuda, "_set_stream_by_id", self.set_stream)
+
+    def stream(self, number: int, ordinal: int) -> SimpleNamespace:
+        device = torch.device("cuda", ordinal)
+        return SimpleNamespace(stream_id=number, device_index=ordinal, device_type=1, device=device)
+
+    def index(self, device: object, optional: bool = False) -> int:
+        if device is None:
+            return self.device
+        return device.index if isinstance(device, torch.device) else int(str(device))
+
+    def current_stream(self, device: object) -> SimpleNamespace:
+        return self.stream(self.current[self.index(device)], self.index(device))
+
+    def exchange(self, ordinal: int) -> int:
+        self.contexts.add(ordinal)
+        before, self.device = self.device, ordinal
+        return before
+
+    def maybe(self, ordinal: int) -> int:
+        return self.exchange(ordinal) if ordinal in self.contexts else ordinal
+
+    def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        if device_index != self.device:
+            self.exchange(device_index)
+        self.current[device_index] = stream_id
+
+
+def test_work_runs_on_the_stream_that_is_named_and_only_its_device_is_touched(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Torch(monkeypatch)
     seen: list[object] = []
+    rig.cuda.launch(GPU1, 0x99, lambda: seen.append((fake.device, fake.current[1])))
+    assert seen == [(1, 0x99)]
+    assert fake.current == {0: 10, 1: 11}
+    assert fake.contexts == {1}, "a context on GPU 0, for which nobody has asked"
 
-    @contextmanager
-    def stream(outer: object) -> Iterator[None]:
-        seen.append(outer)
-        yield
-        seen.append("left")
 
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device))
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    rig.cuda.launch(GPU1, 0x99, lambda: seen.append("work"))
-    assert seen == [(0x99, torch.device("cuda", 1)), "work", "left"]
+ILLEGAL = "an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "sticky"),
+    [
+        (torch.AcceleratorError(f"CUDA error: {ILLEGAL}"), "cudaErrorIllegalAddress", True),
+        (torch.OutOfMemoryError("CUDA out of memory."), "cudaErrorMemoryAllocation", False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "cudaErrorMemoryAllocation", False),
+        (RuntimeError(f"Triton Error [CUDA]: {ILLEGAL}"), "cudaErrorIllegalAddress", True),
+        (RuntimeError("PassManager::run failed"), "RuntimeError", False),
+        (type("OutOfResources", (Exception,), {"__module__": "triton.runtime"})("shared"), "OutOfResources", False),
+    ],
+)
+def test_what_torch_and_triton_raise_is_the_devices_failure(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, sticky: bool
+) -> None:
+    fake = Torch(monkeypatch)
+    if isinstance(error, torch.AcceleratorError):
+        error.error_code = 700  # type: ignore[attr-defined]
 
     def fails() -> None:
-        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        error.error_code = 700  # type: ignore[attr-defined]
         raise error
 
-    monkeypatch.setattr(torch.cuda, "stream", lambda outer: nullcontext())
-    with pytest.raises(DeviceError, match="cudaErrorIllegalAddress") as caught:
+    with pytest.raises(DeviceError, match=f"launch on {GPU1}: ") as caught:
         rig.cuda.launch(GPU1, 0x99, fails)
-    assert caught.value.sticky
+    assert (caught.value.name, caught.value.sticky) == (name, sticky)
+    assert str(error) in str(caught.value) and fake.current == {0: 10, 1: 11}
+
+
+def test_a_mistake_of_ours_is_not_the_devices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        rig.cuda.launch(GPU1, 0x99, lambda: print(1 // 0))
 
 
 def test_the_current_stream_is_torchs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
