@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, Unpack, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ from etha.client.results import Offer, Pair, TransferResult, Version
 from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
-from etha.errors import AgentLostError, ConfigError, RegistrationError
+from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError
 
 #: Seconds within which the kernel's word of a process's death has come.
 _NEWS = 1.0
@@ -221,26 +221,26 @@ class AsyncTensorBusClient:
         return BatchHandle(self, registration)
 
     @overload
-    async def transfer(
+    def transfer(
         self,
         batch_id: str,
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: Literal[False] = False,
         **options: Unpack[Options],
-    ) -> TransferResult: ...
+    ) -> Coroutine[Any, Any, TransferResult]: ...
 
     @overload
-    async def transfer(
+    def transfer(
         self,
         batch_id: str,
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: Literal[True],
         **options: Unpack[Options],
-    ) -> TransferFuture: ...
+    ) -> Coroutine[Any, Any, TransferFuture]: ...
 
-    async def transfer(
+    def transfer(
         self,
         batch_id: str,
         transfer_type: Literal["send", "recv"],
@@ -251,8 +251,11 @@ class AsyncTensorBusClient:
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
         snapshot: bool = False,
-    ) -> TransferResult | TransferFuture:
+    ) -> Coroutine[Any, Any, Any]:
         """Move the batch once, all of it or nothing; waits for every rank of both sides.
+
+        On a GPU it comes after the work that the current stream has queued when it is called, also where it
+        is awaited later or by another task. All errors are raised by awaiting it.
 
         ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
         recv, run after commit and before this worker's tensors change. ``progress``: (bytes done, bytes
@@ -268,8 +271,12 @@ class AsyncTensorBusClient:
         in number. Without ``timeout`` a snapshot is offered until it is received or superseded;
         setting aside has the client's deadline.
         """
-        return await self.transfer_of(
-            self._registration(batch_id),
+        try:
+            registration = self._registration(batch_id)
+        except EthaError as error:
+            return _refused(error)
+        return self.transfer_of(
+            registration,
             transfer_type,
             version=version,
             on_commit=on_commit,
@@ -279,26 +286,43 @@ class AsyncTensorBusClient:
             snapshot=snapshot,
         )
 
-    async def transfer_of(
+    def transfer_of(
         self,
         registration: Registration,
         transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: bool = False,
+        mark: Mark | None = None,
+        **options: Unpack[Options],
+    ) -> Coroutine[Any, Any, Any]:
+        """What ``transfer`` and ``BatchHandle.transfer`` share; ``mark``: of the thread that has called, if another."""
+        point = self.mark_of(registration) if mark is None else mark
+        return self._transfer(registration, transfer_type, point, snapshot, **options)
+
+    def mark_of(self, registration: Registration) -> Mark:
+        """What the calling thread has queued on the batch's device by now; nothing where the call will be refused."""
+        if not registration.open or os.getpid() != self._pid:
+            return Mark()
+        return registration.connection.home.mark()
+
+    async def _transfer(
+        self,
+        registration: Registration,
+        transfer_type: Literal["send", "recv"],
+        mark: Mark,
+        snapshot: bool,
         *,
         version: Version = None,
         on_commit: OnCommit | None = None,
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
-        snapshot: bool = False,
-        mark: Mark | None = None,
     ) -> TransferResult | TransferFuture:
-        """What ``transfer`` and ``BatchHandle.transfer`` share; ``mark``: of the thread that has called, if another."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
         self._check_open(registration)
         check_call(registration, transfer_type, version, on_commit, snapshot)
         deadline = Deadline(seconds)
-        point = registration.connection.home.mark() if mark is None else mark
 
         async def move(edition: str = "") -> TransferResult:
             self._check_served(registration)
@@ -311,7 +335,7 @@ class AsyncTensorBusClient:
                     on_commit=on_commit,
                     timeout=math.inf if edition and timeout is None else deadline.left,
                     progress=progress,
-                    mark=point,
+                    mark=mark,
                     edition=edition,
                 )
             finally:
@@ -321,7 +345,7 @@ class AsyncTensorBusClient:
 
         if snapshot:
             return await send_snapshot(
-                registration, version=version, on_error=mode, deadline=deadline, mark=point, send=move
+                registration, version=version, on_error=mode, deadline=deadline, mark=mark, send=move
             )
         return await reported(mode, registration.pairs, transfer_type, move)
 
@@ -483,3 +507,7 @@ class AsyncTensorBusClient:
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         for pair, _ in self._pairs.values():
             pair.lose("died", lost.result().message, AgentLostError(lost.result().message))
+
+
+async def _refused(error: EthaError) -> NoReturn:
+    raise error

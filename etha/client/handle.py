@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -43,20 +44,20 @@ class BatchHandle:
         return self._registration.atomic
 
     @overload
-    async def transfer(
+    def transfer(
         self,
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: Literal[False] = False,
         **options: Unpack[Options],
-    ) -> TransferResult: ...
+    ) -> Coroutine[Any, Any, TransferResult]: ...
 
     @overload
-    async def transfer(
+    def transfer(
         self, transfer_type: Literal["send", "recv"], *, snapshot: Literal[True], **options: Unpack[Options]
-    ) -> TransferFuture: ...
+    ) -> Coroutine[Any, Any, TransferFuture]: ...
 
-    async def transfer(
+    def transfer(
         self,
         transfer_type: Literal["send", "recv"],
         *,
@@ -66,9 +67,9 @@ class BatchHandle:
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
         snapshot: bool = False,
-    ) -> TransferResult | TransferFuture:
+    ) -> Coroutine[Any, Any, Any]:
         """Move this batch once; see ``AsyncTensorBusClient.transfer``."""
-        return await self._client.transfer_of(
+        return self._client.transfer_of(
             self._registration,
             transfer_type,
             version=version,
@@ -81,15 +82,13 @@ class BatchHandle:
 
     def mark(self) -> Mark:
         """What the calling thread has queued on this batch's device by now."""
-        return self._registration.connection.home.mark()
+        return self._client.mark_of(self._registration)
 
-    async def transfer_after(
+    def transfer_after(
         self, mark: Mark, transfer_type: Literal["send", "recv"], *, snapshot: bool = False, **options: Unpack[Options]
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """As ``transfer``, of another thread, whose device work by ``mark`` comes first."""
-        return await self._client.transfer_of(
-            self._registration, transfer_type, snapshot=snapshot, mark=mark, **options
-        )
+        return self._client.transfer_of(self._registration, transfer_type, snapshot=snapshot, mark=mark, **options)
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send this batch."""
