@@ -23,8 +23,9 @@ from etha.agent.service import Agent
 from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
-from etha.cuda.driver import driver
-from etha.errors import AgentLostError, EthaError
+from etha.cuda.driver import DeviceError, driver
+from etha.errors import AgentLostError, ConfigError, EthaError
+from etha.memory.reach import ReachError
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
 
@@ -145,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
                 start=max(0.1, min(START, args.start_by - time.monotonic())),
             )
         )
-    except EthaError as error:
+    except (EthaError, DeviceError, ReachError) as raised:
+        error = raised if isinstance(raised, EthaError) else ConfigError(f"the card of this agent: {raised}")
         log.error("%s", error)
         if args.ready_fd is not None:
             with contextlib.suppress(OSError):

@@ -213,8 +213,7 @@ class Batches:
             return
         live = self.live.get((primary, message.batch, generation))
         if live is None:
-            mappings = None if self._links.card is None else self._links.card.mappings
-            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view, mappings)
+            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings)
             self.live[live.key] = live
             for agent, said in self._mailbox.held(live.key):
                 self.hear(agent, live.scope, said)
@@ -262,15 +261,17 @@ class Batches:
         if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
             live.exhibition.close()
             live.snapshots.close()
-        if live.machine.state is Standing.CLOSED and self.live.get(live.key) is live:
+        closed = live.machine.state is Standing.CLOSED and self.live.get(live.key) is live
+        if closed:
             del self.live[live.key]
-            self._spawn(self._release(live))
+        if closed or live.machine.state is Standing.LOST:
+            self._spawn(self._release(live, closed))
 
-    async def _release(self, live: Live) -> None:
+    async def _release(self, live: Live, closed: bool) -> None:
         """Let go of the memory of other agents' workers, and of a card's tables, once no lane can be inside it."""
-        if not live.machine.alone:
+        if closed and not live.machine.alone:
             self._mailbox.keep(live)
-        await self._movers.idle.wait()
+        await self._movers.rest.wait()
         await live.release()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:

@@ -11,7 +11,6 @@ from etha.agent.card import Card
 from etha.agent.effects import CallKey
 from etha.agent.live import Live
 from etha.agent.session import Session
-from etha.cuda.driver import DeviceError
 from etha.errors import EthaError, TransferError, TransferTimeoutError
 from etha.transport.device_memory import CardError
 
@@ -32,10 +31,17 @@ class Behind:
 
     def pass_on(self, live: Live, session: Session, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
         """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
-        if not mark or self._card is None or self._card.reached(session, mark):
+        if not mark or self._card is None:
+            return go()
+        try:
+            reached = self._card.reached(session, mark)
+        except EthaError:
+            live.asks.pop(key, None)
+            raise
+        if reached:
             return go()
         self._held[key] = _Held(live=live, session=session, go=go)
-        self._card.follow(session, mark, lambda error: self._reached(key, error))
+        self._card.follow(session, mark, lambda why: self._reached(key, why))
 
     def end(self, key: CallKey, *, expired: bool) -> bool:
         """A call's deadline or its cancellation: whether it was held here, and has been told."""
@@ -80,13 +86,13 @@ class Behind:
             held.live.asks.pop(key, None)
         return held
 
-    def _reached(self, key: CallKey, error: DeviceError | None) -> None:
+    def _reached(self, key: CallKey, why: str) -> None:
         held = self._held.get(key)
         if held is None:
             return
-        if error is not None:
+        if why:
             self._take(key)
-            text = f"batch {held.live.name!r}: this worker's GPU failed before the call: {error}"
+            text = f"batch {held.live.name!r}: this worker's GPU failed before the call: {why}"
             self._calls.fail(key, TransferError(text, outcome="withdrawn"))
             return
         del self._held[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from etha.agent.workspaces import Workspaces
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver
 from etha.cuda.nccl import nccl
-from etha.errors import ConfigError
+from etha.errors import ConfigError, EthaError, TransferError
 from etha.memory.cuda import Mappings
 from etha.memory.signals import Waits
 from etha.memory.views import View
@@ -63,6 +64,8 @@ class Card:
         self._loop = asyncio.get_running_loop()
         self._spoilt = spoilt
         self.lost = False
+        self._numbers: dict[str, int] = {}
+        self._count = itertools.count(1)
         self.mappings = Mappings(driver, device.uuid, self._sticky)
         self.memory = CardMemory(driver, device.uuid)
         self.workspaces = Workspaces(driver, device.uuid)
@@ -84,30 +87,40 @@ class Card:
 
     def reached(self, session: Session, mark: bytes) -> bool:
         """Whether the work before a call is done; RegistrationError for a mark that is none."""
-        return self._waits.reached(session.peer.pid, session.peer.start, mark)
+        try:
+            return self._waits.reached(session.peer.pid, self._number(session), mark)
+        except DeviceError as error:
+            text = f"the GPU of process {session.peer.pid} failed before the call: {error}"
+            raise TransferError(text, outcome="withdrawn") from error
 
-    def follow(self, session: Session, mark: bytes, then: Callable[[DeviceError | None], None]) -> None:
-        """``then(error)`` on the loop once the work before a call is done; its process may never do it.
+    def follow(self, session: Session, mark: bytes, then: Callable[[str], None]) -> None:
+        """``then(why)`` on the loop once the work before a call is done, or why it never will be; else "".
 
         One thread for each such call: the kernel of a training step may take seconds, and no lane waits for it.
         """
+        number = self._number(session)
 
         def wait() -> None:
-            error: DeviceError | None = None
+            why = ""
             try:
-                self._waits.wait(session.peer.pid, session.peer.start, mark)
-            except DeviceError as raised:
-                error = raised
+                self._waits.wait(session.peer.pid, number, mark)
+            except (DeviceError, EthaError) as error:
+                why = str(error)
             try:
-                self._loop.call_soon_threadsafe(then, error)
+                self._loop.call_soon_threadsafe(then, why)
             except RuntimeError:
                 log.debug("the agent ended while it waited for the device work of process %d", session.peer.pid)
 
         threading.Thread(target=wait, name=f"etha-mark-{session.peer.pid}", daemon=True).start()
 
     def release(self, session: Session) -> None:
-        """The last session of a process is over: its events are let go of, and who waits for one is told."""
-        self._waits.release(session.peer.pid, session.peer.start)
+        """A session is over: its events are let go of, and who waits for one is told."""
+        if (number := self._numbers.pop(session.key, None)) is not None:
+            self._waits.release(session.peer.pid, number)
+
+    def _number(self, session: Session) -> int:
+        """A process may have several clients, whose events live as long as each of them."""
+        return self._numbers.setdefault(session.key, next(self._count))
 
     def close(self) -> None:
         """Let go of all that workers have shown; no lane may be inside it any more."""

@@ -30,8 +30,8 @@ _PR_SET_PDEATHSIG = 1
 
 #: What an agent exits with when only a new process can have its card again.
 SPOILT = 75
-#: Times that one agent is started again without having served.
-RETRIES = 3
+#: Times in a row that one agent is started again, and seconds after which it has served.
+RETRIES, SERVED = 3, 60.0
 
 
 @dataclass(slots=True)
@@ -58,7 +58,10 @@ class Fleet:
 
     async def _serve(self, device: Device) -> str:
         """One GPU's agents, one after the other; what went wrong with the last, or nothing."""
-        for _ in range(1 + RETRIES):
+        loop = asyncio.get_running_loop()
+        tries = 0
+        while tries <= RETRIES:
+            began = loop.time()
             process = await asyncio.create_subprocess_exec(*self.command(device))
             self._running[device.uuid] = process
             if self._stopping:
@@ -70,9 +73,10 @@ class Fleet:
             if code != SPOILT:
                 self.stop()  # a fleet that lacks a card is no fleet: who started it shall know
                 return f"the agent of cuda:{device.ordinal} ({device.uuid}) ended with status {code}: its log says why"
+            tries = 1 if loop.time() - began > SERVED else tries + 1
             log.error("the agent of cuda:%d (%s) is started again", device.ordinal, device.uuid)
         self.stop()
-        return f"the agent of cuda:{device.ordinal} ({device.uuid}) lost its context {1 + RETRIES} times"
+        return f"the agent of cuda:{device.ordinal} ({device.uuid}) lost its context {tries} times in a row"
 
 
 def leave_with_parent() -> None:

@@ -66,7 +66,7 @@ class Links:
         staging: int = STAGING,
         card: Card | None = None,
     ) -> None:
-        self.card = card
+        self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
         self._listen, self._said, self._gone = listen, said, gone
         self._keys = Keys.fresh()

@@ -260,13 +260,14 @@ class Live:
 
     async def release(self) -> None:
         """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
-        if self.wire is not None:
-            await self.wire.close()
-        self.exhibition.release()
-        self.snapshots.release()
+        wire, self.wire = self.wire, None  # keeps views of it, too
+        if wire is not None:
+            await wire.close()
+        # A card's allocations are unmapped here, which may wait for what the card does.
+        await asyncio.to_thread(self.exhibition.release)
+        await asyncio.to_thread(self.snapshots.release)
         while self.parts:
             self.parts.popitem()[1].near.release()
-        self.wire = None  # keeps views of it, too
 
     def other(self, side: str) -> str:
         """The side opposite ``side``."""

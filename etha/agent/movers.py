@@ -33,6 +33,7 @@ from etha.agent.offers import Offers
 from etha.agent.pace import Pace
 from etha.agent.pairs import Spawn
 from etha.agent.parts import Parts
+from etha.agent.rest import Rest
 from etha.agent.session import Session
 from etha.agent.transfer import TransferEffect
 from etha.agent.translate import translate
@@ -66,10 +67,7 @@ class Movers:
         self.turns = Turns(self._perform)
         self.chronicle = Chronicle(store, spawn)
         self.pace = Pace(links, calls)
-        self.running = 0
-        #: Set while no transfer of this agent is between GO and its end.
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.rest = Rest()
 
     # ---- what workers ask ---------------------------------------------------------------------
 
@@ -179,8 +177,7 @@ class Movers:
         self._perform(live, live.transfers.undecided(seq))
 
     def _begin(self, live: Live, start: StartMove) -> None:
-        self.running += 1
-        self.idle.clear()
+        self.rest.begin()
         current = live.current = Current(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
@@ -276,9 +273,7 @@ class Movers:
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
             self.chronicle.tell(pair, live.name, fields)
-        self.running -= 1
-        if not self.running:
-            self.idle.set()
+        self.rest.end()
 
     def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
         part = current.part

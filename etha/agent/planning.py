@@ -15,7 +15,7 @@ from etha.agent.library import Library
 from etha.agent.links import Links
 from etha.agent.live import Live
 from etha.agent.roster import Record
-from etha.agent.verdict import Verdict
+from etha.agent.verdict import HAS_NCCL, Verdict
 from etha.store.registry import Store
 from etha.transport.alias import Written
 
@@ -57,14 +57,18 @@ async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict
     await live.exhibition.wait(readable)
     # Checks see reductions as streams cut them: such a batch goes over streams.
     seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
-    unique_id = b"" if links.nccl is None or seen else await links.nccl.communicators.unique_id()
-    return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, unique_id)
+    nccl = ""
+    if links.nccl is not None and links.nccl.stuck is None and not seen:
+        # An id costs a thread and a descriptor of its maker until the communicator is there: one of them makes it.
+        mine = live.machine.me == min(agents)
+        nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
+    return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, nccl)
 
 
-def _verdict(live: Live, links: Links, digest: str, readable: list[str], unique_id: bytes) -> Verdict:
+def _verdict(live: Live, links: Links, digest: str, readable: list[str], nccl: str) -> Verdict:
     return Verdict(
         digest=digest,
-        nccl=unique_id.hex(),
+        nccl=nccl,
         reads=tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents)),
         shared=_shares(live),
         staging=links.staging,

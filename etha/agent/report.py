@@ -33,7 +33,7 @@ def report(agent: Agent) -> dict[str, Any]:
                 }
                 for session in agent.sessions.values()
             ],
-            "running": agent.movers.running,
+            "running": agent.movers.rest.running,
             "address": agent.links.address,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
             "links": _links(agent),

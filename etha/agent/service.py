@@ -144,9 +144,9 @@ class Agent:
         self._draining = True
         try:
             async with asyncio.timeout(DRAIN):
-                await self.movers.idle.wait()
+                await self.movers.rest.wait()
         except TimeoutError:
-            log.warning("%d transfers did not end within %.0f s", self.movers.running, DRAIN)
+            log.warning("%d transfers did not end within %.0f s", self.movers.rest.running, DRAIN)
         moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
         for key in self.calls:
             # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
@@ -264,10 +264,12 @@ class Agent:
 
     async def _release(self, session: Session) -> None:
         """Let go of a worker's memory, once no lane can be inside it."""
-        await self.movers.idle.wait()
-        session.memory.close()
-        if self.card is not None and all(other.holder != session.holder for other in self.sessions.values()):
+        await self.movers.rest.wait()
+        if self.card is None:
+            session.memory.close()
+        else:  # unmapping may wait for all that the card does, also for others
             self.card.release(session)
+            await asyncio.to_thread(session.memory.close)
         session.revocation = None  # ended registrations remember their sessions for a while
         self._sweep.soon()
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from etha.errors import ProtocolError
 
-_UNIQUE_ID = re.compile(r"(|[0-9a-f]{256})")
+#: What agents with NCCL say that make no id.
+HAS_NCCL = "yes"
+_NCCL = re.compile(rf"(|{HAS_NCCL}|[0-9a-f]{{256}})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Verdict:
 
     ``shared``: a source tensor of its workers lies where a target lies, so that nobody else may read it
     at any moment. ``staging`` in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of.
-    ``nccl``: the unique id (hex) of a communicator that this agent could be the first of; "": it has no NCCL.
+    ``nccl``: of the first of the agents the unique id (hex) of their communicator, of others ``HAS_NCCL``; "": none.
     """
 
     digest: str
@@ -49,7 +51,7 @@ class Verdict:
                     and staging > 0
                     and 0 < streams <= 64
                     and seq >= 0
-                    and _UNIQUE_ID.fullmatch(nccl)
+                    and _NCCL.fullmatch(nccl)
                 ):
                     return cls(
                         digest=digest,
@@ -81,6 +83,7 @@ class Terms:
     @classmethod
     def of(cls, verdicts: Mapping[str, Verdict]) -> Terms:
         """``reads`` as of ``transport.ways.Ways``; the least staging and streams of all, the highest seq."""
+        first = verdicts[min(verdicts)].nccl
         return cls(
             reads=frozenset(
                 (reader, agent)
@@ -91,5 +94,5 @@ class Terms:
             staging=min(v.staging for v in verdicts.values()),
             streams=min(v.streams for v in verdicts.values()),
             seq=max(v.seq for v in verdicts.values()),
-            nccl=verdicts[min(verdicts)].nccl if all(v.nccl for v in verdicts.values()) else "",
+            nccl=first if all(v.nccl for v in verdicts.values()) and first != HAS_NCCL else "",
         )

@@ -31,6 +31,8 @@ MAX_LOG = 1 << 20
 _TAIL = 2000
 #: What a launcher told this worker about its job, and thread counts meant for it: not the agent's.
 _FOREIGN = ("RANK", "WORLD_SIZE", "ETHA_AGENT", "ETHA_LAUNCH_ID", "ETHA_REDIS_URL", "MKL_NUM_THREADS")
+#: What a job says of its own GPUs. An agent reaches all of the host's, and launches from a thread that must not wait.
+_FOREIGN_CUDA = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 _FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "KMP_", "GOMP_")
 #: Codes of errors that are the user's to mend, and reach the user as they are.
 _TOLD = ("config", "redis_unavailable", "protocol")
@@ -217,6 +219,8 @@ def environment(own: dict[str, str], settings: Settings, redis_url: str | None) 
     env = {
         name: value for name, value in own.items() if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
     }
+    if "MIG-" not in env.get("CUDA_VISIBLE_DEVICES", ""):  # without it a process sees no slice of a card
+        env = {name: value for name, value in env.items() if name not in _FOREIGN_CUDA}
     env |= {
         "ETHA_RUNTIME_DIR": str(settings.runtime_dir),
         "ETHA_NAMESPACE": settings.namespace,

@@ -70,7 +70,7 @@ async def test_a_lost_context_is_followed_by_another_process(tmp_path: Path) -> 
 
 
 async def test_a_card_that_is_lost_again_and_again_is_given_up() -> None:
-    with pytest.raises(AgentUnavailableError, match=f"lost its context {1 + RETRIES} times"):
+    with pytest.raises(AgentUnavailableError, match=f"lost its context {1 + RETRIES} times in a row"):
         await Fleet(lambda device: python(f"raise SystemExit({SPOILT})"), DEVICES[:1]).run()
 
 
