@@ -115,7 +115,9 @@ class Inspection:
     def _reader(self, thread: int) -> Reader:
         found = self._readers.get(thread)
         if found is None:
-            found = self._readers[thread] = Reader(thread, self._budget, self._guards, self._memory)
+            # Streams and device memory are the thread's, not made anew for each transfer.
+            work = self._lane.workspaces.mine() if self._lane.workspaces.device else None
+            found = self._readers[thread] = Reader(thread, self._budget, self._guards, self._memory, work)
         return found
 
     async def _told(self, agent: str, count: int) -> list[int]:

@@ -25,6 +25,7 @@ from etha.transport.boxes import Ints
 from etha.transport.checks import Chunk, Fold, Kind
 from etha.transport.flows import span_memory
 from etha.transport.geometry import scratch
+from etha.transport.kernels import Workspace
 from etha.transport.laying import Laid, Laying, Views
 from etha.transport.program import Member
 from etha.transport.reduce import clip
@@ -171,19 +172,27 @@ class Reads(Laying):
 
 
 class Reader:
-    """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back."""
+    """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back.
+
+    ``work`` is the thread's own workspace, which stays its own; without it there is another one.
+    """
 
     def __init__(
-        self, number: int, budget: Budget, guards: Mapping[Member, Guard], memory: StagingMemory | None = None
+        self,
+        number: int,
+        budget: Budget,
+        guards: Mapping[Member, Guard],
+        memory: StagingMemory | None = None,
+        work: Workspace | None = None,
     ) -> None:
-        self._desk = Desk(number, budget, memory)
+        self._desk = Desk(number, budget, memory, work)
         self._buffer = Buffer(budget, memory)
         self._budget, self._guards = budget, guards
         budget.take(_TEMPORARY)
 
     def close(self) -> int:
         """Give the memory back; its bytes."""
-        own = self._desk.work.nbytes + _TEMPORARY
+        own = self._desk.grown + _TEMPORARY
         gathered = self._buffer.nbytes
         self._buffer.release()
         self._desk.close()

@@ -53,7 +53,7 @@ class Launch:
         return 0 if self._memory is None else self._memory.nbytes
 
     def release(self) -> None:
-        """Give the table back once the device is done; idempotent. It must not be queued again."""
+        """Let go of the table, which is given back once the device is done; idempotent. Not to be queued again."""
         if self._memory is not None:
             self._memory.release()
 
@@ -133,7 +133,7 @@ class Copier:
         return self._scratch
 
     def close(self) -> None:
-        """Wait for what is queued and give everything back but the Launches; idempotent."""
+        """Give everything back but the Launches, memory once what is queued is done; returns at once, idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,7 @@
 """Memory that the agent itself takes on a device, or pins on the host, and views of it.
 
-It is given back with the object, or before by ``release``: whoever keeps it says how long it is needed.
+It is given back with the object, or before by ``release``: whoever keeps it says how long it is needed. Neither waits,
+for it is the reaper who gives it back (reaper.py), once the device is done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from etha.cuda.driver import DeviceError, Driver
 from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
+from etha.transport.reaper import reaper
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,12 @@ class DeviceMemory:
         """CardError where there is not so much."""
         self.uuid, self.nbytes = uuid, nbytes
         with reaching(uuid):
-            self.address = driver.allocate(uuid, nbytes)
-        self._free = weakref.finalize(self, _give_back, driver.free, self.address)
+            self.address = _taken(partial(driver.allocate, uuid, nbytes))
+        self._free = weakref.finalize(self, reaper.hand, partial(_give_back, driver.free, self.address))
         self._free.atexit = False  # the process's end frees all
 
     def release(self) -> None:
-        """Give it back now, once the device is done with it; idempotent."""
+        """Let go of it, returns at once; idempotent. Nobody may use it any more, but for what is queued already."""
         self._free()
 
 
@@ -61,8 +64,8 @@ class PinnedMemory:
         """CardError where there is not so much."""
         self.nbytes = nbytes
         with reaching(uuid):
-            self.address = driver.pin(nbytes)
-        self._free = weakref.finalize(self, _give_back, driver.unpin, self.address)
+            self.address = _taken(partial(driver.pin, nbytes))
+        self._free = weakref.finalize(self, reaper.hand, partial(_give_back, driver.unpin, self.address))
         self._free.atexit = False
         pages = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self.flat = torch.frombuffer(pages, dtype=torch.uint8)
@@ -85,8 +88,19 @@ class PinnedMemory:
         )
 
     def release(self) -> None:
-        """Give it back now; idempotent. Nobody may look at ``flat`` any more."""
+        """As of DeviceMemory. Nobody may look at ``flat`` any more."""
         self._free()
+
+
+def _taken(take: Callable[[], int]) -> int:
+    reaper.begin()
+    try:
+        return take()
+    except DeviceError as error:
+        # There is room once what was let go of is given back.
+        if error.name != "cudaErrorMemoryAllocation" or not reaper.drain():
+            raise
+        return take()
 
 
 def _give_back(free: Callable[[int], None], address: int) -> None:

@@ -107,13 +107,18 @@ class Chunk:
 
 
 class Desk:
-    """See the module's head."""
+    """See the module's head. ``work`` is somebody's who closes it; of that only what it grows by here is counted."""
 
-    def __init__(self, number: int, budget: Budget, memory: StagingMemory | None = None) -> None:
+    def __init__(
+        self, number: int, budget: Budget, memory: StagingMemory | None = None, work: Workspace | None = None
+    ) -> None:
         self.number = number
-        self.work = (memory or StagingMemory()).workspace()
+        self._own = work is None
+        self.work = (memory or StagingMemory()).workspace() if work is None else work
         self._budget = budget
-        self._counted = 0
+        self._seen = self.work.nbytes
+        #: Bytes of scratch memory that are counted.
+        self.grown = 0
 
     @contextmanager
     def inside(self, guards: Mapping[Member, Guard], owners: Sequence[Member]) -> Iterator[None]:
@@ -137,7 +142,7 @@ class Desk:
 
     def close(self) -> None:
         """Give a device's memory and stream back; nobody sits here any more. Idempotent."""
-        if self.work.copier is not None:
+        if self._own and self.work.copier is not None:
             self.work.copier.close()
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -145,6 +150,8 @@ class Desk:
         kinds: dict[tuple[int, int, int], list[Op]] = {}
         for op in ops:
             kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
+        if not self._own:
+            self._seen = self.work.nbytes  # others have used it meanwhile
         try:
             for group in kinds.values():
                 kernels.run(group, self.work)
@@ -152,10 +159,11 @@ class Desk:
             self.account()
 
     def account(self) -> None:
-        """Count what the scratch memory has grown to."""
-        grown, self._counted = self.work.nbytes - self._counted, self.work.nbytes
+        """Count what the scratch memory has grown by."""
+        grown, self._seen = self.work.nbytes - self._seen, self.work.nbytes
         if grown:
             self._budget.take(grown)
+            self.grown += grown
 
 
 class Desks:

@@ -28,6 +28,7 @@ import torch
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
 from etha.memory.process import ProcessMemory, start_time
 from etha.memory.reach import WorkerGoneError
+from etha.transport.reaper import reaper
 from tests.fakes.pages import PAGE, Pages
 from tests.fakes.queues import Recordings, Stream
 
@@ -199,6 +200,7 @@ class FakeDriver(Driver):
     def check(self) -> None:
         """The end of a test: AssertionError for broken contracts, work that never ends, leaks; then ``shut``."""
         stuck = [stream.handle for stream in self._all_streams() if not stream.drain(PATIENCE)]
+        reaper.drain(PATIENCE)  # what was let go of is no leak
         late = [f"{u}: {p.address:#x} was written after it was given back" for u, p in self._given_back if p.spoilt()]
         found = [
             *self.failures,

@@ -18,6 +18,7 @@ from etha.plan import Layout, Plan, TensorSpec, simulate
 from etha.transport.device import Copier
 from etha.transport.kernels import Workspace
 from etha.transport.program import DEVICE_PIECE, Program
+from etha.transport.reaper import reaper
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import Local, card, compiled, on_card, run
 from tests.unit.transport.test_local import FLOATS, allocate, bits, layout, local_plan
@@ -191,6 +192,7 @@ def test_a_thousand_small_tensors_are_one_launch_per_dtype_class_and_its_table_i
             assert torch.equal(torch.cat([target[r][n] for r in range(2)], 1), whole.to(to[n]))
         held_before = [leak for leak in driver.leaks() if "memory" in leak]
         program.release()
+        assert reaper.drain()
         assert len([leak for leak in driver.leaks() if "memory" in leak]) == len(held_before) - 1
 
 
