@@ -21,11 +21,14 @@ from etha.cuda.kernels import Fused, Kernels, choose
 from etha.transport.boxes import Ints
 from etha.transport.device_bounce import BYTES, Bounce
 from etha.transport.device_memory import DeviceMemory, PinnedMemory, reaching
+from etha.transport.device_rehearsal import Kind
 from etha.transport.device_table import Tables, build
 from etha.transport.segments import Op
 from etha.transport.tiles import Tile
 
 _ALIGN = 256
+#: Least bytes of the memory for tables that are not kept.
+_SMALL = 1 << 20
 
 
 class Launch:
@@ -76,6 +79,8 @@ class Copier:
         self._table: DeviceMemory | None = None
         self._scratch: DeviceMemory | None = None
         self._bounce = Bounce(self, bounce)
+        #: Kernels that are loaded, and reductions that torch has memory for.
+        self.rehearsed: set[Kind | tuple[object, ...]] = set()
         self._closed = False
 
     @property
@@ -112,6 +117,16 @@ class Copier:
     def run_ops(self, ops: Sequence[Op]) -> None:
         """Compile and run what is needed once; its table lies in memory that the next one reuses."""
         self.run(self._compile(ops, keep=False))
+
+    def run_tables(self, tables: Tables) -> None:
+        """The same of what is in tables already."""
+        self.run(self._uploaded(tables, (), 0, keep=False))
+
+    def provide_bounce(self) -> None:
+        """Have the memory that plain host memory goes through: as long as its tables are small no more is taken."""
+        self._bounce.provide()
+        self._table_of(_SMALL)
+        self._upload_of(_SMALL)
 
     def queue(self, work: Callable[[], None]) -> None:
         """``driver.launch`` on the copier's own stream."""
@@ -203,22 +218,27 @@ class Copier:
         return Launch(copies, fused, memory if keep else None, bounced, nbytes)
 
     def _memory_for(self, nbytes: int, keep: bool) -> DeviceMemory:
-        if keep:
-            return DeviceMemory(self.driver, self.uuid, nbytes)
+        return DeviceMemory(self.driver, self.uuid, nbytes) if keep else self._table_of(nbytes)
+
+    def _table_of(self, nbytes: int) -> DeviceMemory:
         if self._table is None or self._table.nbytes < nbytes:
             if self._table is not None:
                 self._table.release()
-            self._table = DeviceMemory(self.driver, self.uuid, max(nbytes, 1 << 20))
+            self._table = DeviceMemory(self.driver, self.uuid, max(nbytes, _SMALL))
         return self._table
 
-    def _send(self, parts: Sequence[tuple[int, Ints]], nbytes: int, address: int) -> None:
+    def _upload_of(self, nbytes: int) -> PinnedMemory:
         if self._upload is None or self._upload.nbytes < nbytes:
             if self._upload is not None:
                 self._upload.release()
-            self._upload = PinnedMemory(self.driver, self.uuid, max(nbytes, 1 << 20))
+            self._upload = PinnedMemory(self.driver, self.uuid, max(nbytes, _SMALL))
+        return self._upload
+
+    def _send(self, parts: Sequence[tuple[int, Ints]], nbytes: int, address: int) -> None:
+        upload = self._upload_of(nbytes)
         for at, rows in parts:
-            self._upload.flat[at : at + rows.nbytes].view(torch.int64).copy_(torch.from_numpy(rows.reshape(-1)))
-        self.driver.copy(address, self._upload.address, nbytes, self.stream)
+            upload.flat[at : at + rows.nbytes].view(torch.int64).copy_(torch.from_numpy(rows.reshape(-1)))
+        self.driver.copy(address, upload.address, nbytes, self.stream)
         self.driver.record(self._event, self.stream)
         self.driver.synchronize(self._event)
 

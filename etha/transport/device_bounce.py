@@ -57,6 +57,11 @@ class Bounce:
         self._rounds([op for op in ops if not op.source.reachable and op.target.reachable], inward=True)
         self._rounds([op for op in ops if op.source.reachable and not op.target.reachable], inward=False)
 
+    def provide(self) -> None:
+        """Have the buffer."""
+        if self._pinned is None:
+            self._pinned = PinnedMemory(self._copier.driver, self._copier.uuid, self._most + 4096)
+
     def close(self) -> None:
         """Give the buffer back."""
         self._views.clear()
@@ -113,8 +118,8 @@ class Bounce:
         return near, [Op(Tile(path=Path.DEVICE, axes=into, ends=ends), source, pinned, part.source_offset, at)]
 
     def _view(self, dtype: torch.dtype) -> View:
-        if self._pinned is None:
-            self._pinned = PinnedMemory(self._copier.driver, self._copier.uuid, self._most + 4096)
+        self.provide()
+        assert self._pinned is not None
         found = self._views.get(dtype)
         if found is None:
             found = self._views[dtype] = self._pinned.view(dtype)

@@ -5,7 +5,7 @@ Everything here was laid over one ring: ``generation`` tells whether its memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,8 @@ from etha.memory.views import View
 from etha.plan.simulate import combine, finish
 from etha.transport.crossings import ALIGN, Part
 from etha.transport.device import Copier, Launch
-from etha.transport.device_memory import PinnedMemory
+from etha.transport.device_memory import PinnedMemory, reaching
+from etha.transport.device_rehearsal import kinds, rehearse
 from etha.transport.flows import End, Observer, PartWork, Piece, WireProgram
 from etha.transport.messages import DEPTH
 from etha.transport.nccl_thread import Task
@@ -129,18 +130,24 @@ class Steps:
 
     def release(self) -> None:
         """Give the launches' tables back, once the device is done with them."""
-        launches = [launch for step in self.steps for launch in (step.pack, step.unpack)]
-        for one in (one for step in self.steps for one in step.makes):
-            launches += [*one.near.values(), one.results]
-        for launch in (*launches, self.early):
-            if launch is not None:
-                launch.release()
+        for launch in _launches(self.steps):
+            launch.release()
+        if self.early is not None:
+            self.early.release()
         if self.shown is not None:
             self.shown.release()
 
 
+def _launches(steps: Sequence[Step]) -> list[Launch]:
+    """All but the early one."""
+    found = [launch for step in steps for launch in (step.pack, step.unpack)]
+    for one in (one for step in steps for one in step.makes):
+        found += [*one.near.values(), one.results]
+    return [launch for launch in found if launch is not None]
+
+
 def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier) -> Task[Steps]:
-    """Lay a program over a ring that has its memory (``provide``), a group at a time; waits for uploads only."""
+    """Lay a program over a ring that has its memory (``provide``), a group at a time; waits for its own work only."""
     maker = _Maker(program, ring, copier)
     early: list[Op] = []
     for end, stage, _ in program.early:
@@ -151,7 +158,8 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
     for number, group in enumerate(rounds.groups):
         steps.append(maker.step(number, group))
         yield True
-    maker.rehearse()
+    before = copier.compile(early) if early else None
+    yield from maker.rehearse([*_launches(steps), *([before] if before else ())])
     shown = None
     most = max((sum(one.shows for one in step.makes) for step in steps), default=0)
     if program.witness is not None and most:
@@ -161,7 +169,7 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
     return Steps(
         program=program,
         steps=tuple(steps),
-        early=copier.compile(early) if early else None,
+        early=before,
         generation=ring.generation,
         shown=shown,
     )
@@ -194,12 +202,21 @@ class _Maker:
             makes=tuple(map(self._reduction, group.makes)),
         )
 
-    def rehearse(self) -> None:
-        """Make each kind of reduction once, of what lies there: torch has the memory for it afterwards.
+    def rehearse(self, launches: Sequence[Launch]) -> Task[None]:
+        """Launch each kind of copy, and make each kind of reduction of what lies there, once; until all is done.
 
-        Later it must not ask the driver for any: that may wait for the device, which may wait for another host, and
-        then nobody here could abort it.
+        Kernels are loaded afterwards, and torch has the memory that it needs. Both may wait for the device, and later
+        that may wait for another host, and then nobody here could abort it.
         """
+        rehearse(self._copier, kinds(launches))
+        with reaching(self._ring.uuid):
+            self._reductions()
+            driver, event = self._ring.driver, self._ring.done[0]
+            driver.record(event, self._ring.unpack)
+            while not driver.reached(event):
+                yield False
+
+    def _reductions(self) -> None:
         ring, seen = self._ring, set[object]()
         for part in self._program.parts:
             work, slot = self._program.values[part.number], part.slot
