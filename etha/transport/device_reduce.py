@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from etha.transport.device_memory import dense_on
+from etha.transport.device_memory import DeviceMemory, dense_on
 from etha.transport.segments import Op
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _ALIGN = 256
 class Compiled(NamedTuple):
     """The launches of one ``Reduced`` over one copier's scratch: waves of contributions, then the results."""
 
+    memory: DeviceMemory
     waves: tuple[Launch, ...]
     results: Launch
 
@@ -48,42 +49,86 @@ def scratch_nbytes(reduced: Reduced) -> int:
     return given + result + 3 * reduced.numel * reduced.slot.accumulate.itemsize
 
 
+def room(reduced: Reduced) -> int:
+    """Bytes of it that are a copier's scratch memory."""
+    given, result, _ = _places(reduced)
+    return given + result
+
+
+def prepare_on_device(reduced: Reduced, copier: Copier) -> None:
+    """Compile it, load its kernels, and do its arithmetic once with what lies there: torch has the memory then."""
+    from etha.transport.device_rehearsal import kinds, rehearse  # who has no device loads no kernels
+
+    compiled = _compiled(reduced, copier)
+    launches = (*compiled.waves, compiled.results)
+    rehearse(copier, kinds(launches))
+    if any(launch.bounced for launch in launches):
+        copier.provide_bounce()
+    slot, count = reduced.slot, len(reduced.contributions)
+    kind = ("reduction", reduced.numel, count, reduced.source, reduced.wire, slot.accumulate, slot.op, slot.p)
+    if kind in copier.rehearsed:
+        return
+    arithmetic = _Arithmetic(reduced, copier, compiled.memory)
+    try:
+        for number in range(len(compiled.waves)):
+            copier.queue(partial(arithmetic.add, number))
+        copier.queue(arithmetic.finish)
+    finally:
+        copier.finish()
+    copier.rehearsed.add(kind)
+
+
 def run_on_device(reduced: Reduced, copier: Copier) -> None:
     """As of ``Reduced.run``; nothing touches the targets any more once this has returned or raised."""
-    given, result, wave = _places(reduced)
-    memory = copier.scratch(given + result)
-    compiled = reduced.launches.get(memory)
-    if compiled is None:
-        # Scratch memory that has grown is other memory, and what was compiled over the former is of no use.
-        reduced.release()
-        compiled = reduced.launches[memory] = _compile(reduced, copier)
-    driver, uuid = copier.driver, copier.uuid
-    step, count = _row(reduced), len(reduced.contributions)
-    total: torch.Tensor | None = None
-
-    def add(number: int) -> None:
-        nonlocal total
-        with torch.no_grad():
-            for place in range(min(wave, count - number * wave)):
-                at = memory.address + place * step
-                part = driver.tensor(uuid, at, reduced.numel * reduced.source.itemsize).view(reduced.source)
-                total = reduced.add(total, part)
-
-    def finish() -> None:
-        nonlocal total
-        with torch.no_grad():
-            done = driver.tensor(uuid, memory.address + given, reduced.numel * reduced.wire.itemsize)
-            done.view(reduced.wire).copy_(reduced.value(total))
-            total = None
-
+    compiled = _compiled(reduced, copier)
+    arithmetic = _Arithmetic(reduced, copier, compiled.memory)
     try:
         for number, launch in enumerate(compiled.waves):
             _queue(copier, launch)
-            copier.queue(partial(add, number))
-        copier.queue(finish)
+            copier.queue(partial(arithmetic.add, number))
+        copier.queue(arithmetic.finish)
         _queue(copier, compiled.results)
     finally:
         copier.finish()
+
+
+class _Arithmetic:
+    """What is done with waves that were gathered, until the result lies behind them."""
+
+    def __init__(self, reduced: Reduced, copier: Copier, memory: DeviceMemory) -> None:
+        self._reduced, self._copier, self._memory = reduced, copier, memory
+        self._total: torch.Tensor | None = None
+
+    def add(self, number: int) -> None:
+        reduced, count = self._reduced, len(self._reduced.contributions)
+        wave = _places(reduced)[2]
+        with torch.no_grad():
+            for place in range(min(wave, count - number * wave)):
+                part = self._tensor(place * _row(reduced), reduced.numel * reduced.source.itemsize)
+                self._total = reduced.add(self._total, part.view(reduced.source))
+
+    def finish(self) -> None:
+        reduced, given = self._reduced, _places(self._reduced)[0]
+        with torch.no_grad():
+            done = self._tensor(given, reduced.numel * reduced.wire.itemsize)
+            done.view(reduced.wire).copy_(reduced.value(self._total))
+            self._total = None
+
+    def _tensor(self, place: int, nbytes: int) -> torch.Tensor:
+        copier = self._copier
+        return copier.driver.tensor(copier.uuid, self._memory.address + place, nbytes)
+
+
+def _compiled(reduced: Reduced, copier: Copier) -> Compiled:
+    memory = copier.scratch(room(reduced))
+    found = reduced.launches.get(copier)
+    if found is None or found.memory is not memory:
+        if found is not None:
+            # Scratch memory that has grown is other memory, and what was compiled over the former is of no use.
+            del reduced.launches[copier]
+            found.release()
+        found = reduced.launches[copier] = _compile(reduced, copier)
+    return found
 
 
 def _queue(copier: Copier, launch: Launch) -> None:
@@ -115,4 +160,6 @@ def _compile(reduced: Reduced, copier: Copier) -> Compiled:
             ops += [Op(s.tile, s.view, part, s.offset, s.at) for s in steps]
         waves.append(copier.compile(ops))
     done = dense_on(memory, (reduced.numel,), reduced.wire, given)
-    return Compiled(tuple(waves), copier.compile([Op(s.tile, done, s.view, s.at, s.offset) for s in reduced.results]))
+    return Compiled(
+        memory, tuple(waves), copier.compile([Op(s.tile, done, s.view, s.at, s.offset) for s in reduced.results])
+    )

@@ -57,6 +57,15 @@ class Work(Protocol):
         """Do it; a ReachError leaves it half done."""
         ...
 
+    @property
+    def room(self) -> int:
+        """Bytes of a copier's scratch memory that it uses; 0 where nothing of it is on a device."""
+        ...
+
+    def prepare(self, copier: Copier) -> None:
+        """Have what a run with this copier needs on its device."""
+        ...
+
     def release(self) -> None:
         """Give back what it keeps on a device between two runs."""
         ...
@@ -145,6 +154,15 @@ class Program:
             target = begin[:, 1] + self.target[rows] * item[:, 1]
             found = self.launches[index] = copier.compile_tiles(tiles, tile.astype(np.int64), source, target)
         return found
+
+    def prepare(self, copier: Copier) -> None:
+        """Have all that runs with this copier need on its device, and wait for that: the first takes no more memory.
+
+        On the copier's thread, while no piece runs; for each copier that may run some, for scratch memory is its own.
+        """
+        from etha.transport.device_program import prepare  # who has no device loads none of it
+
+        prepare(self, copier)
 
     def release(self) -> None:
         """Give back what its pieces hold on a device, which else goes with the program; none of them may be running."""

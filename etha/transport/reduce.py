@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ from etha.plan.program import Slot
 from etha.plan.simulate import combine, finish
 from etha.transport import kernels
 from etha.transport.boxes import Ints
-from etha.transport.device_memory import DeviceMemory
-from etha.transport.device_reduce import Compiled, run_on_device, scratch_nbytes
+from etha.transport.device_reduce import Compiled, prepare_on_device, room, run_on_device, scratch_nbytes
 from etha.transport.kernels import Buffer, Workspace
 from etha.transport.segments import Op
 from etha.transport.staging import dense_view
 from etha.transport.tiles import BOUNCE_BYTES, Tile
+
+if TYPE_CHECKING:
+    from etha.transport.device import Copier
 
 #: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
 PART = 256 << 10
@@ -56,8 +59,8 @@ class Reduced:
     results: tuple[Step, ...]
     nbytes: int
     scratch: int = field(init=False)
-    #: Of a device: what was compiled, by the scratch memory that it uses.
-    launches: dict[DeviceMemory, Compiled] = field(init=False, default_factory=dict, compare=False)
+    #: Of a device: what was compiled over each copier's scratch memory.
+    launches: dict[Copier, Compiled] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         widths = self.source.itemsize + 3 * self.slot.accumulate.itemsize + self.wire.itemsize
@@ -96,6 +99,15 @@ class Reduced:
         """What all contributions come to, at the wire's dtype."""
         assert total is not None, "a slot without contributions"
         return finish(total, self.slot).to(self.wire)
+
+    @property
+    def room(self) -> int:
+        """As of ``Work``."""
+        return room(self) if self.device else 0
+
+    def prepare(self, copier: Copier) -> None:
+        """As of ``Work``."""
+        prepare_on_device(self, copier)
 
     def release(self) -> None:
         """As of ``Work``."""
