@@ -20,6 +20,9 @@ from etha.transport.tiles import Ends, Tile, tiles
 Tiles = list[tuple[Tile, int, Ints, Ints]]
 
 
+_NOWHERE = "scratch"
+
+
 def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> View:
     """The geometry of a dense buffer that only exists while a piece runs."""
     strides, at = [0] * len(shape), 1
@@ -31,7 +34,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> View:
         strides=tuple(strides),
         dtype=dtype,
         address=0,
-        space="scratch",
+        space=_NOWHERE,
         place=0,
         nbytes=at * dtype.itemsize,
     )
@@ -67,6 +70,7 @@ class Geometry:
             target_private=there.private,
             joint=joint,
             device=_on_device(here, there),
+            bounced=_on_device(here, there) and (_plain(here) or _plain(there)),
         )
         return [
             (tile, self._columns.number(tile), source, target)
@@ -80,7 +84,15 @@ class Geometry:
         source = sum(int(runs[0, 0]) * s for runs, s in zip(dims, here.strides, strict=True))
         target = sum(int(runs[0, 1]) * s for runs, s in zip(dims, there.strides, strict=True))
         lengths = tuple(int(runs[0, 2]) for runs in dims)
-        kinds = (here.dtype, here.private, there.dtype, there.private, _on_device(here, there))
+        kinds = (
+            here.dtype,
+            here.private,
+            _plain(here),
+            there.dtype,
+            there.private,
+            _plain(there),
+            _on_device(here, there),
+        )
         key = ("block", lengths, here.strides, there.strides, kinds)
         found = self._found.get(key)
         if found is None:
@@ -97,8 +109,13 @@ def check(dims: Sequence[Ints], view: View, end: int) -> None:
 
 
 def _key(view: View) -> tuple[Hashable, ...]:
-    return view.shape, view.strides, view.dtype, view.private, view.device is not None
+    return view.shape, view.strides, view.dtype, view.private, view.device is not None, _plain(view)
 
 
 def _on_device(here: View, there: View) -> bool:
     return here.device is not None or there.device is not None
+
+
+def _plain(view: View) -> bool:
+    """Whether no device reaches it; what stands for a buffer lies where that will."""
+    return not view.reachable and view.space != _NOWHERE

@@ -22,7 +22,7 @@ from etha.transport.alias import Written, packed, same_place
 from etha.transport.device_memory import DeviceMemory, dense_on
 from etha.transport.device_reduce import part_numel
 from etha.transport.geometry import Geometry, check, scratch
-from etha.transport.program import Columns, Member, Pair, Piece, Program
+from etha.transport.program import PIECE, Columns, Member, Pair, Piece, Program
 from etha.transport.reduce import PART, Reduced, Step, clip, parts
 
 Views = Mapping[int, Mapping[int, View]]
@@ -247,6 +247,8 @@ class _Compiler:
         limit = PART // slot.accumulate.itemsize
         if any(view.device is not None for view in (*sources.values(), *targets.values())):
             limit = part_numel(slot.count, dtype, slot.accumulate)
+            if not all(view.reachable for view in (*sources.values(), *targets.values())):  # as of a piece that bounces
+                limit = max(1, min(limit, PIECE // (slot.count * dtype.itemsize)))
         for bounds in parts(slot, limit):
             shape = tuple(last - first for first, last in bounds)
             part, total = scratch(shape, dtype), scratch(shape, wire)

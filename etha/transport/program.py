@@ -31,7 +31,7 @@ MIN_PIECE, PIECES = 256 << 10, 48
 #: Most operations of one piece: small ones cost interpreter time.
 MAX_OPS = 512
 #: Most payload of a device's piece: some 0.2 ms there, less than 8 MiB of the CPU's memory take. It has any number
-#: of operations, for they are one launch.
+#: of operations, for they are one launch. Where plain host memory is at an end the CPU copies, too: PIECE and MAX_OPS.
 DEVICE_PIECE = 256 << 20
 
 Member = tuple[str, int]  # ("source" | "target", rank)
@@ -220,6 +220,8 @@ class Columns:
         source, target = (np.concatenate([np.zeros(0, np.int64), *(p[i] for p in self._parts)]) for i in (3, 4))
         size = np.array([t.nbytes for t in self.tiles], np.int64)[tile] if len(tile) else np.zeros(0, np.int64)
         path = np.array([t.path for t in self.tiles], np.int64)[tile] if len(tile) else tile
+        plain = np.array([not (p.source.reachable and p.target.reachable) for p in self.pairs], bool)
+        path = 2 * path + ((path == Path.DEVICE) & plain[pair])  # what bounces has pieces of its own
         link, place = self._links(tile, pair, source, target)
         # Neighbours in the remote memory are neighbours here: their segments join up in one call.
         order = np.lexsort((place, link, path, phase))
@@ -266,7 +268,7 @@ class Columns:
         if not len(size):
             return []
         limit = min(PIECE, max(MIN_PIECE, int(size.sum()) // PIECES))
-        device = path == Path.DEVICE
+        device = path == 2 * Path.DEVICE
         changes = (np.diff(phase) != 0) | (np.diff(path) != 0) | (np.diff(link) != 0)
         ends = np.append(np.flatnonzero(changes) + 1, len(size))
         total = np.cumsum(size)

@@ -30,6 +30,8 @@ from etha.transport.boxes import Axes, Ints, Placed
 DIRECT = 2 << 20
 #: The same on a device, which copies them in some 0.2 ms.
 DEVICE = 256 << 20
+#: The same where plain host memory is at the other end: the CPU takes as long as for a piece of its own.
+DEVICE_BOUNCED = 8 << 20
 #: A bounce buffer. Smaller ones stay in L2 but are eaten up by the calls; measured best on both counts.
 BOUNCE_BYTES = 2 << 20
 #: Most runs of one tile at either end: tables stay small.
@@ -58,7 +60,7 @@ class Ends:
     """What of the two tensors decides the way: their dtypes, and whether each is private to a worker.
 
     ``joint``: this program copies (nearly) all of the private one, the source where both are. ``device``: one of
-    them is on a device.
+    them is on a device; ``bounced``: and the other where devices do not reach.
     """
 
     source: torch.dtype
@@ -67,6 +69,7 @@ class Ends:
     target_private: bool
     joint: bool = False
     device: bool = False
+    bounced: bool = False
 
     @property
     def casts(self) -> bool:
@@ -187,7 +190,8 @@ def _choose(placed: Placed, ends: Ends) -> tuple[Path, bool, Placed, int]:
         Placed(boxes.ordered(placed.axes, by), placed.source, placed.target) for by in ("source", "target")
     )
     if ends.device:
-        return Path.DEVICE, False, by_target, DEVICE // max(ends.source.itemsize, ends.target.itemsize)
+        most = DEVICE_BOUNCED if ends.bounced else DEVICE
+        return Path.DEVICE, False, by_target, most // max(ends.source.itemsize, ends.target.itemsize)
     item = max(ends.source.itemsize, ends.target.itemsize)
     direct, bounce = DIRECT // item, BOUNCE_BYTES // item
     options: list[tuple[float, Path, bool, Placed, int]] = []

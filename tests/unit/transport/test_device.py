@@ -14,13 +14,15 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from etha.cuda.driver import DeviceError, install
 from etha.memory.reach import ReachError
+from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, simulate
 from etha.transport.device import Copier
 from etha.transport.kernels import Workspace
-from etha.transport.program import DEVICE_PIECE, Program
+from etha.transport.local import compile_local
+from etha.transport.program import DEVICE_PIECE, PIECE, Program
 from etha.transport.reaper import reaper
 from tests.fakes.cuda import GPU0, FakeDriver
-from tests.unit.transport.on_device import Local, card, compiled, on_card, run
+from tests.unit.transport.on_device import Local, card, card_view, compiled, on_card, run
 from tests.unit.transport.test_local import FLOATS, allocate, bits, layout, local_plan
 
 
@@ -274,3 +276,42 @@ def test_the_cpu_path_loads_no_kernels() -> None:
         check=True,
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_pieces_that_bounce_are_as_short_as_the_cpus_and_apart_from_the_devices() -> None:
+    """Between any two of them a revocation is heard; those of the card alone are as long as they were."""
+    n = 5 * PIECE // 2
+    plans = {"in": torch.uint8, "cast": torch.float32, "here": torch.uint8}
+    whole = {k: TensorSpec((n if k != "cast" else n // 4,), d, Layout((1,), [Replicate()])) for k, d in plans.items()}
+    to = {k: TensorSpec(s.shape, torch.bfloat16 if k == "cast" else s.dtype, s.layout) for k, s in whole.items()}
+    summed = TensorSpec((n // 4,), torch.float32, Layout((2,), [Partial("sum")]))
+    plan = local_plan({**whole, "sum": summed}, {**to, "sum": TensorSpec((n // 4,), torch.float32, _one())}, 2, 1)
+    with card() as (driver, copier):
+        number = {name: i for i, name in enumerate(plan.names)}
+        host = {k: torch.randint(0, 99, s.shape).to(s.dtype) for k, s in whole.items()}
+        terms = [torch.rand(n // 4) for _ in range(2)]
+        here = {k: view_of(t) if k != "here" else card_view(on_card(driver, t)) for k, t in host.items()}
+        there = {k: driver.empty(GPU0, s.shape, s.dtype) for k, s in to.items()} | {
+            "sum": driver.empty(GPU0, (n // 4,))
+        }
+        program = compile_local(
+            plan,
+            {
+                0: {number[k]: v for k, v in {**here, "sum": view_of(terms[0])}.items()},
+                1: {number["sum"]: view_of(terms[1])},
+            },
+            {0: {number[k]: card_view(t) for k, t in there.items()}},
+        )
+        sizes = sorted(p.nbytes for p in program.pieces if p.other is None)
+        assert sizes[-1] == n and sum(sizes[:-1]) == n + n // 2 and sizes[-2] <= PIECE
+        reduced = [p for p in program.pieces if p.other is not None]
+        assert len(reduced) >= 4 and max(2 * p.nbytes for p in reduced) <= PIECE
+        run(program, copier)
+        for k, t in host.items():
+            assert torch.equal(there[k], t.to(to[k].dtype))
+        assert torch.equal(there["sum"], terms[0] + terms[1])
+        program.release()
+
+
+def _one() -> Layout:
+    return Layout((1,), [Replicate()])
