@@ -27,6 +27,8 @@ from etha.transport.segments import Op
 from etha.transport.tiles import Tile
 
 _ALIGN = 256
+#: Least scratch memory of a copier, in bytes.
+SCRATCH = 64 << 10
 #: Least bytes of the memory for tables that are not kept.
 _SMALL = 1 << 20
 
@@ -144,7 +146,8 @@ class Copier:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             if self._scratch is not None:
                 self._scratch.release()
-            self._scratch = DeviceMemory(self.driver, self.uuid, _rounded(nbytes))
+            # Not less than what a rehearsal takes, or it would take it from under what is compiled already.
+            self._scratch = DeviceMemory(self.driver, self.uuid, _rounded(max(nbytes, SCRATCH)))
         return self._scratch
 
     def close(self) -> None:

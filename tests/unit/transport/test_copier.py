@@ -181,7 +181,7 @@ def test_scratch_and_tables_grow_and_are_given_back() -> None:
     with card() as (driver, copier):
         first = copier.scratch(1000)
         assert copier.scratch(10) is first
-        assert copier.scratch(1 << 16) is not first
+        assert copier.scratch(1 << 20) is not first
         source, target = on_card(driver, torch.rand(2, 3)), driver.empty(GPU0, (3, 2))
         found = ops(card_view(source), card_view(target.t()))
         for n in (1, 20_000):  # tables of 144 bytes an operation, more than is taken at first
