@@ -102,6 +102,10 @@ class Driver(Protocol):
         """A number of the allocation around ``address`` that no other one of this process has, before or after."""
         ...
 
+    def backed(self, address: int) -> bool:
+        """Whether there is memory at a device address; a sleep mode takes it away from tensors that live on."""
+        ...
+
     def export(self, base: int) -> bytes:
         """The IPC handle (64 bytes) of the allocation at ``base``; Unexportable where it has none."""
         ...
@@ -147,6 +151,10 @@ class Driver(Protocol):
 
     def synchronize(self, event: int) -> None:
         """Return once the event is done; the GIL is free meanwhile."""
+        ...
+
+    def settle(self, uuid: str) -> None:
+        """Return once all is done that this process has queued on the device by now; the GIL is free meanwhile."""
         ...
 
     def export_event(self, event: int) -> bytes:

@@ -107,7 +107,6 @@ class Runtime(Driver):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def allocate(self, uuid: str, nbytes: int) -> int:
-        """cudaMalloc."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             address = int(ask(f"allocate {nbytes} bytes on {uuid}", self._rt.cudaMalloc(nbytes)))
@@ -130,7 +129,6 @@ class Runtime(Driver):
             ask(f"unpin {address:#x}", self._rt.cudaFreeHost(address))
 
     def extent(self, address: int) -> Extent:
-        """cuMemGetAddressRange."""
         with self._current(self._place(address)):
             found = self._cu.cuMemGetAddressRange(address)
         base, nbytes = ask(f"the allocation around {address:#x}", found)
@@ -139,6 +137,12 @@ class Runtime(Driver):
     def serial(self, address: int) -> int:
         attribute = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         return int(ask(f"the allocation at {address:#x}", self._cu.cuPointerGetAttribute(attribute, address)))
+
+    def backed(self, address: int) -> bool:
+        attribute = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
+        answer = self._cu.cuPointerGetAttribute(attribute, address)
+        # Of an address that nobody has, or that is reserved only, there may be nothing to say.
+        return answer[0].name != "CUDA_ERROR_INVALID_VALUE" and bool(ask(f"memory at {address:#x}", answer))
 
     def export(self, base: int) -> bytes:
         """cudaIpcGetMemHandle, where the memory is said to have one."""
@@ -155,7 +159,6 @@ class Runtime(Driver):
                 raise
 
     def open(self, uuid: str, handle: bytes) -> int:
-        """cudaIpcOpenMemHandle, with peer access as needed."""
         ordinal, what = self._ordinal(uuid), f"open memory of another process for {uuid}"
         flags = self._rt.cudaIpcMemLazyEnablePeerAccess
         with self._current(ordinal):
@@ -180,7 +183,6 @@ class Runtime(Driver):
     # -- streams and events -------------------------------------------------------------------------------------
 
     def stream(self, uuid: str) -> int:
-        """cudaStreamCreateWithFlags, not blocking."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             made = self._rt.cudaStreamCreateWithFlags(self._rt.cudaStreamNonBlocking)
@@ -196,7 +198,6 @@ class Runtime(Driver):
         del self._streams[stream]
 
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
-        """cudaEventCreateWithFlags."""
         ordinal = self._ordinal(uuid)
         # Who waits sleeps. Waking up takes some 50 us, and a small transfer waits once or twice within its 1.5 ms; who
         # spins takes a core from the job beside: eight lanes through a long copy, a call through a training step.
@@ -208,28 +209,24 @@ class Runtime(Driver):
         return event
 
     def drop_event(self, event: int) -> None:
-        """cudaEventDestroy."""
         what = f"destroy event {event:#x}"
         with self._current(_known(self._events, event, what)):
             ask(what, self._rt.cudaEventDestroy(event))
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
-        """cudaEventRecord."""
         what = f"record event {event:#x} on stream {stream:#x}"
         # Stream 0 is the default stream of the device that is current: the event's.
         with self._current(_known(self._events, event, what)):
             ask(what, self._rt.cudaEventRecord(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
-        """cudaStreamWaitEvent."""
         what = f"wait on stream {stream:#x} for event {event:#x}"
         ordinal = _known(self._events, event, what)
         with self._current(self._streams.get(stream, ordinal)):
             ask(what, self._rt.cudaStreamWaitEvent(stream, event, 0))
 
     def reached(self, event: int) -> bool:
-        """cudaEventQuery."""
         what = f"query event {event:#x}"
         with self._current(_known(self._events, event, what)):
             answer = self._rt.cudaEventQuery(event)
@@ -243,13 +240,16 @@ class Runtime(Driver):
         with self._current(_known(self._events, event, what)):
             ask(what, self._rt.cudaEventSynchronize(event))
 
+    def settle(self, uuid: str) -> None:
+        with self._current(self._ordinal(uuid)):
+            ask(f"wait for all work on {uuid}", self._cu.cuCtxSynchronize())
+
     def export_event(self, event: int) -> bytes:
         what = f"export event {event:#x}"
         with self._current(_known(self._events, event, what)):
             return bytes_of(ask(what, self._rt.cudaIpcGetEventHandle(event)))
 
     def open_event(self, uuid: str, handle: bytes) -> int:
-        """cudaIpcOpenEventHandle."""
         ordinal, what = self._ordinal(uuid), f"open another process's event for {uuid}"
         with self._current(ordinal):
             wire = filled(self._rt.cudaIpcEventHandle_t(), handle, what)

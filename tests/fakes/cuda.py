@@ -28,8 +28,8 @@ import torch
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
 from etha.memory.process import ProcessMemory, start_time
 from etha.memory.reach import WorkerGoneError
-from etha.transport.reaper import reaper
-from tests.fakes.pages import PAGE, Pages
+from etha.cuda.reaper import reaper
+from tests.fakes.pages import PAGE, POISON, Pages
 from tests.fakes.queues import Recordings, Stream
 
 GPU0 = "GPU-00000000-0000-4000-8000-000000000000"
@@ -59,6 +59,7 @@ class _Block:
     used: int = 0
     handle: bytes = b""
     count: int = 0
+    asleep: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +140,16 @@ class FakeDriver(Driver):
         for base in unused:
             self._give_back(base)
 
+    def unmap(self, tensor: torch.Tensor, *, again: bool = False) -> None:
+        """As a sleep mode does: take the memory under ``empty``'s tensors away, or give it ``again`` to them."""
+        with self._lock:
+            block = self._around(tensor.data_ptr())
+            assert block is not None and block.holders
+            if again and block.pages.spoilt():
+                self._broken(f"{block.pages.address:#x} was written while it was unmapped")
+            block.asleep = not again
+        ctypes.memset(block.pages.address, 0 if again else POISON, block.nbytes)
+
     def allocate_unexportable(self, uuid: str, nbytes: int) -> int:
         """As ``allocate``, of memory that has no IPC handle."""
         self._begin("allocate_unexportable", uuid)
@@ -205,6 +216,11 @@ class FakeDriver(Driver):
         found = [
             *self.failures,
             *late,
+            *(
+                f"{b.pages.address:#x} was written while it was unmapped"
+                for b in self._blocks.values()
+                if b.asleep and b.pages.spoilt()
+            ),
             *(f"stream {s:#x} never came to an end" for s in stuck),
             *(f"never given back: {leak}" for leak in self.leaks()),
         ]
@@ -357,6 +373,12 @@ class FakeDriver(Driver):
             raise self._broken(f"serial: {address:#x} is no device memory")
         return block.serial
 
+    def backed(self, address: int) -> bool:
+        self._begin("backed")
+        with self._lock:
+            block = self._around(address)
+        return block is not None and not block.asleep
+
     def export(self, base: int) -> bytes:
         self._begin("export")
         with self._lock:
@@ -508,6 +530,14 @@ class FakeDriver(Driver):
             with self._lock:
                 one.waiting -= 1
         self._begin("synchronize")  # what went wrong on the device meanwhile is told here
+
+    def settle(self, uuid: str) -> None:
+        self._begin("settle", uuid)
+        for stream in self._all_streams():
+            while stream.uuid == uuid and not stream.drain(0.05):
+                if self._closed:
+                    raise self._broken(f"settle: the driver was shut while stream {stream.handle:#x} was behind")
+        self._begin("settle", uuid)  # what went wrong on the device meanwhile is told here
 
     def export_event(self, event: int) -> bytes:
         self._begin("export_event")

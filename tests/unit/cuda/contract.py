@@ -56,6 +56,12 @@ def copies_events_and_streams(cuda: Driver) -> None:
     base, nbytes = cuda.extent(here + 5)
     assert base == here and nbytes >= NBYTES and cuda.holds(cuda.tensor(uuid, here, 8)) == uuid
     before = cuda.serial(here)
+    for value in (30, 31):
+        filled(cuda, there, value, one if value == 30 else cuda.current_stream(uuid))
+        cuda.copy(pinned, there, NBYTES, one if value == 30 else cuda.current_stream(uuid))
+        cuda.settle(uuid)
+        assert ctypes.string_at(pinned, NBYTES) == bytes([value]) * NBYTES
+    assert cuda.backed(here) and cuda.backed(here + NBYTES - 1) and not cuda.backed(64)
     for drop, what in ((cuda.drop_event, between), (cuda.drop_event, done), (cuda.drop_stream, one)):
         drop(what)
     cuda.drop_stream(two)
@@ -74,14 +80,12 @@ def exporter(pipe: Connection, make: Make) -> None:
     address, signals = cuda.allocate(uuid, NBYTES), Signals(cuda, uuid)
     flat = cuda.tensor(uuid, address, NBYTES)
     exports = Exports(cuda)
-    while True:
-        value = pipe.recv()
-        if value is None:
-            break
+    while (value := pipe.recv()) is not None:
         cuda.launch(uuid, cuda.current_stream(uuid), partial(_fill, flat, value))
         event, handle = signals.record()
         pipe.send((exports.header(exports.find(flat[7:])[0]), handle))
-    cuda.synchronize(event)
+        cuda.synchronize(event)
+        signals.release(event)
     signals.close()
     del flat
     cuda.free(address)
