@@ -297,7 +297,14 @@ class AsyncTensorBusClient:
     ) -> Coroutine[Any, Any, Any]:
         """What ``transfer`` and ``BatchHandle.transfer`` share; ``mark``: of the thread that has called, if another."""
         point = self.mark_of(registration) if mark is None else mark
-        return self._transfer(registration, transfer_type, point, snapshot, **options)
+
+        async def call() -> TransferResult | TransferFuture:
+            try:
+                return await self._transfer(registration, transfer_type, point, snapshot, **options)
+            finally:
+                point.end()
+
+        return call()
 
     def mark_of(self, registration: Registration) -> Mark:
         """What the calling thread has queued on the batch's device by now; nothing where the call will be refused."""
@@ -386,7 +393,7 @@ class AsyncTensorBusClient:
         if connection is not None and os.getpid() == self._pid:
             # Transfers that move end first: their memory is free when this returns.
             await connection.link.settle()
-            await connection.close()
+            await connection.close(self._timeout)
 
     def handle_of(self, batch_id: str) -> BatchHandle:
         """The handle of an open batch; RegistrationError when there is none."""
@@ -434,7 +441,7 @@ class AsyncTensorBusClient:
                 self._connection = None
             connection = await self._open(timeout)
             if self._closed:
-                await connection.close()
+                await connection.close(self._timeout)
                 raise ConfigError("this client was closed while it connected")
             self._connection = connection
             connection.link.lost.add_done_callback(self._agent_lost)

@@ -25,8 +25,9 @@ from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
 from etha.version import __version__
 
-#: Seconds that an agent is given to let go of memory: it may be copying for others.
-_LET_GO = 5.0
+#: Seconds that an agent is given to let go of memory at least and, where a client's calls have no deadline, at most:
+#: it may be copying for others, and what it has not let go of is never freed.
+_LET_GO, _LET_GO_AT_MOST = 5.0, 30.0
 #: Agents that may die or leave, one after the other, while a client connects.
 _ATTEMPTS = 3
 
@@ -126,14 +127,14 @@ class Connection:
         """Whether the agent is gone."""
         return self.link.lost.done()
 
-    async def close(self) -> None:
-        """Say goodbye and take the memory back."""
+    async def close(self, timeout: float) -> None:
+        """Say goodbye and take the memory back; ``timeout``: the deadline of the client's calls."""
         self.collapser.cancel()
         released = False
         try:
             if self.home.lends:
                 with contextlib.suppress(EthaError):
-                    await self.link.request(LetGo(), timeout=_LET_GO)
+                    await self.link.request(LetGo(), timeout=_let_go(timeout))
                     released = True
             with contextlib.suppress(AgentLostError):
                 await self.link.close()
@@ -155,6 +156,10 @@ class Connection:
         assert isinstance(probed, Probed)
         self.reaches = probed.reaches and beacon.echoed
         self.why_not = probed.text or ("" if beacon.echoed else "what the agent wrote did not arrive here")
+
+
+def _let_go(timeout: float) -> float:
+    return max(_LET_GO, _LET_GO_AT_MOST if timeout == math.inf else timeout)
 
 
 def _path_of(address: str) -> Path:

@@ -4,12 +4,14 @@ name        "cpu", or a GPU's uuid          agent    what its agent is called: "
 describe    where a tensor lies, for the agent
 show        what the agent needs to map it
 mark        the work that a call comes after
+reach       waiting for it here
 copy        live tensors <-> what stands for them
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,8 +19,8 @@ import torch
 
 from etha.client.tensors import empty
 from etha.config import CUDA_AGENT
-from etha.cuda.driver import driver, installed
-from etha.errors import ConfigError, ProtocolError
+from etha.cuda.driver import DeviceError, driver, installed
+from etha.errors import ConfigError, ProtocolError, RegistrationError, TransferError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 
@@ -26,12 +28,27 @@ from etha.memory.handles import TensorHandle, describe
 _SMALL = 1 << 18
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _nothing() -> None:
+    """What the end of a call means where nothing was marked."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Mark:
-    """A point in the caller's queue of device work. ``handle`` names it to the agent; b"": nothing to wait for."""
+    """A point in the caller's queue of device work. ``handle`` names it to the agent; b"": nothing to wait for.
+
+    ``failed``: there is none, and this is why. ``end`` is called when the call has ended; with the last reference
+    to the mark it ends by itself.
+    """
 
     handle: bytes = b""
     event: int = 0
+    failed: TransferError | None = None
+    end: Callable[[], object] = _nothing
+
+    def check(self) -> None:
+        """TransferError where the device refused it."""
+        if self.failed is not None:
+            raise self.failed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,13 +81,13 @@ class Stage:
         """Where the agent reads or writes, by entry."""
         return [self.home.describe(t) if t is not None else h for t, h in zip(self.tensors, live, strict=True)]
 
-    def pull(self, tensors: Sequence[torch.Tensor], mark: Mark) -> None:
-        """Live tensors, as they are at ``mark`` -> stage, before sending; done when it returns."""
-        self.home.copy([(s, t) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], mark)
+    def pull(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Live tensors -> stage, before sending, once the call's mark is reached; done when it returns."""
+        self.home.copy([(s, t) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=False)
 
     def push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stage -> live tensors, after receiving; done when it returns."""
-        self.home.copy([(t, s) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], Mark())
+        """Stage -> live tensors, after receiving, once nothing reads them that is queued; done when it returns."""
+        self.home.copy([(t, s) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=True)
 
 
 class Home(Protocol):
@@ -101,11 +118,22 @@ class Home(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """The work that the calling thread has queued by now."""
+        """The work that the calling thread has queued by now. It never raises: the mark says what failed."""
         ...
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Mark) -> None:
-        """Copy (target, source) pairs, once ``after`` is reached; any thread, done when it returns."""
+    def reach(self, mark: Mark, stop: threading.Event) -> bool:
+        """Block until ``mark``'s work is done; False if ``stop`` is set before. Any thread."""
+        ...
+
+    def backed(self, tensor: torch.Tensor) -> bool:
+        """Whether a registered tensor still has memory."""
+        ...
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
+        """Copy (target, source) pairs; any thread, done when it returns.
+
+        ``live``: into what the user works with, so after all work that this process has queued by now.
+        """
         ...
 
     def quick(self, nbytes: int) -> bool:
@@ -152,7 +180,15 @@ class CpuHome:
         """The host's memory is never behind."""
         return Mark()
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Mark) -> None:
+    def reach(self, mark: Mark, stop: threading.Event) -> bool:
+        """At once."""
+        return True
+
+    def backed(self, tensor: torch.Tensor) -> bool:
+        """The tensor keeps it."""
+        return True
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
         """As of any home."""
         for target, source in pairs:
             target.copy_(source)
@@ -168,9 +204,17 @@ class CpuHome:
 
 
 def home_name(tensor: torch.Tensor) -> str:
-    """ "cpu", or the uuid of the GPU that a plain tensor's memory is on; asks a driver only where there is one."""
+    """ "cpu", the uuid of the GPU that a plain tensor's memory is on, or another device's own name.
+
+    Asks a driver only where there is one. RegistrationError for a GPU that does not answer.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        return str(tensor.device)
     one = driver() if tensor.device.type == "cuda" else installed()
-    return (one.holds(tensor) if one is not None else None) or "cpu"
+    try:
+        return (one.holds(tensor) if one is not None else None) or "cpu"
+    except DeviceError as error:
+        raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
 
 
 def agent_of(device: torch.device) -> str:
@@ -179,7 +223,10 @@ def agent_of(device: torch.device) -> str:
         return "cpu"
     if device.type != "cuda":
         raise ConfigError(f"device={str(device)!r}: Etha serves cpu and cuda devices")
-    devices = driver().devices()
+    try:
+        devices = driver().devices()
+    except DeviceError as error:
+        raise ConfigError(f"device={str(device)!r}: {error}; `etha doctor` says more") from error
     index = torch.cuda.current_device() if device.index is None else device.index
     for found in devices:
         if found.ordinal == index:
@@ -193,4 +240,7 @@ def home_of(agent: str) -> Home:
         return CpuHome()
     from etha.client.gpu import GpuHome
 
-    return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
+    try:
+        return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
+    except DeviceError as error:
+        raise ConfigError(f"the agent serves {agent}: {error}; `etha doctor` says more") from error

@@ -19,7 +19,7 @@ from etha.client.homes import Mark
 from etha.client.register import stage
 from etha.client.report import OnError, reported
 from etha.client.results import TransferResult, Version
-from etha.client.transfer import check_state, to_its_end, turn
+from etha.client.transfer import caught_up, check_state, pull, turn
 from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
 
 #: Sends the snapshot of this edition.
@@ -85,6 +85,7 @@ async def _set_aside(
 ) -> str:
     """Copy what the tensors hold; returns the edition, which is the same on all ranks."""
     check_state(registration, "send")
+    mark.check()
     for pair in registration.pairs:
         if pair.lost.reason is not None:  # else only a future would say so, which a training loop may never look at
             text = f"{pair.lost.text}; call init_pair and register_tensors again"
@@ -95,8 +96,9 @@ async def _set_aside(
         await _make_way(registration, deadline)
         place = registration.aside
         assert place is not None
+        await caught_up(registration, mark, deadline)
         check_state(registration, "send")
-        await to_its_end(asyncio.to_thread(place.pull, registration.locals, mark))
+        await pull(registration, place)
         registration.snapshot = snapshot
         if version is not None:
             return f"label {version}"

@@ -6,20 +6,24 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, Literal
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.client.batch import Registration
 from etha.client.deadline import Deadline
-from etha.client.homes import Mark
+from etha.client.homes import Mark, Stage
 from etha.client.results import TransferResult, Version
-from etha.errors import AgentLostError, ConfigError, TransferError, TransferTimeoutError
+from etha.errors import AgentLostError, ConfigError, EthaError, TransferError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def check_call(
@@ -59,10 +63,14 @@ async def transfer(
     if edition:
         return await _once(registration, verb, version, on_commit, timeout, progress, Mark(), edition)
     check_state(registration, verb)
+    mark.check()
     if registration.shadows is None and not registration.source.serves:
         return await _once(registration, verb, version, on_commit, timeout, progress, mark)
     deadline = Deadline(timeout)
     async with turn(registration, timeout):
+        if verb == "send" and registration.source.serves:
+            await caught_up(registration, mark, deadline)
+            await pull(registration, registration.source)
         return await _once(registration, verb, version, on_commit, deadline.left, progress, mark)
 
 
@@ -93,6 +101,54 @@ async def turn(registration: Registration, timeout: float) -> AsyncIterator[None
         registration.turn.release()
 
 
+async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) -> None:
+    """Wait for the work before ``mark``, until the deadline; then only is anything queued behind it.
+
+    What is queued cannot be taken back, and a copy behind a kernel that never ends would never end.
+    """
+    if not mark.event:
+        return
+    loop, stop = asyncio.get_running_loop(), threading.Event()
+    reached: asyncio.Future[bool] = loop.create_future()
+
+    def look() -> None:
+        try:
+            found = registration.connection.home.reach(mark, stop)
+            told = partial(reached.set_result, found)
+        except EthaError as error:
+            told = partial(reached.set_exception, error)
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(told)
+
+    # A thread of its own: those of the loop's executor are few, and other calls need them meanwhile.
+    threading.Thread(target=look, name=f"etha-mark-{registration.batch}", daemon=True).start()
+    left = deadline.left
+    timer = None if left == math.inf else loop.call_later(left, stop.set)
+    try:
+        if not await to_its_end(reached, cut=stop.set):
+            raise TransferTimeoutError(
+                f"batch {registration.batch!r}: this worker's own GPU is behind: the work that was queued on its "
+                f"stream before the call is not done by the deadline; give more time, or call later",
+                outcome="withdrawn",
+            )
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+async def pull(registration: Registration, stage: Stage) -> None:
+    """Live tensors -> ``stage``, to its end."""
+
+    def work() -> None:
+        registration.check_backed(stage, committed=False)
+        stage.pull(registration.locals)
+
+    if stage.quick:
+        work()
+    else:
+        await to_its_end(asyncio.to_thread(work))
+
+
 async def _once(
     registration: Registration,
     verb: Literal["send", "recv"],
@@ -104,8 +160,6 @@ async def _once(
     edition: str = "",
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
-    if verb == "send" and registration.source.serves and not edition:
-        await to_its_end(_pull(registration, mark))
     word = page.open()
     confirmed: list[Answer | None] = []
 
@@ -186,8 +240,8 @@ async def _once(
     )
 
 
-async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await what must not be cut short: a cancellation goes on once it has ended."""
+async def to_its_end(work: Coroutine[Any, Any, T] | asyncio.Future[T], cut: Callable[[], None] | None = None) -> T:
+    """Await what must not be cut short: a cancellation goes on once it has ended, which ``cut()`` makes it do soon."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -195,6 +249,8 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
+            if cut is not None:
+                cut()
     if cancelled is None:
         return task.result()
     if (failed := task.exception()) is not None:
@@ -225,7 +281,13 @@ async def _apply(
 def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved) -> None:
     """Put what was received in its place, tell autograd, and say what the tensors hold now."""
     if verb == "recv":
-        registration.stage.push(registration.locals)
+        try:
+            if registration.stage.serves:
+                registration.check_backed(registration.stage, committed=True)
+                registration.stage.push(registration.locals)
+        except EthaError as error:
+            registration.torn = registration.torn or not registration.atomic or getattr(error, "torn", False)
+            raise
         registration.received()
         registration.torn = False
     registration.version = moved.version
@@ -234,11 +296,3 @@ def _take_over(registration: Registration, verb: Literal["send", "recv"], moved:
 def _torn(answer: Answer | None) -> bool:
     error = getattr(answer, "error", None)
     return bool(getattr(error, "torn", True)) if error is not None else True
-
-
-async def _pull(registration: Registration, mark: Mark) -> None:
-    stage, tensors = registration.source, registration.locals
-    if stage.quick:
-        stage.pull(tensors, mark)
-    else:
-        await asyncio.to_thread(stage.pull, tensors, mark)

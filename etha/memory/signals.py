@@ -16,7 +16,7 @@ from etha.errors import RegistrationError
 log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
-#: Events of one worker: one a stream, and torch has 32 of them a priority and device.
+#: Events of one worker: one for each of its calls in flight.
 MOST_EVENTS = 1024
 #: Seconds between two looks at an event: from the first to the longest.
 _SOON, _LATE = 20e-6, 1e-3
@@ -26,29 +26,69 @@ Process = tuple[int, int]
 
 
 class Signals:
-    """In a worker: what its streams have queued so far, as one interprocess event a stream of GPU ``uuid``."""
+    """In a worker: what its streams have queued so far, as an interprocess event of GPU ``uuid`` for each call."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
         self._driver, self._uuid = driver, uuid
-        self._lock = threading.Lock()
-        self._events: dict[int, tuple[int, bytes]] = {}
+        self._lock = threading.RLock()  # a finalizer may release while this very thread holds it
+        self._handles: dict[int, bytes] = {}
+        # The one that was released last is taken first: an agent opens each that it sees, and keeps it open.
+        self._free: list[int] = []
+        self._closed = self._kept = False
 
     def record(self) -> tuple[int, bytes]:
-        """(event, its handle), recorded on the caller's current stream; the former recording there is superseded."""
+        """(event, its handle), recorded on the caller's current stream, and nobody else's until ``release``."""
         stream = self._driver.current_stream(self._uuid)
         with self._lock:
-            if stream not in self._events:
-                event = self._driver.event(self._uuid, interprocess=True)
-                self._events[stream] = event, self._driver.export_event(event)
-            event, handle = self._events[stream]
+            event = self._free.pop() if self._free else self._made()
+            handle = self._handles[event]
+        try:
             self._driver.record(event, stream)
+        except DeviceError:
+            self.release(event)
+            raise
         return event, handle
 
-    def close(self) -> None:
-        """Destroy the events, once no agent waits for them; idempotent."""
+    def release(self, event: int) -> None:
+        """Its call has ended: the next one may record it again."""
         with self._lock:
-            while self._events:
-                self._driver.drop_event(self._events.popitem()[1][0])
+            self._free.append(event)
+            self._drop()
+
+    def wait(self, event: int, stop: threading.Event) -> bool:
+        """Block until the recording is done; False if ``stop`` is set before."""
+        pause = _SOON
+        # Not cudaEventSynchronize: nothing ends that when the call is cancelled or its deadline has come.
+        while not self._driver.reached(event):
+            if stop.wait(pause):
+                return False
+            pause = min(2 * pause, _LATE)
+        return True
+
+    def close(self, *, keep: bool = False) -> None:
+        """Destroy the events, those of calls with their ``release``; ``keep``: an agent may still look at them."""
+        with self._lock:
+            if not self._closed:
+                self._closed, self._kept = True, keep
+            self._drop()
+
+    def _made(self) -> int:
+        event = self._driver.event(self._uuid, interprocess=True)
+        try:
+            self._handles[event] = self._driver.export_event(event)
+        except DeviceError:
+            self._driver.drop_event(event)
+            raise
+        return event
+
+    def _drop(self) -> None:
+        while self._closed and not self._kept and self._free:
+            event = self._free.pop()
+            del self._handles[event]
+            try:
+                self._driver.drop_event(event)
+            except DeviceError as error:  # a lost context: it goes with the process
+                log.warning("destroying an event: %s", error)
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ def _worker(pipe: Connection) -> None:
     exports, signals = Exports(gpu), Signals(gpu, GPU0)
     tensors = [gpu.empty(GPU0, (1000,), torch.uint8).fill_(7), gpu.empty(GPU1, (1000,), torch.uint8).fill_(8)]
     pipe.send([exports.header(exports.find(tensor)[0]) for tensor in tensors])
-    stream = gpu.stream(GPU0)
+    stream, events = gpu.stream(GPU0), list[tuple[int, bytes]]()
     while (word := pipe.recv()) != "end":
         answer: Any = None
         match word:
@@ -109,9 +109,13 @@ def _worker(pipe: Connection) -> None:
             case "record":
                 with gpu.using(stream):
                     gpu.launch(GPU0, stream, lambda: tensors[0].fill_(9))
-                    answer = signals.record()[1]
+                    events.append(signals.record())
+                    answer = events[-1][1]
             case "record elsewhere":
-                answer = signals.record()[1]
+                events.append(signals.record())
+                answer = events[-1][1]
+            case "ended":
+                signals.release(events.pop(0)[0])
             case "events":
                 answer = gpu.calls["event"]
         pipe.send(answer)
@@ -303,16 +307,76 @@ def test_memory_of_a_gpu_that_is_out_of_reach_is_refused(worker: Worker) -> None
 # -- events ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_event_a_stream_is_recorded_again_and_again(gpu: FakeDriver) -> None:
+def test_a_call_has_an_event_of_its_own_until_it_ends(gpu: FakeDriver) -> None:
     signals, stream = Signals(gpu, GPU0), gpu.stream(GPU0)
     first = signals.record()
+    gpu.hold(stream)
+    gpu.launch(GPU0, stream, lambda: None)
     with gpu.using(stream):
-        second = signals.record()
-        assert signals.record() == second != first
-    assert signals.record() == first and gpu.calls["event"] == 2 and gpu.calls["record"] == 4
+        second, third = signals.record(), signals.record()
+    assert len({first, second, third}) == 3
+    assert signals.wait(first[0], threading.Event())  # whatever was recorded after it
+    signals.release(first[0])
+    signals.release(third[0])
+    assert signals.record() == third  # so that few exist
+    assert signals.record() == first and gpu.calls["event"] == 3 and gpu.calls["record"] == 5
+    gpu.release(stream)
+    gpu.drain(stream)
     gpu.drop_stream(stream)
+    for event, _ in (first, second):
+        signals.release(event)
     signals.close()
     signals.close()
+    assert gpu.calls["drop_event"] == 2
+    signals.release(third[0])  # a call that ends later
+    assert gpu.calls["drop_event"] == 3
+
+
+def test_whoever_waits_for_work_that_never_ends_can_be_stopped(gpu: FakeDriver) -> None:
+    signals, stream = Signals(gpu, GPU0), gpu.stream(GPU0)
+    gpu.hold(stream)
+    gpu.launch(GPU0, stream, lambda: None)
+    with gpu.using(stream):
+        event, _ = signals.record()
+    stop, said = threading.Event(), list[bool]()
+    thread = threading.Thread(target=lambda: said.append(signals.wait(event, stop)))
+    thread.start()
+    until(lambda: gpu.calls["reached"] > 3)
+    stop.set()
+    thread.join()
+    assert said == [False]
+    gpu.release(stream)
+    assert signals.wait(event, threading.Event())
+    signals.release(event)
+    signals.close()
+    gpu.drop_stream(stream)
+
+
+def test_events_that_an_agent_may_still_look_at_are_kept(gpu: FakeDriver) -> None:
+    signals = Signals(gpu, GPU0)
+    events = [signals.record()[0] for _ in range(2)]
+    signals.release(events[0])
+    signals.close(keep=True)
+    signals.close()
+    signals.release(events[1])
+    assert gpu.calls["drop_event"] == 0
+    for event in events:
+        gpu.drop_event(event)
+
+
+def test_an_event_that_cannot_be_recorded_is_not_lost(gpu: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    signals = Signals(gpu, GPU0)
+    for method in ("export_event", "record"):
+        gpu.fail(method, DeviceError("cudaErrorInvalidValue", method))
+        with pytest.raises(DeviceError):
+            signals.record()
+    event, _ = signals.record()
+    assert gpu.calls["event"] == 2
+    signals.release(event)
+    gpu.fail("drop_event", DeviceError("cudaErrorInvalidValue", "drop_event"))
+    signals.close()
+    assert "destroying an event" in caplog.text
+    gpu.drop_event(event)
 
 
 def test_the_agent_waits_for_what_the_workers_stream_had_queued(gpu: FakeDriver, worker: Worker) -> None:
@@ -336,6 +400,7 @@ def test_the_agent_waits_for_what_the_workers_stream_had_queued(gpu: FakeDriver,
     worker.tell("release")
     thread.join()
     assert seen == [9] and waits.reached(worker.pid, worker.started, handle)
+    worker.tell("ended")
     assert worker.tell("record") == handle and worker.tell("events") == 2
     assert gpu.calls["open_event"] == 2
     waits.release(worker.pid, worker.started)
