@@ -1,7 +1,9 @@
 """``etha.empty``, ``etha.empty_like``, ``etha.share_module``: tensors that an agent maps directly.
 
 Data then crosses memory once with no system call in between. Nothing else in Etha moves a user's
-tensor; these do because they were asked to.
+tensor; these do because they were asked to. On a GPU that is torch's own memory as its allocator gives it by
+default: memory of PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or backend:cudaMallocAsync has no IPC handle, and
+is staged.
 """
 
 from __future__ import annotations
@@ -20,18 +22,26 @@ from etha.memory import shared
 def empty(
     shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A zeroed contiguous tensor of ``shape`` in memory that an agent maps; ConfigError off the CPU."""
-    _check_cpu(torch.device(device), "empty")
+    """A zeroed contiguous tensor of ``shape`` in memory that an agent maps: of the CPU's, or torch's own on a GPU.
+
+    ConfigError for other devices. Where torch has expandable segments, a GPU's agent cannot map it.
+    """
+    where = torch.device(device)
+    _check_served(where, "empty")
     size = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
     if any(n < 0 for n in size):
         raise ConfigError(f"etha.empty: shape {size} has a negative size")
+    if where.type == "cuda":
+        return torch.zeros(size, dtype=dtype, device=where)
     strides = [math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size))]
     return _allocate(size, strides, dtype)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, dtype and (where dense) strides as a plain ``tensor``."""
-    _check_cpu(tensor.device, "empty_like")
+    """As ``empty``, of the shape, dtype, device and (where dense) strides of a plain ``tensor``."""
+    _check_served(tensor.device, "empty_like")
+    if tensor.device.type == "cuda":
+        return torch.zeros_like(tensor)
     model = torch.empty_like(tensor, device="meta")
     return _allocate(tuple(model.shape), model.stride(), model.dtype)
 
@@ -39,9 +49,10 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def share_module(module: torch.nn.Module) -> torch.nn.Module:
     """Move every parameter and buffer of ``module`` into memory that an agent maps, and return it.
 
+    Those on a GPU stay where they are: an agent maps torch's own memory there, but for expandable segments.
     In place: parameters keep their identity, tied ones and views of one storage stay tied, strides stay.
     NumPy arrays and raw pointers into the old memory are left behind. Call it before ``fully_shard``,
-    which keeps pointers of its own. ConfigError for tensors off the CPU, before anything has moved.
+    which keeps pointers of its own. ConfigError for tensors of other devices, before anything has moved.
     """
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise ConfigError("etha.share_module: the module is already fully_shard-ed; share it before fully_shard")
@@ -50,8 +61,8 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if type(local.data) is not torch.Tensor or local.layout is not torch.strided:
             raise ConfigError(f"etha.share_module: {name!r} is a {type(local).__name__}, not a plain strided tensor")
-        _check_cpu(local.device, f"share_module: {name!r}")
-        if local.numel():
+        _check_served(local.device, f"share_module: {name!r}")
+        if local.numel() and local.device.type == "cpu":
             tensors[id(local)] = local
 
     # Per old storage: the bytes in use, and the tensors that use them.
@@ -85,6 +96,6 @@ def _allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) 
     return shared.strided(shared.storage(extent * dtype.itemsize), shape, strides, dtype)
 
 
-def _check_cpu(device: torch.device, what: str) -> None:
-    if device.type != "cpu":
-        raise ConfigError(f"etha.{what}: device {device} is not supported, only cpu memory can be shared this way")
+def _check_served(device: torch.device, what: str) -> None:
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"etha.{what}: device {device} is not supported, an agent maps memory of cpu and cuda only")
