@@ -15,14 +15,16 @@ from etha.agent.workspaces import Workspaces
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver
 from etha.cuda.nccl import nccl
+from etha.cuda.reaper import reaper
 from etha.errors import ConfigError, EthaError, TransferError
 from etha.memory.cuda import Mappings
 from etha.memory.signals import Waits
 from etha.memory.views import View
 from etha.transport.device import Copier
-from etha.transport.device_memory import PinnedMemory
+from etha.transport.device_memory import CardError, PinnedMemory
 from etha.transport.kernels import Buffer, Workspace
 from etha.transport.nccl_plane import NcclPlane
+from etha.transport.program import Program
 from etha.transport.staging import Budget, StagingMemory
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Card:
         self._loop = asyncio.get_running_loop()
         self._spoilt = spoilt
         self.lost = False
+        self._preparing = threading.Lock()
+        self._copier: Copier | None = None
         self._numbers: dict[str, int] = {}
         self._count = itertools.count(1)
         self.mappings = Mappings(driver, device.uuid, self._sticky)
@@ -122,10 +126,27 @@ class Card:
         """A process may have several clients, whose events live as long as each of them."""
         return self._numbers.setdefault(session.key, next(self._count))
 
+    def prepare(self, program: Program) -> None:
+        """Compile a program for this card and load its kernels, before other agents wait for its first run; any thread.
+
+        Scratch memory of reductions is each lane thread's own, and taken when it first needs it. TransferError where
+        the card refuses.
+        """
+        try:
+            with self._preparing:
+                if self._copier is None:
+                    self._copier = self.workspaces.make().device
+                program.prepare(self._copier)
+        except CardError as error:
+            if error.sticky:
+                self._loop.call_soon_threadsafe(self.spoil, str(error))
+            raise TransferError(f"the card of this agent refused: {error}") from error
+
     def close(self) -> None:
-        """Let go of all that workers have shown; no lane may be inside it any more."""
+        """Let go of all that workers have shown; no lane may be inside it any more. Blocking."""
         self._waits.close()
         self.mappings.close()
+        reaper.drain()
 
     def spoil(self, text: str) -> None:
         """The context is lost; loop thread."""

@@ -18,6 +18,7 @@ from etha.bus.messages import (
     Probe,
     Probed,
     Register,
+    Released,
     Status,
     Supersede,
     Transfer,
@@ -53,8 +54,12 @@ def dispatch(agent: Agent, session: Session, request: Request) -> None:
         case Probe(address=address, token=token):
             text = session.probe(address, token)
             peer.reply(request.id, Probed(reaches=not text, text=text))
-        case LetGo():
+        case LetGo(all=True):
             agent.spawn(agent.let_go(session, request))
+        case LetGo():
+            spare = session.memory.spare({s for live in agent.batches.live.values() for s in live.segments(session)})
+            agent.spawn(agent.unmap(list(spare.values())))
+            peer.reply(request.id, Released(segments=tuple(spare)))
         case GetStatus():
             agent.spawn(_status(agent, peer, request.id))
         case _:

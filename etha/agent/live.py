@@ -245,6 +245,15 @@ class Live:
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
                 del session.batches[self.name]
 
+    def segments(self, session: Session) -> set[str]:
+        """Those of a worker in which this registration's tensors lie, or what stands for them."""
+        found: set[str] = set()
+        for held in self.tensors.values():
+            if held.session is session:
+                for handles in (held.handles, held.shadows or {}, held.snapshot or {}):
+                    found |= {handle.segment for handle in handles.values() if handle.segment is not None}
+        return found
+
     def take(self, agent: str, message: Sums | UniqueId) -> None:
         """What another agent says for a transfer of this batch to go on."""
         if isinstance(message, Sums):

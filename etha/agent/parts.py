@@ -50,6 +50,8 @@ class Parts:
                 return None
         sources, targets = self._views(live, source, current.snapshot)
         part = await asyncio.to_thread(_compile, live, source, sources, targets)
+        if self._links.card is not None:
+            await asyncio.to_thread(self._links.card.prepare, part.near)
         if part.wire is not None and part.wire.sends:
             assert live.wire is not None
             peers = [

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from etha.agent.batches import Batches
@@ -31,12 +31,12 @@ from etha.agent.session import Session
 from etha.agent.sweep import Sweep
 from etha.bus.codec import Request
 from etha.bus.handshake import Hello, Welcome
-from etha.bus.messages import GetStatus, Ok
+from etha.bus.messages import GetStatus, Released
 from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+from etha.memory.cuda import Mapping
 from etha.memory.mapping import WorkerMemory
-from etha.memory.revocation import LentPage
 from etha.store.connect import redact
 from etha.store.records import AgentRecord, Reason
 from etha.store.records import Member as Holder
@@ -183,7 +183,13 @@ class Agent:
         if self.sessions.pop(session.key, None) is not None:
             self._part(session, "closed", released=False)
             await self._release(session)
-        session.peer.reply(request.id, Ok())
+        session.peer.reply(request.id, Released(segments=()))
+
+    async def unmap(self, allocations: Sequence[Mapping]) -> None:
+        """Close GPU memory that nobody uses any more, once no lane can be inside it."""
+        await self.movers.rest.wait()
+        for allocation in allocations:  # which may wait for all that the card does
+            await asyncio.to_thread(allocation.close)
 
     # ---- the bus's Service --------------------------------------------------------------------
 
@@ -237,17 +243,7 @@ class Agent:
             for fd in fds:
                 os.close(fd)
             raise
-        match header, fds:
-            case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
-                session.memory.attach(segment, fd, nbytes)
-            case {"segment": _, "device": _}, []:
-                session.memory.attach_allocation(header)
-            case {"revocation": True}, [fd]:
-                session.revocation = LentPage(fd)
-            case _:
-                for fd in fds:
-                    os.close(fd)
-                raise ProtocolError(f"descriptors of unknown kind {sorted(map(str, header))}")
+        session.show(header, fds)
 
     def gone(self, peer: Peer, reason: Reason) -> None:
         """A worker's connection is over."""

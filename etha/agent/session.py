@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from etha.agent.effects import Member
 from etha.bus.peer import Peer
+from etha.errors import ProtocolError
 from etha.memory.mapping import WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
@@ -54,6 +57,23 @@ class Session:
     def key(self) -> str:
         """The connection's id."""
         return self.peer.key
+
+    def show(self, header: dict[str, Any], fds: list[int]) -> None:
+        """The worker shows memory: a segment, an allocation of a GPU, or its revocation page. Owns ``fds``.
+
+        ProtocolError and RegistrationError for what is none of them.
+        """
+        match header, fds:
+            case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
+                self.memory.attach(segment, fd, nbytes)
+            case {"segment": _, "device": _}, []:
+                self.memory.attach_allocation(header)
+            case {"revocation": True}, [fd]:
+                self.revocation = LentPage(fd)
+            case _:
+                for fd in fds:
+                    os.close(fd)
+                raise ProtocolError(f"descriptors of unknown kind {sorted(map(str, header))}")
 
     def probe(self, address: int, token: bytes) -> str:
         """Find out whether the worker's private memory is within reach; why not, or nothing."""

@@ -252,7 +252,20 @@ class CloseBatch:
 @message("let_go")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetGo:
-    """This worker's last request: close what is open of its memory, and say so. -> Ok."""
+    """Close what is open of this worker's memory and used by no registration. -> Released.
+
+    ``all``: this worker's last request; the answer comes once everything is closed.
+    """
+
+    all: bool
+
+
+@message("released")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The ``segments`` are not known any more, and unmapped once no transfer runs."""
+
+    segments: tuple[str, ...]
 
 
 @message("get_status")

@@ -409,6 +409,7 @@ class AsyncTensorBusClient:
         if not registration.connection.lost and not self._closed:
             message = CloseBatch(batch=registration.batch, epoch=registration.pair.epoch)
             await registration.connection.link.request(message, timeout=self._timeout)
+            await registration.connection.spare(self._timeout)
 
     # ---- inside -------------------------------------------------------------------------------
 

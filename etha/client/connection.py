@@ -12,7 +12,7 @@ from typing import Any
 
 from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink
-from etha.bus.messages import LetGo, Probe, Probed
+from etha.bus.messages import LetGo, Probe, Probed, Released
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
 from etha.client.homes import Home, home_of
@@ -46,6 +46,8 @@ class Connection:
         #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.
         self.collapser = Collapser()
         self._shown: set[str] = set()
+        #: What is shown again must not meet what is being forgotten.
+        self._showing = asyncio.Lock()
 
     @classmethod
     async def open(
@@ -116,11 +118,20 @@ class Connection:
 
     async def show(self, handles: list[TensorHandle], timeout: float) -> None:
         """Let the agent map every segment that the handles name and that it has not seen."""
-        for name in dict.fromkeys(h.segment for h in handles if h.segment is not None):
-            if name not in self._shown:
-                header, descriptors = self.home.show(name)
-                await self.link.send_descriptors(header, descriptors, timeout=timeout)
-                self._shown.add(name)
+        async with self._showing:
+            for name in dict.fromkeys(h.segment for h in handles if h.segment is not None):
+                if name not in self._shown:
+                    header, descriptors = self.home.show(name)
+                    await self.link.send_descriptors(header, descriptors, timeout=timeout)
+                    self._shown.add(name)
+
+    async def spare(self, timeout: float) -> None:
+        """Have the agent unmap what no registration uses any more, where memory is only lent to it."""
+        if self.home.lends and self._shown:
+            async with self._showing:
+                released = await self.link.request(LetGo(all=False), timeout=timeout)
+                assert isinstance(released, Released)
+                self._shown.difference_update(released.segments)
 
     @property
     def lost(self) -> bool:
@@ -134,7 +145,7 @@ class Connection:
         try:
             if self.home.lends:
                 with contextlib.suppress(EthaError):
-                    await self.link.request(LetGo(), timeout=_let_go(timeout))
+                    await self.link.request(LetGo(all=True), timeout=_let_go(timeout))
                     released = True
             with contextlib.suppress(AgentLostError):
                 await self.link.close()

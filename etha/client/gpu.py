@@ -16,6 +16,7 @@ import torch
 from etha.client.homes import Mark, Stage, home_name
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import DeviceError, Driver, Unexportable
+from etha.cuda.reaper import reaper
 from etha.errors import ConfigError, EthaError, RegistrationError, TransferError
 from etha.memory.cuda import Exports
 from etha.memory.handles import TensorHandle
@@ -23,6 +24,8 @@ from etha.memory.signals import Signals
 
 log = logging.getLogger(__name__)
 
+#: Stages are of whole blocks: smaller allocations may share one, and an IPC handle shows all of it.
+BLOCK = 2 << 20
 #: Staged tensors begin at multiples of so many bytes, as cudaMalloc's own do.
 ALIGN = 512
 
@@ -106,6 +109,7 @@ class GpuHome:
         return Stage(home=self, tensors=made, memory=memory)
 
     def _allocate(self, nbytes: int) -> _Allocation:
+        nbytes = -(-nbytes // BLOCK) * BLOCK
         with self._lock:
             free = self._pool[nbytes]
             address = free.pop() if free else self._driver.allocate(self.name, nbytes)
@@ -213,10 +217,9 @@ class GpuHome:
                 self._copying.release()
 
     def _free(self, address: int) -> None:
-        try:
-            self._driver.free(address)
-        except DeviceError as error:
-            log.warning("leaving %s: %s", self.name, error)
+        # Not here: it waits for all that the device does, and this may be anybody's thread.
+        reaper.begin()
+        reaper.hand(partial(_free, self._driver, self.name, address))
 
     @contextmanager
     def _told(self, kind: Callable[[str], EthaError], what: str) -> Iterator[None]:
@@ -226,3 +229,10 @@ class GpuHome:
         except DeviceError as error:
             advice = "the context is lost, start this process again" if error.sticky else "`etha doctor` says more"
             raise kind(f"{self.name}: {what}: {error}; {advice}") from error
+
+
+def _free(driver: Driver, uuid: str, address: int) -> None:
+    try:
+        driver.free(address)
+    except DeviceError as error:
+        log.warning("leaving %s: %s", uuid, error)

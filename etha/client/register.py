@@ -49,6 +49,7 @@ async def register(
     pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
     home = connection.home
+    await connection.spare(timeout())
     live = [home.describe(tensor) for tensor in locals_]
     # What the agent cannot reach is staged by this process in memory that it can.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import os
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ class WorkerMemory:
                 self._segments[segment] = map_sealed(fd, nbytes)
         finally:
             os.close(fd)
+
+    def spare(self, used: Container[str]) -> dict[str, Mapping]:
+        """Forget the GPU allocations that are not ``used``, by segment: for the caller to close when nothing runs."""
+        return {name: self._allocations.pop(name) for name in list(self._allocations) if name not in used}
 
     @property
     def on_device(self) -> bool:

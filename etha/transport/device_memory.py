@@ -17,9 +17,9 @@ from math import prod
 import torch
 
 from etha.cuda.driver import DeviceError, Driver
+from etha.cuda.reaper import reaper
 from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
-from etha.transport.reaper import reaper
 
 log = logging.getLogger(__name__)
 

@@ -448,3 +448,21 @@ async def test_a_lost_context_ends_the_agent_and_says_so(cards: Cards) -> None:
         await formed(a, b)
         await moved(a, b, given, wanted)
         same(given, wanted)
+
+
+async def test_memory_of_closed_batches_is_unmapped(cards: Cards) -> None:
+    """An agent holds what open registrations use; what was closed may be freed, and shown again."""
+    cards.start("cuda:0")
+    async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
+        await formed(a, b)
+        kept = cards.tensor(whole((700, 1000)))
+        held = []
+        for turn in range(4):
+            given = {"w": cards.tensor(whole((600, 1000), turn)), "kept": kept}
+            wanted = {name: cards.tensor(stale(tensor)) for name, tensor in given.items()}
+            left, right = await moved(a, b, given, wanted, atomic=True)
+            same(given, wanted)
+            held.append([worker["segments"] for worker in (await a.status())["agent"]["workers"]])
+            await left.close()
+            await right.close()
+        assert held[1:] == held[:1] * 3

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
+from etha.cuda.reaper import reaper
 from etha.memory.process import ProcessMemory, start_time
 from etha.memory.reach import WorkerGoneError
-from etha.transport.reaper import reaper
 from tests.fakes.pages import PAGE, POISON, Pages
 from tests.fakes.queues import Recordings, Stream
 

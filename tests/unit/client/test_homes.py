@@ -19,6 +19,7 @@ from etha.client.gpu import GpuHome
 from etha.client.homes import CpuHome, agent_of, home_name, home_of
 from etha.cuda import driver as cuda
 from etha.cuda.driver import DeviceError
+from etha.cuda.reaper import reaper
 from etha.errors import AgentLostError, ConfigError, RegistrationError, TransferError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 
@@ -148,6 +149,7 @@ def test_a_lost_context_does_not_keep_a_client_from_closing(caplog: pytest.LogCa
     del stage
     spoil(gpu, "free", sticky=True)
     home.close(released=True)
+    assert reaper.drain()
     assert caplog.text.count("cudaErrorLaunchFailure") == 3  # of memory, an event and a stream
     gpu.shut()
 

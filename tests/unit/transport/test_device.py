@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from etha.cuda.driver import DeviceError, install
+from etha.cuda.reaper import reaper
 from etha.memory.reach import ReachError
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, simulate
@@ -20,7 +21,6 @@ from etha.transport.device import Copier
 from etha.transport.kernels import Workspace
 from etha.transport.local import compile_local
 from etha.transport.program import DEVICE_PIECE, PIECE, Program
-from etha.transport.reaper import reaper
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import Local, card, card_view, compiled, on_card, run
 from tests.unit.transport.test_local import FLOATS, allocate, bits, layout, local_plan

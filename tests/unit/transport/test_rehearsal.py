@@ -12,13 +12,13 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from etha.cuda.driver import Driver
 from etha.cuda.kernels import RANK, WIDTH, Fused
+from etha.cuda.reaper import reaper
 from etha.cuda.torch_kernels import TorchKernels
 from etha.memory.views import view_of
 from etha.plan import Layout, TensorSpec
 from etha.transport.device import Copier
 from etha.transport.kernels import Workspace
 from etha.transport.local import compile_local
-from etha.transport.reaper import reaper
 from tests.fakes.cuda import GPU0
 from tests.fakes.nccl import FakeNccl
 from tests.unit.transport.agents import Job, make_plan, same

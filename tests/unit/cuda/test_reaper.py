@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from etha.cuda.driver import DeviceError
+from etha.cuda.reaper import Reaper, reaper
 from etha.memory.revocation import Guard
 from etha.transport.checksums import Read, Reader, checksum
 from etha.transport.device import Copier
 from etha.transport.device_memory import CardError, DeviceMemory, PinnedMemory
 from etha.transport.kernels import Workspace
 from etha.transport.program import Member
-from etha.transport.reaper import Reaper, reaper
 from etha.transport.staging import Budget
 from etha.transport.tiles import Tile
 from tests.fakes.cuda import GPU0, FakeDriver
