@@ -147,7 +147,7 @@ def test_a_lost_context_does_not_keep_a_client_from_closing(caplog: pytest.LogCa
     stage.pull([tensor])
     home.mark().end()
     del stage
-    spoil(gpu, "free", sticky=True)
+    spoil(gpu, "drop_event", sticky=True)
     home.close(released=True)
     assert reaper.drain()
     assert caplog.text.count("cudaErrorLaunchFailure") == 3  # of memory, an event and a stream
