@@ -30,6 +30,11 @@ _OTHERWISE = {
     "InvalidHandle": "InvalidResourceHandle",
 }
 _HANDLE = 64
+#: What to say of memory that cannot be exported.
+NO_HANDLE = (
+    "this memory has no IPC handle: was it made with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or "
+    "backend:cudaMallocAsync, or by a sleep mode's allocator?"
+)
 
 
 def load() -> tuple[Any, Any]:
@@ -92,3 +97,10 @@ def filled(handle: Any, content: bytes, what: str) -> Any:
 def version(number: int) -> str:
     """13050 is "13.5"."""
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def known(table: dict[int, int], key: int, what: str) -> int:
+    """The device of memory, a stream or an event by its ``key``; DeviceError where there is none (any more)."""
+    if key not in table:
+        raise DeviceError("cudaErrorInvalidResourceHandle", f"{what}: it is not one of this driver's, or no longer")
+    return table[key]

@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 
-from etha.cuda.answers import ask, bytes_of, failed, filled, load, version
+from etha.cuda.answers import NO_HANDLE, ask, bytes_of, failed, filled, known, load, version
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
 
 #: Answers to "how many devices?" of a machine without a GPU or without a driver that is recent enough.
 _NONE = frozenset({"cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary"})
 _REFUSED = frozenset({"cudaErrorInvalidValue", "cudaErrorNotSupported"})
-_LIKELY = (
-    "this memory has no IPC handle: was it made with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or "
-    "backend:cudaMallocAsync, or by a sleep mode's allocator?"
-)
 
 
 class Runtime(Driver):
@@ -107,6 +103,7 @@ class Runtime(Driver):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def allocate(self, uuid: str, nbytes: int) -> int:
+        """cudaMalloc."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             address = int(ask(f"allocate {nbytes} bytes on {uuid}", self._rt.cudaMalloc(nbytes)))
@@ -114,7 +111,7 @@ class Runtime(Driver):
         return address
 
     def free(self, address: int) -> None:
-        with self._current(_known(self._memory, address, f"free {address:#x}")):
+        with self._current(known(self._memory, address, f"free {address:#x}")):
             ask(f"free {address:#x}", self._rt.cudaFree(address))
         del self._memory[address]
 
@@ -129,6 +126,7 @@ class Runtime(Driver):
             ask(f"unpin {address:#x}", self._rt.cudaFreeHost(address))
 
     def extent(self, address: int) -> Extent:
+        """cuMemGetAddressRange."""
         with self._current(self._place(address)):
             found = self._cu.cuMemGetAddressRange(address)
         base, nbytes = ask(f"the allocation around {address:#x}", found)
@@ -139,9 +137,9 @@ class Runtime(Driver):
         return int(ask(f"the allocation at {address:#x}", self._cu.cuPointerGetAttribute(attribute, address)))
 
     def backed(self, address: int) -> bool:
+        """CU_POINTER_ATTRIBUTE_MAPPED, which there may not be of an address that nobody has, or is reserved only."""
         attribute = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
         answer = self._cu.cuPointerGetAttribute(attribute, address)
-        # Of an address that nobody has, or that is reserved only, there may be nothing to say.
         return answer[0].name != "CUDA_ERROR_INVALID_VALUE" and bool(ask(f"memory at {address:#x}", answer))
 
     def export(self, base: int) -> bytes:
@@ -150,15 +148,16 @@ class Runtime(Driver):
         capable = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         with self._current(self._place(base)):
             if not ask(what, self._cu.cuPointerGetAttribute(capable, base)):
-                raise Unexportable("cudaErrorInvalidValue", f"{what}: {_LIKELY}")
+                raise Unexportable("cudaErrorInvalidValue", f"{what}: {NO_HANDLE}")
             try:
                 return bytes_of(ask(what, self._rt.cudaIpcGetMemHandle(base)))
             except DeviceError as error:
                 if error.name in _REFUSED:
-                    raise Unexportable(error.name, f"{what}: {_LIKELY}") from None
+                    raise Unexportable(error.name, f"{what}: {NO_HANDLE}") from None
                 raise
 
     def open(self, uuid: str, handle: bytes) -> int:
+        """cudaIpcOpenMemHandle, with peer access as needed."""
         ordinal, what = self._ordinal(uuid), f"open memory of another process for {uuid}"
         flags = self._rt.cudaIpcMemLazyEnablePeerAccess
         with self._current(ordinal):
@@ -169,7 +168,7 @@ class Runtime(Driver):
 
     def close(self, address: int) -> None:
         what = f"close {address:#x}, memory of another process"
-        with self._current(_known(self._mapped, address, what)):
+        with self._current(known(self._mapped, address, what)):
             ask(what, self._rt.cudaIpcCloseMemHandle(address))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -183,6 +182,7 @@ class Runtime(Driver):
     # -- streams and events -------------------------------------------------------------------------------------
 
     def stream(self, uuid: str) -> int:
+        """cudaStreamCreateWithFlags, not blocking."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             made = self._rt.cudaStreamCreateWithFlags(self._rt.cudaStreamNonBlocking)
@@ -193,11 +193,12 @@ class Runtime(Driver):
     def drop_stream(self, stream: int) -> None:
         """cudaStreamDestroy, which returns before the work is done."""
         what = f"destroy stream {stream:#x}"
-        with self._current(_known(self._streams, stream, what)):
+        with self._current(known(self._streams, stream, what)):
             ask(what, self._rt.cudaStreamDestroy(stream))
         del self._streams[stream]
 
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
+        """cudaEventCreateWithFlags."""
         ordinal = self._ordinal(uuid)
         # Who waits sleeps. Waking up takes some 50 us, and a small transfer waits once or twice within its 1.5 ms; who
         # spins takes a core from the job beside: eight lanes through a long copy, a call through a training step.
@@ -209,26 +210,30 @@ class Runtime(Driver):
         return event
 
     def drop_event(self, event: int) -> None:
+        """cudaEventDestroy."""
         what = f"destroy event {event:#x}"
-        with self._current(_known(self._events, event, what)):
+        with self._current(known(self._events, event, what)):
             ask(what, self._rt.cudaEventDestroy(event))
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
+        """cudaEventRecord."""
         what = f"record event {event:#x} on stream {stream:#x}"
         # Stream 0 is the default stream of the device that is current: the event's.
-        with self._current(_known(self._events, event, what)):
+        with self._current(known(self._events, event, what)):
             ask(what, self._rt.cudaEventRecord(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
+        """cudaStreamWaitEvent."""
         what = f"wait on stream {stream:#x} for event {event:#x}"
-        ordinal = _known(self._events, event, what)
+        ordinal = known(self._events, event, what)
         with self._current(self._streams.get(stream, ordinal)):
             ask(what, self._rt.cudaStreamWaitEvent(stream, event, 0))
 
     def reached(self, event: int) -> bool:
+        """cudaEventQuery."""
         what = f"query event {event:#x}"
-        with self._current(_known(self._events, event, what)):
+        with self._current(known(self._events, event, what)):
             answer = self._rt.cudaEventQuery(event)
         if answer[0].name == "cudaErrorNotReady":
             return False
@@ -237,7 +242,7 @@ class Runtime(Driver):
 
     def synchronize(self, event: int) -> None:
         what = f"wait for event {event:#x}"
-        with self._current(_known(self._events, event, what)):
+        with self._current(known(self._events, event, what)):
             ask(what, self._rt.cudaEventSynchronize(event))
 
     def settle(self, uuid: str) -> None:
@@ -246,10 +251,11 @@ class Runtime(Driver):
 
     def export_event(self, event: int) -> bytes:
         what = f"export event {event:#x}"
-        with self._current(_known(self._events, event, what)):
+        with self._current(known(self._events, event, what)):
             return bytes_of(ask(what, self._rt.cudaIpcGetEventHandle(event)))
 
     def open_event(self, uuid: str, handle: bytes) -> int:
+        """cudaIpcOpenEventHandle."""
         ordinal, what = self._ordinal(uuid), f"open another process's event for {uuid}"
         with self._current(ordinal):
             wire = filled(self._rt.cudaIpcEventHandle_t(), handle, what)
@@ -292,9 +298,3 @@ class Runtime(Driver):
         """The device of an address of the unified space."""
         ordinal = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return int(ask(f"the device of {address:#x}", self._cu.cuPointerGetAttribute(ordinal, address)))
-
-
-def _known(table: dict[int, int], key: int, what: str) -> int:
-    if key not in table:
-        raise DeviceError("cudaErrorInvalidResourceHandle", f"{what}: it is not one of this driver's, or no longer")
-    return table[key]
