@@ -57,7 +57,7 @@ ways: install
 # 10,000 random layout pairs against enumerated truth (the suite takes 1,000), Redis away for 30 s, 200 cancelled calls,
 # and the other halves of what the suite takes one half of.
 proof: install
-	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow -m proof $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow tests/unit/transport -m proof $(PYTEST)
 
 # A million mutated messages (docs/security.md says which); the suite sends 20,000. ETHA_FUZZ_SEED repeats a run.
 fuzz: install

@@ -173,7 +173,7 @@ def crowd(agents: int) -> Job:
     return Job(plan, names, names, held, blank)
 
 
-@pytest.mark.parametrize("agents", [3, 130, 150])
+@pytest.mark.parametrize("agents", [3, 130, pytest.param(150, marks=pytest.mark.proof)])
 def test_groups_of_more_than_256_operations_are_cut_alike_at_both_ends(agents: int) -> None:
     job = crowd(agents)
     played = play(job, device_cut(job.agents, job.staging), [5, 0, 11])
