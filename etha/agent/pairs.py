@@ -155,11 +155,12 @@ class Pairs:
                         self._perform(known, known.machine.met(epoch))
                 case Broken(epoch=epoch, error=error):
                     log.info("pair %s lost: %s", pair, error.message)
-                    self._broken(pair, epoch, error)
+                    # First the news, then the calls that end by it: whoever hears of the one knows of the other.
                     for session in self._sessions():
                         seat = session.seats.get(pair)
                         if seat is not None and seat.epoch == epoch:
                             session.peer.push(PairLost(pair=pair, epoch=epoch, reason=error.reason, text=error.message))
+                    self._broken(pair, epoch, error)
 
     async def _join(self, known: _Known, asked: Asked) -> None:
         _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
