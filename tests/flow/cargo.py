@@ -23,16 +23,16 @@ _MODULUS = 97
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
+def turned(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, column by column in memory."""
     return tensor.t().contiguous().t()
 
 
-def _spaced(tensor: torch.Tensor) -> torch.Tensor:
+def spaced(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, every other one of a larger tensor's columns."""
     found = torch.zeros(tensor.shape[0], 2 * tensor.shape[1], dtype=tensor.dtype)[:, ::2]
     found.copy_(tensor)
@@ -52,7 +52,7 @@ class End:
 
     dtype: torch.dtype
     placement: Placement
-    make: Make = _plain
+    make: Make = plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Item:
 #: 1.2 MiB.
 ITEMS = {
     "rows": Item((512, 256), End(torch.float32, Shard(0)), End(torch.float32, Shard(1))),
-    "cast": Item((256, 256), End(torch.float32, Shard(1), _turned), End(torch.bfloat16, Replicate(), _shared)),
-    "long": Item((128, 64), End(torch.int64, Replicate(), _spaced), End(torch.int64, Shard(0), _turned)),
-    "bytes": Item((256, 256), End(torch.uint8, Shard(0), _shared), End(torch.uint8, Replicate(), _spaced)),
+    "cast": Item((256, 256), End(torch.float32, Shard(1), turned), End(torch.bfloat16, Replicate(), _shared)),
+    "long": Item((128, 64), End(torch.int64, Replicate(), spaced), End(torch.int64, Shard(0), turned)),
+    "bytes": Item((256, 256), End(torch.uint8, Shard(0), _shared), End(torch.uint8, Replicate(), spaced)),
     "half": Item((256, 256), End(torch.float16, Shard(1), _shared), End(torch.float16, Shard(0), _shared)),
     "sum": Item((128, 128), End(torch.float32, Partial()), End(torch.float32, Replicate())),
 }

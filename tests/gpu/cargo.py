@@ -9,26 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from tests.flow.cargo import plain, spaced, turned
 from tests.flow.truth import cut
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 _MODULUS = 251
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
-
-
-def turned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, column by column in memory."""
-    return tensor.t().contiguous().t()
-
-
-def spaced(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, every other one of a larger tensor's columns."""
-    found = torch.zeros(tensor.shape[0], 2 * tensor.shape[1], dtype=tensor.dtype)[:, ::2]
-    found.copy_(tensor)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
