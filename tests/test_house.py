@@ -81,7 +81,6 @@ ENVIRONMENT = {
 }
 #: Programs: they set up logging because nobody else runs in their process.
 PROGRAMS = {"cli.py", "agent/__main__.py"}
-MAX_LINES = 300
 #: A method of so few lines, with types and a telling name, needs no sentence that repeats it.
 PLAIN_LINES = 3
 
@@ -279,14 +278,6 @@ def test_tasks_are_owned_and_failures_told(name: str) -> None:
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             wrong.append(f"{name}:{node.lineno}: __del__")
     assert not wrong, "\n".join(wrong)
-
-
-def test_long_files_have_a_reason() -> None:
-    reasons = ROOT / "docs" / "architecture.md"
-    text = reasons.read_text(encoding="utf-8") if reasons.exists() else ""
-    for name in files():
-        lines = len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
-        assert lines <= MAX_LINES or f"etha/{name}" in text, f"etha/{name} has {lines} lines: split it by noun"
 
 
 def test_every_variable_is_named_in_the_help() -> None:
