@@ -1,9 +1,10 @@
-"""How near plans come to their bounds, and how fast they are made: bench_plan.py [--pairs 1,12] [--repeat N]
+"""How near plans come to their bounds, and how fast they are made: bench_plan.py [--pairs 1,12] [--repeat N] [--readme]
 
-For each pair of bench/layouts: bounds in GB a host and a NIC, the busiest NIC out and in, the quality (busiest NIC over
-the bound; 1 is the best there can be) beside what a prototype without relays inside hosts reached, and the CPU
-milliseconds in which one rank plans, as source and as target: from nothing, and its rows again. Two more processes
-with other hash seeds plan everything, too; status 1 where a digest differs.
+The plans are those that agents execute (``build_agent_plan``), as ``etha plan`` shows them. For each pair of
+bench/layouts: bounds in GB a host and a NIC, the busiest NIC out and in, the quality (busiest NIC over the bound; 1
+is the best there can be) beside what a prototype without relays inside hosts reached, and the CPU milliseconds in
+which one rank plans, as source and as target: from nothing, and its rows again. Two more processes with other hash
+seeds plan everything, too; status 1 where a digest differs. --readme prints the rows of README's table instead.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from pairs import PAIRS, Pair, paths
 
-from etha.plan import Plan, PlanStats, Side, build_plan, cells
-from etha.planfile import read_sides
+from etha.plan import PlanStats, cells
+from etha.planfile import plan_of, read_plan, read_sides
 
 #: The prototype's GB on the busiest NIC, out and in.
 PROTOTYPE = {
@@ -32,12 +33,6 @@ GOAL = 1.03
 RANK = 5
 
 
-def make(sides: tuple[Side, Side]) -> Plan:
-    a, b = sides
-    hosts = {"source_hosts": a.hosts, "target_hosts": b.hosts}
-    return build_plan(a.specs, b.specs, **hosts, source_agents=a.agents, target_agents=b.agents)
-
-
 def milliseconds(pair: Pair, side: str, repeat: int) -> tuple[float, float]:
     """(build_plan and for_rank with empty caches, for_rank again), the best of ``repeat``."""
     cold, warm = [], []
@@ -46,7 +41,7 @@ def milliseconds(pair: Pair, side: str, repeat: int) -> tuple[float, float]:
         for cached in (cells.table, cells.joint, cells.overlay):
             cached.cache_clear()
         begin = time.process_time()
-        plan = make(sides)
+        plan = plan_of(*sides)
         plan.for_rank(side, RANK)
         done = time.process_time()
         plan.for_rank(side, RANK)
@@ -62,14 +57,25 @@ def digests(numbers: list[int], seed: str) -> list[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
 
 
-def line(pair: Pair, s: PlanStats, seconds: float, times: list[float]) -> str:
+def planned(s: PlanStats) -> list[str]:
+    """What a plan determines: GB a host (in, out once, out directly), GB a NIC (bound, out, in), quality."""
     host = (s.bound_host_ingress, s.bound_host_egress_once, s.bound_host_egress_direct)
     nic = (s.bound_nic, s.max_nic_egress, s.max_nic_ingress)
+    return [f"{b / 1e9:.2f}" for b in host] + [f"{b / 1e9:.3f}" for b in nic] + [f"{s.quality:.3f}"]
+
+
+def line(pair: Pair, s: PlanStats, seconds: float, times: list[float]) -> str:
     before = max(PROTOTYPE[pair.number]) / (s.bound_nic / 1e9)
-    figures = [f"{b / 1e9:7.2f}" for b in host] + [f"{b / 1e9:7.3f}" for b in nic]
-    mark = " " if s.quality <= GOAL else "*"
-    figures += [f"{s.quality:6.3f}{mark}", f"{before:9.3f}", f"{seconds:5.2f}", *(f"{t:6.1f}" for t in times)]
-    return " | ".join([f"| {pair.number:2}", f"{pair.title:41}", *figures]) + " |"
+    *figures, quality = planned(s)
+    cells = [f"{figure:>7}" for figure in figures]
+    cells += [f"{quality:>6}{' ' if s.quality <= GOAL else '*'}", f"{before:9.3f}", f"{seconds:5.2f}"]
+    return " | ".join([f"| {pair.number:2}", f"{pair.title:41}", *cells, *(f"{t:6.1f}" for t in times)]) + " |"
+
+
+def readme_line(pair: Pair, s: PlanStats, times: list[float]) -> str:
+    """A row of README's table; ``times`` are those of ``line``."""
+    cells = [str(pair.number), pair.title, *planned(s)[3:], *(f"{t:.1f}" for t in times[::2])]
+    return f"| {' | '.join(cells)} |"
 
 
 HEADS = (
@@ -83,10 +89,11 @@ def main() -> None:
     parser.add_argument("--pairs", default=",".join(str(p.number) for p in PAIRS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--digests", action="store_true", help="print the digests alone")
+    parser.add_argument("--readme", action="store_true", help="print the rows of README's table")
     options = parser.parse_args()
     chosen = [p for p in PAIRS if str(p.number) in options.pairs.split(",")]
     if options.digests:
-        print("\n".join(make(read_sides(*paths(pair))).digest() for pair in chosen))
+        print("\n".join(read_plan(*paths(pair)).digest() for pair in chosen))
         return
     cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "?")  # noqa: PTH123, SIM115
     print(f"machine  {platform.machine()}, {cpu}, {platform.system()} {platform.release()}")
@@ -94,11 +101,16 @@ def main() -> None:
     print(f"command  {' '.join([sys.executable.rsplit('/', 1)[-1], *sys.argv])}")
     print("GB a host: in, out once, out directly; GB a NIC: bound, out, in; stats in s; one rank in ms of CPU, best of "
           f"{options.repeat}; * above {GOAL}\n")  # fmt: skip
+    if options.readme:
+        for pair in chosen:
+            times = [t for side in ("source", "target") for t in milliseconds(pair, side, options.repeat)]
+            print(readme_line(pair, read_plan(*paths(pair)).stats(), times), flush=True)
+        return
     print("| " + " | ".join(f"{head:{width}}" for head, width in HEADS) + " |")
     print("|" + "|".join("-" * (width + 1) + ("-" if i == 1 else ":") for i, (_, width) in enumerate(HEADS)) + "|")
     found, above = [], 0
     for pair in chosen:
-        plan = make(read_sides(*paths(pair)))
+        plan = read_plan(*paths(pair))
         found.append(plan.digest())
         begin = time.perf_counter()
         s = plan.stats()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from etha.errors import ConfigError, LayoutError
-from etha.plan import Plan, Side, build_plan, side_from_plain
+from etha.plan import Plan, Side, build_agent_plan, side_from_plain
 
 
 def read_sides(source: Path, target: Path) -> tuple[Side, Side]:
@@ -20,9 +20,13 @@ def read_sides(source: Path, target: Path) -> tuple[Side, Side]:
 
 
 def read_plan(source: Path, target: Path) -> Plan:
-    """The plan from the source's file to the target's."""
-    a, b = read_sides(source, target)
-    return build_plan(
+    """The plan that agents would execute from the source's file to the target's."""
+    return plan_of(*read_sides(source, target))
+
+
+def plan_of(a: Side, b: Side) -> Plan:
+    """The plan that agents would execute from side ``a`` to side ``b``."""
+    return build_agent_plan(
         a.specs,
         b.specs,
         source_hosts=a.hosts,

@@ -19,7 +19,7 @@ from etha.plan import (
     Layout,
     Plan,
     TensorSpec,
-    build_plan,
+    build_agent_plan,
     dtypes,
     infer_global_shape,
     merge_layouts,
@@ -87,13 +87,12 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
     violations: dict[str, tuple[Violation, ...]] = {}
     for source, target in ((first, second), (second, first)):
         names = {"source": source, "target": target}
-        plan = build_plan(
+        plan = build_agent_plan(
             *joined(specs[source], specs[target], parts[source], parts[target]),
             source_hosts=where.hosts[source],
             target_hosts=where.hosts[target],
             source_agents=where.agents[source],
             target_agents=where.agents[target],
-            carry=False,
         )
         wrong = common + [v for v in only_as_target if v.side == target]
         wrong += [

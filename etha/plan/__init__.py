@@ -7,7 +7,7 @@ from etha.plan.buckets import Bucket, buckets
 from etha.plan.layout import Layout
 from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.model import Links
-from etha.plan.plan import Plan, build_plan, violations
+from etha.plan.plan import Plan, build_agent_plan, build_plan, violations
 from etha.plan.program import (
     CARRY,
     CONTRIBUTE,
@@ -47,6 +47,7 @@ __all__ = [
     "Slot",
     "TensorSpec",
     "buckets",
+    "build_agent_plan",
     "build_plan",
     "describe",
     "infer_global_shape",

@@ -293,6 +293,30 @@ def build_plan(
     return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None, carry=carry)
 
 
+def build_agent_plan(
+    source: Mapping[str, TensorSpec],
+    target: Mapping[str, TensorSpec],
+    *,
+    source_hosts: Sequence[str] | None = None,
+    target_hosts: Sequence[str] | None = None,
+    source_agents: Sequence[str] | None = None,
+    target_agents: Sequence[str] | None = None,
+) -> Plan:
+    """``build_plan`` with the options that agents plan with, for whoever shows or measures what agents do.
+
+    Agents pass tensors on (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
+    """
+    return build_plan(
+        source,
+        target,
+        source_hosts=source_hosts,
+        target_hosts=target_hosts,
+        source_agents=source_agents,
+        target_agents=target_agents,
+        carry=False,
+    )
+
+
 def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:
     """Every reason why ``source`` cannot be moved to ``target``; sides are "source" and "target"."""
     return list(build_plan(source, target, fan_out="direct").violations)

@@ -1,0 +1,142 @@
+"""Every number in README and docs that a plan determines is the one that agents' plans have (timings are not)."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor.placement_types import Shard
+
+from etha.agent import evaluate
+from etha.plan import Layout, PlanStats, TensorSpec, build_agent_plan, build_plan
+from etha.planfile import read_plan, read_sides
+from etha.redistribute.route import make_route
+
+ROOT = Path(__file__).resolve().parents[3]
+ROW = re.compile(r"^\| *(\d+) \|(.*)\|$", re.MULTILINE)
+
+
+def rows(path: str) -> dict[int, list[str]]:
+    """Number of a pair -> the cells of its row."""
+    found = ROW.findall((ROOT / path).read_text(encoding="utf-8"))
+    return {int(number): [cell.strip() for cell in cells.split("|")] for number, cells in found}
+
+
+@contextmanager
+def benchmark(name: str) -> Iterator[ModuleType]:
+    """A module of bench/, which are programs beside each other and no package."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        yield importlib.import_module(name)
+    for loaded in set(sys.modules) - before:
+        if Path(getattr(sys.modules[loaded], "__file__", None) or "").parent == ROOT / "bench":
+            del sys.modules[loaded]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with benchmark("bench_plan") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def stats(bench: ModuleType) -> dict[int, PlanStats]:
+    """What agents' plans of the fifteen pairs cost, as ``etha plan`` computes it."""
+    return {pair.number: read_plan(*bench.paths(pair)).stats() for pair in bench.PAIRS}
+
+
+def test_readmes_table_shows_what_agents_plan(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
+    table = rows("README.md")
+    assert {number: cells[:5] for number, cells in table.items()} == {
+        pair.number: [pair.title, *bench.planned(stats[pair.number])[3:]] for pair in bench.PAIRS
+    }
+
+
+def test_readme_says_how_many_pairs_reach_the_goal(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
+    above = sorted(number for number, found in stats.items() if found.quality > bench.GOAL)
+    assert above == [11, 13]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Thirteen of the fifteen are at {bench.GOAL} or better. Pairs 11 and 13 are not" in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*-plans.md")), ids=lambda p: p.name)
+def test_the_saved_tables_show_what_was_planned(path: Path, bench: ModuleType, stats: dict[int, PlanStats]) -> None:
+    text = path.read_text(encoding="utf-8")
+    for pair in bench.PAIRS:
+        found = stats[pair.number]
+        if "build_plan(carry=True)" in text:
+            a, b = read_sides(*bench.paths(pair))
+            where = {"source_hosts": a.hosts, "target_hosts": b.hosts}
+            found = build_plan(a.specs, b.specs, **where, source_agents=a.agents, target_agents=b.agents).stats()
+        cells = rows(str(path.relative_to(ROOT)))[pair.number]
+        assert [cells[0], *(cell.rstrip("*") for cell in cells[1:8])] == [pair.title, *bench.planned(found)]
+
+
+def test_the_table_of_relays_counts_the_copies_that_are_sent() -> None:
+    """docs/planning.md and bench/relay.py: one source host, a copy on each of four hosts."""
+    here, there, shape = ["s"] * 2, ["t0", "t1", "t2", "t3"], (4096, 1024)
+    sent = {}
+    for way in ("direct", "relay"):
+        found = build_plan(
+            {"t": TensorSpec(shape, torch.float32, Layout((2,), [Shard(0)]))},
+            {"t": TensorSpec(shape, torch.float32, Layout.replicated(4))},
+            source_hosts=here,
+            target_hosts=there,
+            source_agents=here,
+            target_agents=there,
+            fan_out=way,
+            carry=False,
+        ).stats()
+        sent[way] = f"{found.max_host_egress / (4096 * 1024 * 4):.2f} copies"
+    assert sent == {"direct": "4.00 copies", "relay": "1.00 copies"}
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert all(f"| {way} | {copies} |" in text for way, copies in sent.items())
+
+
+def test_the_saved_table_of_redistribute_counts_what_is_exchanged() -> None:
+    """Exchanges, and MiB that the busiest rank sends, of 8 MiB over 8 ranks."""
+    path = ROOT / "bench" / "results" / "2026-11-21-redistribute.md"
+    saved = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| (")]
+    with benchmark("redistribute") as bench:
+        cases = [*bench.LISTED, *bench.FURTHER, *bench.SINGLE]
+        rows = [(8 << 20) // (4 * bench.COLUMNS) - (5 if case.uneven else 0) for case in cases]
+        found = {str(case): exchanged(case, (rows, bench.COLUMNS)) for case, rows in zip(cases, rows, strict=True)}
+    assert {cells[0]: (cells[1], cells[4]) for cells in saved} == found
+
+
+def exchanged(case: Any, shape: tuple[int, int]) -> tuple[str, str]:
+    """(exchanges, MiB sent by the busiest rank) of one of the benchmark's transitions."""
+    mesh = torch.tensor(case.ranks).reshape(case.mesh)
+    here, there = Layout(mesh, case.source, strided="order"), Layout(mesh, case.target, strided="order")
+    routes = [make_route(shape, torch.float32, (here,), (there,), rank) for rank in range(8)]
+    sent = [
+        sum(piece.numel for stage in route.stages for pieces in stage.sends.values() for piece in pieces)
+        for route in routes
+    ]
+    loud = {sum(not stage.quiet for stage in route.stages) for route in routes}
+    return str(max(loud)), f"{max(sent) * 4 / 2**20:.2f}"
+
+
+def test_the_command_and_agents_plan_with_one_function(tmp_path: Path) -> None:
+    assert evaluate.build_agent_plan is build_agent_plan
+    sides = [tmp_path / name for name in ("a.json", "b.json")]
+    sides[0].write_text('{"mesh": [2], "placements": ["S(0)"], "tensors": {"w": {"shape": [8, 8], "dtype": "int8"}}}')
+    sides[1].write_text('{"mesh": [2], "placements": ["R"]}')
+    a, b = read_sides(*sides)
+    assert read_plan(*sides).digest() == build_agent_plan(a.specs, b.specs).digest()
+    assert not read_plan(*sides).carry
+
+
+def test_timings_carry_their_command_machine_and_date() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    after = text.split("| 15 |", 1)[1].split("\n\n")[1].replace("\n", " ")
+    assert "bench/bench_plan.py --readme" in after and re.search(r"20\d\d-\d\d-\d\d", after) and "cores" in after
