@@ -20,7 +20,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm clean
+.PHONY: install demo test test-tools lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm clean
 
 install: $(STAMP)
 
@@ -50,6 +50,12 @@ test: lint
 	jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three $(PYTEST) || jobs=$$?; \
 	rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
 	[ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
+
+# What `make test` skipped on a machine without these programs (a list with commas: make test-tools NEEDING=ip,nft).
+NEEDING ?= redis-server,ip,nft,openssl
+test-tools: install
+	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -m "not proof and not faults and not chaos and not soak" \
+		tests --ways local,tcp,three --needing $(NEEDING) $(PYTEST)
 
 ways: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/flow -m "not proof" --ways local,tcp,host,three $(PYTEST)

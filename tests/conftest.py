@@ -1,8 +1,22 @@
-"""Options of all tests."""
+"""Options of all tests, and the marker ``needs``: programs of the system that a test runs.
+
+A test that needs a program which is not on the path is skipped with the reason. ``--needing nft,ip`` runs only the
+tests that need one of these: CI runs all tests on a bare machine, installs packages, and then runs what it skipped.
+"""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+
+#: Debian's package of each program that a test may need.
+PACKAGES = {
+    "ip": "iproute2",
+    "nft": "nftables",
+    "openssl": "openssl",
+    "redis-server": "redis-server",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,9 +27,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how the sides of flow tests lie: local (one agent), tcp (two hosts), host (two agents of one host), "
         "three (three hosts, for the tests that ask for it)",
     )
+    parser.addoption("--needing", default="", help="only tests that need one of these programs, separated by commas")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ways(*names, reason=None): run in these ways only; without it in local, tcp and host"
     )
+    config.addinivalue_line("markers", "needs(*programs): skipped where one of these programs is not on the path")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what lacks a program; with ``--needing`` deselect what does not need any of those."""
+    wanted = set(filter(None, config.getoption("needing").split(",")))
+    if unknown := wanted - PACKAGES.keys():
+        raise pytest.UsageError(f"--needing: no test needs {', '.join(sorted(unknown))}")
+    out = []
+    for item in items:
+        programs = [program for mark in item.iter_markers("needs") for program in mark.args]
+        if lacking := [program for program in programs if shutil.which(program) is None]:
+            text = " and ".join(f"{program} (Debian: {PACKAGES[program]})" for program in lacking)
+            item.add_marker(pytest.mark.skip(reason=f"needs {text}"))
+        if wanted and not wanted & set(programs):
+            out.append(item)
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]

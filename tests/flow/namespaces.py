@@ -7,7 +7,6 @@ one  10.211.1.1 ------veth------ 10.211.1.2  two
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from etha.store.embedded import find_binary
+
 from .jobs import wait_gone
 
-#: Why a machine cannot run such tests, or "".
-MISSING = (
-    ""
-    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("redis-server")
-    else "needs root, iproute2 and redis-server"
-)
+#: What every test with such hosts is marked with.
+MARKS = [pytest.mark.needs("ip"), pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")]
 
 _OPTIONS = ["--bind", "10.211.2.3", "--port", "6379", "--save", "", "--appendonly", "no", "--protected-mode", "no"]
 
@@ -81,7 +78,7 @@ def hosts(directory: Path) -> Iterator[Hosts]:
                 ip("-n", name, "addr", "add", address, "dev", device)
                 ip("-n", name, "link", "set", device, "up")
         server = subprocess.Popen(
-            ["ip", "netns", "exec", found.redis, "redis-server", *_OPTIONS, "--dir", str(directory)],
+            ["ip", "netns", "exec", found.redis, find_binary(), *_OPTIONS, "--dir", str(directory)],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import subprocess
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 import torch
 from torch.distributed.tensor import Replicate
 
 import etha
 from etha.errors import ConfigError, PlanError, ProtocolError, RedisUnavailableError, RendezvousTimeoutError
 from etha.plan import Layout, TensorSpec, build_plan, simulate
+from tests.unit.store.server import served
 
 from .sides import Sides
 from .sites import Site, open_site
@@ -147,20 +148,13 @@ async def test_redis_where_nobody_listens(runtime: Path) -> None:
 
 async def test_redis_that_goes_away_and_comes_back(way: Way, tmp_path: Path) -> None:
     port = free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret"]
-    command += ["--save", "", "--appendonly", "no", "--dir", str(tmp_path)]
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    server = start()
-    try:
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--requirepass", "secret", "--dir", str(tmp_path)]
+    with served(tmp_path, *options) as server:
         with open_site(way, redis=f"redis://:secret@127.0.0.1:{port}") as site:
             async with Sides(site, "p") as sides:
                 await sides.meet(device_mesh=(1,), placements=[Replicate()])
                 handles = await sides.register("b", lambda side, rank: ({"w": torch.full((2,), 1.0 + rank)}, {}))
-                server.kill()
-                server.wait()
+                server.stop()
                 client = sides.clients["trainer", 0]
                 for call in (
                     client.init_pair("q", "trainer", "inference", timeout=1),
@@ -175,20 +169,17 @@ async def test_redis_that_goes_away_and_comes_back(way: Way, tmp_path: Path) -> 
                     )
                 results = await sides.move(handles)
                 assert [r.seq for r in results.values()] == [1, 1], "an outage of Redis leaves transfers alone"
-                server = start()
+                server.start()
                 again = await sides.register("c", lambda side, rank: ({"w": torch.zeros(2)}, {}))
                 assert all(h.plan["tensors"] == 1 for h in again.values())
-    finally:
-        server.kill()
-        server.wait()
 
 
 async def test_what_somebody_else_wrote_into_redis_is_a_protocol_error(runtime: Path) -> None:
     async with etha.AsyncTensorBusClient(timeout=30) as client:
         await client.status()
         key = "etha:{default}:pair:p"
-        write = ["redis-cli", "-s", str(runtime / "redis.sock"), "hset", key, "sides", "hello", "state", "formed"]
-        await asyncio.to_thread(subprocess.run, write, check=True)
+        async with redis.asyncio.Redis(unix_socket_path=str(runtime / "redis.sock")) as somebody:
+            await somebody.hset(key, mapping={"sides": "hello", "state": "formed"})
         with pytest.raises(ProtocolError, match=re.escape(key)) as caught:
             await client.init_pair("p", "a", "b")
         assert caught.value.code == "protocol"

@@ -34,8 +34,7 @@ from .sites import open_site
 from .tun import End, delayed
 from .ways import Way
 
-MISSING = "; ".join(filter(None, (namespaces.MISSING, filters.MISSING, tun.MISSING)))
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.timeout(240), *namespaces.MARKS, *filters.MARKS, *tun.MARKS]
 
 SMALL, MEDIUM, MORE, LARGE = (14, 12), (1024, 1024), (2048, 1024), (2048, 4096)  # of int32: 4, 8 and 32 MiB
 #: The shape and the options of each.

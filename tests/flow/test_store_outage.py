@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import signal
 import socket
 import subprocess
@@ -284,15 +283,16 @@ async def test_tcp_with_a_password(tmp_path: Path) -> None:
                 await changed()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@pytest.mark.needs("openssl", "redis-server")  # the shipped server has no TLS
 async def test_tls_checks_the_certificate(tmp_path: Path) -> None:
     port, key, certificate = free_port(), tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)  # noqa: ASYNC221
     tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    tls += ["--tls-auth-clients", "no", "--bind", "127.0.0.1", "--requirepass", "pw"]
     try:
-        server = Server(tmp_path, *tls, "--tls-auth-clients", "no", "--bind", "127.0.0.1", "--requirepass", "pw")
+        server = Server(tmp_path, *tls, binary="redis-server")
     except RuntimeError:
         pytest.skip("this server was built without TLS")
     try:

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.store.keys import TABLE
 from etha.store.records import Member, PairView
 from etha.store.registry import Store
-from tests.unit.store.server import Server, agent, binaries, dead, fresh_namespace, here, served, sleeping
+from tests.unit.store.server import BINARIES, Server, agent, binary_of, dead, fresh_namespace, here, served, sleeping
 
 
-@pytest.fixture(scope="module", params=binaries(), ids=lambda path: Path(path).name + "-" + Path(path).parent.name)
+@pytest.fixture(scope="module", params=BINARIES)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served(tmp_path_factory.mktemp("redis"), binary=request.param) as running:
+    with served(tmp_path_factory.mktemp("redis"), binary=binary_of(request.param)) as running:
         yield running
 
 

@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 TUN = Path("/dev/net/tun")
-#: Why a machine cannot run such tests, or "".
-MISSING = "" if TUN.exists() else f"needs {TUN}"
+#: What every test with such a way is marked with.
+MARKS = [pytest.mark.skipif(not TUN.exists(), reason=f"needs {TUN}")]
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000

