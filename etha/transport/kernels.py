@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from etha.memory.process import ProcessMemory
+from etha.memory.process import IoVec, ProcessMemory
 from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
 from etha.transport import segments
@@ -100,10 +101,7 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
 
 def run_mixed(ops: Sequence[Op], work: Workspace) -> None:
     """Do operations of any mix of paths and processes, each kind in one go; a ReachError leaves them half done."""
-    kinds: dict[tuple[int, int, int], list[Op]] = {}
-    for op in ops:
-        kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
-    for group in kinds.values():
+    for group in segments.kinds(ops):
         run(group, work)
 
 
@@ -135,6 +133,7 @@ def _bounce(batch: Batch, work: Workspace) -> None:
     if batch.ops[0].tile.ends.source_private:
         work.read.reserve(batch.read_nbytes)
         here, there = segments.reads(batch, work.read.address)
+        _bound(here, work.read)
         _process(batch.ops[0].source).read(here, there)
     private = batch.ops[0].tile.ends.target_private
     if private:
@@ -146,8 +145,23 @@ def _bounce(batch: Batch, work: Workspace) -> None:
         return
     processes = {id(op.target.process): op.target for op in batch.ops}
     for key, view in processes.items():
-        buffers = (work.packed.address, work.read.address)
-        _process(view).write(*segments.writes(batch, buffers, [id(op.target.process) == key for op in batch.ops]))
+        addresses = (work.packed.address, work.read.address)
+        here, there = segments.writes(batch, addresses, [id(op.target.process) == key for op in batch.ops])
+        _bound(here, work.packed, work.read)
+        _process(view).write(here, there)
+
+
+def _bound(table: IoVec, *buffers: Buffer) -> None:
+    """Refuse a table that reaches outside of the buffers: the kernel would move bytes wherever it says."""
+    first, last = table[:, 0], table[:, 0] + table[:, 1]
+    inside = np.zeros(len(table), bool)
+    for buffer in buffers:
+        inside |= (first >= buffer.address) & (last >= first) & (last <= buffer.address + buffer.nbytes)
+    if not inside.all():
+        raise ReachError(
+            "a copy would reach outside of the agent's buffer, so it was not begun: this is a fault in Etha, please "
+            "report it"
+        )
 
 
 def _pick(op: Op, start: int, place: int, work: Workspace) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.memory.views import View
-from etha.transport import kernels
+from etha.transport import kernels, segments
 from etha.transport.boxes import Ints
 from etha.transport.kernels import Workspace
 from etha.transport.segments import Op
@@ -55,6 +55,10 @@ class Work(Protocol):
 
     def run(self, work: Workspace) -> None:
         """Do it; a ReachError leaves it half done."""
+        ...
+
+    def prove(self) -> None:
+        """RuntimeError unless what it reads fits the buffers and stays apart there."""
         ...
 
     @property
@@ -135,6 +139,14 @@ class Program:
                 strict=True,
             )
         ]
+
+    def prove(self) -> None:
+        """RuntimeError unless what every piece reads fits the buffers and stays apart there."""
+        for piece in self.pieces:
+            if piece.other is not None:
+                piece.other.prove()
+            elif self.tiles[self.tile[piece.first]].path is Path.BOUNCE:
+                segments.prove(self.ops(piece))
 
     def launch(self, index: int, copier: Copier) -> Launch | None:
         """A device's piece compiled, once; None where plain host memory is at an end, which needs the CPU."""
@@ -229,7 +241,7 @@ class Columns:
         pieces = self._cut(phase, path[order], link[order], size[order], pair)
         bouncing = any(t.path is Path.BOUNCE for t in self.tiles)
         scratch = max([2 * BOUNCE_BYTES * bouncing, *(p.other.scratch for p in self.others if p.other is not None)])
-        return Program(
+        program = Program(
             total=total,
             nbytes=dict(nbytes),
             peers={member: tuple(sorted(others)) for member, others in peers.items()},
@@ -243,6 +255,8 @@ class Columns:
             target=target,
             scratch=scratch,
         )
+        program.prove()
+        return program
 
     def _links(self, tile: Ints, pair: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
         """Of each operation: a number for the process that its system call reaches, and the address there."""

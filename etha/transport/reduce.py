@@ -19,9 +19,10 @@ import torch
 from etha.memory.views import View
 from etha.plan.program import Slot
 from etha.plan.simulate import combine, finish
-from etha.transport import kernels
+from etha.transport import kernels, segments
 from etha.transport.boxes import Ints
 from etha.transport.device_reduce import Compiled, prepare_on_device, room, run_on_device, scratch_nbytes
+from etha.transport.geometry import scratch
 from etha.transport.kernels import Buffer, Workspace
 from etha.transport.segments import Op
 from etha.transport.staging import dense_view
@@ -87,6 +88,13 @@ class Reduced:
                 total = self.add(total, part.flat)
             done = dense_view(self.value(total))
         kernels.run_mixed([Op(s.tile, done, s.view, s.at, s.offset) for s in self.results], work)
+
+    def prove(self) -> None:
+        """As of ``Work``."""
+        part = scratch((self.numel,), self.source)
+        for steps in self.contributions:
+            for group in segments.kinds(Op(s.tile, s.view, part, s.offset, s.at) for s in steps):
+                segments.prove(group)
 
     def add(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
         """One more contribution, at the source's dtype."""

@@ -6,7 +6,7 @@ each other in memory are joined, and where neighbours fill each other's gaps the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from etha.memory.process import IoVec
 from etha.memory.views import View
-from etha.transport.tiles import BOUNCE_BYTES, Bytes, Tile
+from etha.transport.tiles import BOUNCE_BYTES, Bytes, Path, Tile
 
 _ALIGN = 64
 
@@ -69,9 +69,49 @@ class Batch:
     read_nbytes: int
     packed_nbytes: int
 
+    def check(self) -> None:
+        """RuntimeError where two reads share a byte of the read buffer, or one does not lie inside it.
+
+        An operation's bytes inside a span are the span's.
+        """
+        spanning = np.array([op.tile.spanning for op in self.ops], bool)
+        starts = np.array(self.starts, np.int64)
+        needs = np.array([op.tile.read_nbytes for op in self.ops], np.int64)
+        spans = np.array(self.spans, np.int64).reshape(-1, 3)
+        begin = np.concatenate([spans[:, 1], starts[~spanning]])
+        stop = begin + np.concatenate([spans[:, 2], needs[~spanning]])
+        order = np.argsort(begin, kind="stable")
+        begin, stop = begin[order], stop[order]
+        apart = bool((stop[:-1] <= begin[1:]).all())
+        inside = not len(stop) or (begin[0] >= 0 and stop[-1] <= self.read_nbytes)
+        if spanning.any():
+            where = np.searchsorted(spans[:, 1], starts[spanning], "right") - 1
+            inside = inside and bool((where >= 0).all())
+            inside = inside and bool((starts[spanning] + needs[spanning] <= spans[where, 1] + spans[where, 2]).all())
+        if not (apart and inside):
+            raise RuntimeError(
+                f"the reads of a batch of {len(self.ops)} copies overlap in the agent's buffer, or do not fit its "
+                f"{self.read_nbytes} bytes: this is a fault in Etha, please report it"
+            )
+
+
+def kinds(ops: Iterable[Op]) -> Iterator[list[Op]]:
+    """Operations of any mix as groups of one path between one pair of processes."""
+    found: dict[tuple[int, int, int], list[Op]] = {}
+    for op in ops:
+        found.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
+    yield from found.values()
+
+
+def prove(ops: Sequence[Op]) -> None:
+    """Put every batch of ``ops``, which are of one kind, together as a run will: RuntimeError if one is not sound."""
+    if ops and ops[0].tile.path is Path.BOUNCE and ops[0].tile.ends.source_private:
+        for _ in batches(ops):
+            pass
+
 
 def batches(ops: Sequence[Op]) -> Iterator[Batch]:
-    """Cut operations, neighbours in the source, into batches that the buffers take."""
+    """Cut operations, neighbours in the source, into batches that the buffers take; each has been checked."""
     first = read = packed = 0
     starts: list[int] = []
     places: list[int] = []
@@ -79,13 +119,7 @@ def batches(ops: Sequence[Op]) -> Iterator[Batch]:
     for i, op in enumerate(ops):
         need, more = op.tile.read_nbytes, _aligned(op.tile.packed_nbytes)
         address = op.source_address
-        # Both in one span: its place keeps the address's alignment, so elements stay aligned too.
-        shared = (
-            op.tile.spanning
-            and bool(spans)
-            and spans[-1][0] <= address <= spans[-1][0] + spans[-1][2]
-            and (address - spans[-1][0]) % op.tile.ends.source.itemsize == 0
-        )
+        shared = op.tile.spanning and bool(spans) and _shares(spans[-1], read, address, need, op)
         extra = max(0, address + need - spans[-1][0] - spans[-1][2]) if shared else _aligned(need)
         if i > first and (read + extra > BOUNCE_BYTES or packed + more > BOUNCE_BYTES):
             yield _batch(ops[first:i], starts, places, spans, read, packed)
@@ -96,7 +130,7 @@ def batches(ops: Sequence[Op]) -> Iterator[Batch]:
             starts.append(place + address - begin)
             nbytes = max(nbytes, address + need - begin)
             spans[-1] = (begin, place, nbytes)
-            read = place + nbytes
+            read = max(read, place + nbytes)  # other bytes may lie behind a span that did not grow
         else:
             read = _aligned(read)
             starts.append(read)
@@ -108,12 +142,24 @@ def batches(ops: Sequence[Op]) -> Iterator[Batch]:
     yield _batch(ops[first:], starts, places, spans, read, packed)
 
 
+def _shares(span: tuple[int, int, int], read: int, address: int, need: int, op: Op) -> bool:
+    """Whether an operation is read with the last span: it lies inside, or continues it and the buffer ends there."""
+    begin, place, nbytes = span
+    ahead = address - begin
+    # The span's place keeps the address's alignment, so elements stay aligned too.
+    if not 0 <= ahead <= nbytes or ahead % op.tile.ends.source.itemsize:
+        return False
+    return ahead + need <= nbytes or place + nbytes == read
+
+
 def _batch(
     ops: Sequence[Op], starts: list[int], places: list[int], spans: list[tuple[int, int, int]], read: int, packed: int
 ) -> Batch:
-    return Batch(
+    batch = Batch(
         ops=ops, starts=tuple(starts), places=tuple(places), spans=tuple(spans), read_nbytes=read, packed_nbytes=packed
     )
+    batch.check()
+    return batch
 
 
 def reads(batch: Batch, buffer: int) -> tuple[IoVec, IoVec]:

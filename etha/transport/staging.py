@@ -147,14 +147,10 @@ class Desk:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Copy any mix of paths and processes, each kind in one go."""
-        kinds: dict[tuple[int, int, int], list[Op]] = {}
-        for op in ops:
-            kinds.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
         if not self._own:
             self._seen = self.work.nbytes  # others have used it meanwhile
         try:
-            for group in kinds.values():
-                kernels.run(group, self.work)
+            kernels.run_mixed(ops, self.work)
         finally:
             self.account()
 

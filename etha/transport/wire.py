@@ -7,7 +7,7 @@ lie if it has one target and is one segment there; everything else is packed and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,8 +16,10 @@ import torch
 
 from etha.config import STAGING
 from etha.errors import ConfigError
+from etha.memory.views import View
 from etha.plan import Plan
 from etha.plan.program import Region
+from etha.transport import segments
 from etha.transport.alias import packed
 from etha.transport.blocks import blocks
 from etha.transport.boxes import Ints
@@ -29,6 +31,7 @@ from etha.transport.messages import Cut, message_flow, waves
 from etha.transport.program import Member
 from etha.transport.reduce import Bounds, clip
 from etha.transport.relays import Arrivals, Pass, hull
+from etha.transport.segments import Op
 from etha.transport.ways import Ways
 
 
@@ -102,6 +105,7 @@ class _Compiler(Laying):
             )
         widths = [(p.numel, values[p.number], p.slot.accumulate.itemsize) for p in mine]
         even, odd = (max((p.end for p in mine if p.wave % 2 == i), default=0) for i in (0, 1))
+        _prove(sends.values(), self.early, values.values())
         return WireProgram(
             sends=sends,
             receives=receives,
@@ -283,3 +287,26 @@ class _Compiler(Laying):
                 results.append(End(view, self.taken(dims, scratch(part.shape, wire), view, 0)))
                 owners.add(("target", target))
         return PartWork(near=near, results=tuple(results), owners=tuple(sorted(owners)), source=dtype, wire=wire)
+
+
+def _prove(
+    sends: Iterable[Flow], early: Iterable[tuple[End, View, tuple[Member, ...]]], values: Iterable[PartWork]
+) -> None:
+    """RuntimeError unless what is read of workers' memory fits the buffers and stays apart there."""
+    for flow in sends:
+        for span in (span for lane in flow.lanes for span in lane if span.memory is None):
+            _prove_reads([piece.ends[0] for _, piece in span.pieces])
+    for end, _, _ in early:
+        _prove_reads([end])
+    for work in values:
+        for end in work.near.values():
+            _prove_reads([end])
+
+
+def _prove_reads(ends: Sequence[End]) -> None:
+    ops = []
+    for view, steps in ends:
+        if view is not None and view.private:
+            ops += [Op(tile, view, scratch((tile.numel,), tile.ends.target), offset, 0) for tile, offset, _ in steps]
+    for group in segments.kinds(ops):
+        segments.prove(group)
