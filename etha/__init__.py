@@ -1,31 +1,44 @@
-"""Etha: tensors between two PyTorch jobs, from any layout to any layout. Public names, nothing else."""
+"""Etha: tensors between two PyTorch jobs, from any layout to any layout. Public names, nothing else.
 
-from etha.client.aio import AsyncTensorBusClient
-from etha.client.future import TransferFuture
-from etha.client.results import Offer, TransferResult
-from etha.client.sync import TensorBusClient
-from etha.client.sync_handle import BatchHandle
-from etha.client.sync_pair import Pair
-from etha.client.tensors import empty, empty_like, share_module
-from etha.errors import (
-    AgentLostError,
-    AgentUnavailableError,
-    ConfigError,
-    EthaError,
-    LayoutError,
-    PeerLostError,
-    PlanError,
-    ProtocolError,
-    RedisUnavailableError,
-    RegistrationError,
-    RendezvousTimeoutError,
-    TransferAbortedError,
-    TransferError,
-    TransferTimeoutError,
-    Violation,
-)
-from etha.redistribute import redistribute
+A name's module is imported when the name is first used, because most of them import torch, which takes seconds, and the
+command line answers without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from etha.version import __version__
+
+if TYPE_CHECKING:
+    from etha.client.aio import AsyncTensorBusClient
+    from etha.client.future import TransferFuture
+    from etha.client.results import Offer, TransferResult
+    from etha.client.sync import TensorBusClient
+    from etha.client.sync_handle import BatchHandle
+    from etha.client.sync_pair import Pair
+    from etha.client.tensors import empty, empty_like, share_module
+    from etha.errors import (
+        AgentLostError,
+        AgentUnavailableError,
+        ConfigError,
+        EthaError,
+        LayoutError,
+        PeerLostError,
+        PlanError,
+        ProtocolError,
+        RedisUnavailableError,
+        RegistrationError,
+        RendezvousTimeoutError,
+        TransferAbortedError,
+        TransferError,
+        TransferTimeoutError,
+        Violation,
+    )
+    from etha.redistribute import redistribute
 
 __all__ = [
     "AgentLostError",
@@ -56,3 +69,60 @@ __all__ = [
     "redistribute",
     "share_module",
 ]
+
+#: Module -> public names that it has.
+_NAMES = {
+    "etha.client.aio": ("AsyncTensorBusClient",),
+    "etha.client.future": ("TransferFuture",),
+    "etha.client.results": ("Offer", "TransferResult"),
+    "etha.client.sync": ("TensorBusClient",),
+    "etha.client.sync_handle": ("BatchHandle",),
+    "etha.client.sync_pair": ("Pair",),
+    "etha.client.tensors": ("empty", "empty_like", "share_module"),
+    "etha.errors": (
+        "AgentLostError",
+        "AgentUnavailableError",
+        "ConfigError",
+        "EthaError",
+        "LayoutError",
+        "PeerLostError",
+        "PlanError",
+        "ProtocolError",
+        "RedisUnavailableError",
+        "RegistrationError",
+        "RendezvousTimeoutError",
+        "TransferAbortedError",
+        "TransferError",
+        "TransferTimeoutError",
+        "Violation",
+    ),
+    "etha.redistribute": ("redistribute",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+#: What ``import etha`` alone gives as attributes, too.
+_MODULES = frozenset({"bus", "client", "config", "cuda", "errors", "memory", "plan", "testing", "version"})
+
+
+class _Package(ModuleType):
+    """``etha.redistribute`` is the function, also after the package of the same name has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"etha.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'etha' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,11 +1,10 @@
-"""The command line: ``etha agent | status | plan | demo | doctor``.
+"""The command line: ``etha agent | status | plan | demo | doctor``, or ``python -m etha``.
 
 The only place that prints and configures logging; what a command does lives in the file it calls.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
@@ -18,21 +17,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from etha.config import ENVIRONMENT, Settings, check_name
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
 from etha.status import status_tables, whole
+from etha.version import __version__
 
 if TYPE_CHECKING:
     from etha.demo.events import Event
     from etha.demo.report import Ledger
 
-# Heavy imports (torch, the client, the demo) stay inside the commands, so that --help answers at once.
+# Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
 
 #: Under every --help; typer wants an empty line between paragraphs.
 EPILOG = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
@@ -63,9 +61,19 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
+def show_version(wanted: bool) -> None:
+    """``etha --version``."""
+    if wanted:
+        typer.echo(f"etha {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def configure(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log debug lines too, to standard error")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="print the version and exit")
+    ] = False,
 ) -> None:
     """Set up logging for every command."""
     handler = RichHandler(console=err, show_path=False, markup=False)
@@ -103,6 +111,8 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="again every second, until Ctrl-C")] = False,
 ) -> None:
     """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom."""
+    from rich.live import Live
+
     settings = Settings.from_env()
     if not watch:
         show(whole(ask(settings)), as_json)
@@ -203,6 +213,8 @@ def demo(
     steps; the inference job, 2 tensor-parallel asyncio processes, evaluates it on the same held-out text. Exit status
     1 when an element or a loss differs, or the loss does not fall below 2.4 nats per character in 160 steps.
     """
+    import asyncio
+
     from etha.demo import launch, seats
     from etha.demo.options import Options
     from etha.demo.place import Place, Places
@@ -236,6 +248,8 @@ def demo(
 @contextmanager
 def demo_progress(ledger: Ledger) -> Iterator[Any]:
     """A bar on a terminal, a line for each version elsewhere; yields what takes the events."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as bars:
         moving = bars.add_task("starting both jobs", total=None)

@@ -40,7 +40,9 @@ EDGES: dict[str, set[str]] = {
     "doctor": {"errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
     "status": set(),
-    "cli": {"", "status", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
+    "tensor_bus": set(),
+    "__main__": {"cli"},
+    "cli": {"", "version", "status", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
 }
 
 #: The ``*`` of the design: they compute and do no I/O.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from etha.memory import shared
-
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+#: (address, shape, strides, dtype)
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], "torch.dtype"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ def describe(tensor: torch.Tensor) -> TensorHandle:
 
     The caller has refused everything else (devices, sparse, quantized, conjugate, subclasses).
     """
+    from etha.memory import shared  # it imports torch, and the bus's messages, which hold handles, do not
+
     shape, strides, address = tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr()
     found = shared.find(address, span_nbytes(shape, strides, tensor.itemsize))
     segment, offset = found if found is not None else (None, address)

@@ -23,7 +23,16 @@ from collections.abc import Callable
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "etha"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "etha.client.sync",
+        "etha.redistribute",
+    ]
+)
 
 _link: Any = None
 

@@ -16,7 +16,7 @@ for name in (
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.distributed.weight_transfer",
-    "etha",
+    "etha.client.sync",
     "etha.integrations.vllm.trainer",
 ):
     importlib.import_module(name)

@@ -1,0 +1,6 @@
+"""``python -m etha``: the ``etha`` command, where no script is on the path."""
+
+from etha.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a first user meets: what importing costs, the command without torch, the package's description."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import etha
+from etha.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Each takes longer to import than ``etha --help`` may take in all.
+HEAVY = {"torch", "numpy", "zmq", "redis", "uvloop", "asyncio", "matplotlib"}
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+
+
+def loaded(code: str) -> set[str]:
+    """Which heavy modules a fresh interpreter has loaded after ``code``."""
+    done = python("-c", f"{code}\nimport sys; print(' '.join(sorted(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    return HEAVY & set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["status", "--help"]])
+def test_the_command_answers_without_what_is_slow_to_import(words: list[str]) -> None:
+    run = "from etha.cli import app\ntry: app({})\nexcept SystemExit as end: assert not end.code"
+    assert loaded(run.format(words)) == set()
+
+
+def test_importing_etha_imports_no_torch_until_a_name_is_used() -> None:
+    assert loaded("import etha; dir(etha); etha.__version__; from etha import __version__") == set()
+    assert loaded("from etha import EthaError; import etha; etha.errors.ConfigError") == set()
+    assert "torch" in loaded("from etha import TensorBusClient")
+
+
+def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
+    module = ast.parse(inspect.getsource(etha))
+    guarded = next(node for node in module.body if isinstance(node, ast.If))
+    checked = {
+        (str(node.module), alias.name)
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert checked == {(home, name) for name, home in etha._HOMES.items()}
+    assert {name for _, name in checked} | {"__version__"} == set(etha.__all__)
+    assert set(etha.__all__) <= set(dir(etha))
+    for name in etha.__all__:
+        assert getattr(etha, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        etha.nothing  # noqa: B018
+
+
+def test_redistribute_is_the_function_in_whatever_order_things_are_imported() -> None:
+    code = "import etha.redistribute.route, etha; print(etha.redistribute.__name__, callable(etha.redistribute))"
+    assert python("-W", "error", "-c", code).stdout == "redistribute True\n"
+    code = "import etha.redistribute; from etha import redistribute; import etha.redistribute.run; print(redistribute)"
+    assert python("-W", "error", "-c", code).stdout.startswith("<function redistribute")
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_package_runs_as_a_module(option: str) -> None:
+    done = python("-m", "etha", option)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == f"etha {__version__}\n" if option == "--version" else "status" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["etha.tensor_bus", "etha.tensor_bus.client"])
+def test_the_other_projects_module_names_its_replacement(name: str) -> None:
+    with pytest.raises(ImportError, match=r"from etha import TensorBusClient.*docs/migration\.md"):
+        __import__(name)
+    assert (ROOT / "docs" / "migration.md").is_file()
+
+
+def test_the_migration_table_names_what_there_is() -> None:
+    here = " ".join(
+        line.split("|")[2] for line in (ROOT / "docs" / "migration.md").read_text().splitlines() if "|" in line
+    )
+    named = set(re.findall(r"`(?:etha\.)?([A-Z][A-Za-z]+(?:Client|Handle|Result|Future|Error))\b", here))
+    assert {"TensorBusClient", "AsyncTensorBusClient", "BatchHandle", "TransferResult"} <= named <= set(etha.__all__)
+    parameters = inspect.signature(etha.TensorBusClient.__init__).parameters
+    assert {"agent", "device", "timeout"} <= set(parameters)
+
+
+def test_the_description_says_who_and_what_and_leads_nowhere_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["authors"] and project["keywords"] and "readme" in project["dynamic"]
+    pythons = {c.rsplit(" ", 1)[1] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)}
+    assert pythons == {"3.11", "3.12", "3.13"} and project["requires-python"] == ">=3.11,<3.14"
+    fake = ModuleType("hatchling.metadata.plugin.interface")
+    fake.MetadataHookInterface = object  # type: ignore[attr-defined]
+    for parent in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.syspath_prepend(str(ROOT))
+    import hatch_build
+
+    monkeypatch.delitem(sys.modules, "hatch_build")
+    readme = hatch_build.portable((ROOT / "README.md").read_text())
+    assert not re.search(r"\]\((?!https?://)", readme)
+    assert "docs/planning.md has the bounds" in readme and "Pair 10: who sends" in readme
