@@ -98,8 +98,9 @@ vllm: $(VLLM_STAMP)
 	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py
 
 # What needs vLLM: its own loaders, recorded and replayed, and live engines.
+# CPU=avx2 (avx512, avx512_bf16, amx) has vLLM pack its weights as on a CPU that has no more.
 test-vllm: $(VLLM_STAMP)
-	@$(PRIVATE) $(VLLM_BIN)/python -m pytest -p no:cacheprovider tests/vllm $(PYTEST)
+	@$(PRIVATE) ETHA_TEST_CPU=$(CPU) $(VLLM_BIN)/python -m pytest -p no:cacheprovider tests/vllm $(PYTEST)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(VLLM_EXAMPLE)/constraints.txt
 	$(CHECK_PYTHON)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,18 @@ def reload(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, tor
             _loader(model)(weights)
         finally:
             finalize_layerwise_reload(model, model_config)
+
+
+def repack(model: nn.Module) -> None:
+    """Pack anew what is computed with beside a parameter that was written.
+
+    On a CPU vLLM's embeddings and heads keep the parameter and a packed copy of it, which a reload makes anew only
+    where tensors were loaded under the module's own name. A head that is tied to the embeddings has none.
+    """
+    for module in model.modules():
+        weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
+            cast(Any, method).process_weights_after_loading(module)
 
 
 def _loader(model: Any) -> Any:

@@ -14,7 +14,7 @@ from etha.errors import ConfigError
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
 from etha.integrations.vllm.keep import Kept, Meta, nothing
-from etha.integrations.vllm.loading import record, reload
+from etha.integrations.vllm.loading import record, reload, repack
 from etha.integrations.vllm.standin import StandIn
 from etha.integrations.vllm.trace import Trace
 
@@ -88,6 +88,7 @@ class Received:
         rest = [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
         if rest:
             reload(self._model, self._config, (self._stand_in(item) for item in rest))
+        repack(self._model)
 
     def _stand_in(self, item: Kept) -> tuple[str, torch.Tensor]:
         tap = _Replay(Cut(self.tensors[item.meta.name], item.region))

@@ -1,0 +1,156 @@
+"""An engine and its trainer in one process: every version is brought in live, and its logits are told.
+
+Logits, not checksums of parameters: an engine computes with what it has packed of them, and keeps that elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.vllm.checkpoints import Checkpoint
+from tests.vllm.engines import PROMPTS, environment
+from tests.vllm.nursery import Child, serve
+
+#: Steps of which the logits over the whole vocabulary are told.
+STEPS = 4
+Logits = list[list[dict[int, float]]]
+
+
+class Replica:
+    """A process with an in-process `LLM`; ``dummy`` weights, else those of ``model``'s file."""
+
+    def __init__(
+        self, model: Path, env: Mapping[str, str], log: Path, *, workers: int = 1, dummy: bool = False, **options: Any
+    ) -> None:
+        # Functions go to the workers, by pickle.
+        env = {**env, **environment(workers), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        self.log = log
+        self._child = Child(_live, str(model), workers, dummy, options, env=env, log=log)
+
+    def logits(self) -> Logits:
+        """Of each of PROMPTS, the logits of every token at each of STEPS."""
+        found: Logits = self._child.ask("logits")
+        return found
+
+    def join(self, metas: Path, **info: Any) -> list[dict[str, Any]]:
+        """A trainer of the tensors of ``metas`` meets the engine; each worker's report."""
+        found: list[dict[str, Any]] = self._child.ask("join", str(metas), info)
+        return found
+
+    def send(self, version: Path) -> None:
+        """Bring ``version``'s tensors into the engine."""
+        self._child.ask("send", str(version))
+
+    def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """``work(worker, *arguments)`` in each of the engine's workers."""
+        return self._child.ask("run", work, arguments)
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.kill()  # in good order it takes 6 s to end
+
+
+def reference(model: Path, env: Mapping[str, str], log: Path, workers: int = 1, **options: Any) -> Logits:
+    """Logits of an engine that loaded ``model`` from its file."""
+    with Replica(model, env, log, workers=workers, **options) as fresh:
+        return fresh.logits()
+
+
+class _Client:
+    """vLLM's calls, and the pause, of an `LLM` that is idle whenever weights come in."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        self._engine.collective_rpc(method, args=arguments)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+    def reset_prefix_cache(self, **_: Any) -> None:
+        self._engine.reset_prefix_cache()
+
+
+def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict[str, Any]) -> None:
+    from vllm import LLM, SamplingParams
+
+    engine: Any = LLM(
+        model, tensor_parallel_size=workers, dtype="bfloat16", max_model_len=128, max_num_seqs=8,
+        disable_log_stats=True, enable_prefix_caching=False, max_logprobs=-1, logprobs_mode="raw_logits",
+        load_format="dummy" if dummy else "auto", weight_transfer_config={"backend": "etha"},
+        **{"enforce_eager": True, **options},
+    )  # fmt: skip
+    how = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=-1)
+    trainers: list[Any] = []
+    tensors: dict[str, torch.Tensor] = {}
+
+    def logits() -> Logits:
+        # One after another: a batch may be computed in another order.
+        answers = [engine.generate([prompt], how, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS]
+        return [[{k: v.logprob for k, v in step.items()} for step in answer.logprobs] for answer in answers]
+
+    def join(metas: str, info: dict[str, Any]) -> list[dict[str, Any]]:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
+
+        only = info.pop("only", None)
+        tensors.clear()
+        tensors.update((k, v) for k, v in Checkpoint(Path(metas)).tensors().items() if only is None or k in only)
+        told = EthaTrainerInitInfo(rank=0, world_size=1, pause=None, **{"pair": "weights", **info})
+        while trainers:
+            trainers.pop().shutdown()
+        trainers.append(
+            WeightTransferTrainerFactory.trainer_init(told, client=_Client(engine), source=EthaSource(tensors))
+        )
+        return list(engine.collective_rpc(_report))
+
+    def send(version: str) -> None:
+        found = Checkpoint(Path(version)).tensors()
+        for name, tensor in tensors.items():
+            tensor.copy_(found[name])
+        trainers[-1].send_weights()
+
+    def run(work: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        return list(engine.collective_rpc(partial(work), args=tuple(arguments)))
+
+    def answer(what: str, *arguments: Any) -> Any:
+        return {"logits": logits, "join": join, "send": send, "run": run}[what](*arguments)
+
+    try:
+        serve(pipe, answer)
+    finally:
+        for trainer in trainers:
+            trainer.shutdown()
+
+
+def _report(worker: Any) -> dict[str, Any]:
+    return dict(worker.weight_transfer_engine.report())
+
+
+def different(one: Logits, other: Logits) -> str | None:
+    """Where two engines' logits differ first, None where they are equal to the bit."""
+    for prompt, (steps, others) in enumerate(zip(one, other, strict=True)):
+        for number, (step, known) in enumerate(zip(steps, others, strict=True)):
+            if step != known:
+                worst = max((abs(step[k] - known[k]), k) for k in step)
+                return f"prompt {prompt}, step {number}: token {worst[1]} by {worst[0]}"
+    return None

@@ -1,0 +1,26 @@
+"""Families of models: versions brought in live compute the logits of fresh engines that loaded them from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.replicas import Replica, different, reference
+
+Checkpoints = Callable[[str, int], Path]
+Env = dict[str, str]
+
+
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, logs: Path) -> None:
+    versions = [checkpoints(family, seed) for seed in (0, 1)]
+    fresh = [reference(version, env, logs / f"fresh{n}.log") for n, version in enumerate(versions)]
+    assert different(*fresh) is not None, "versions that differ"
+    with Replica(versions[0], env, logs / "live.log", dummy=True) as live:
+        live.join(versions[0])
+        for number in (0, 1, 0):
+            live.send(versions[number])
+            wrong = different(live.logits(), fresh[number])
+            assert wrong is None, f"{family}, version {number}: {wrong}"
