@@ -20,6 +20,8 @@ MAX_TENSOR_NAME = 500
 CUDA_AGENT = "cuda-"
 #: Staging memory of an agent, in bytes.
 STAGING = 256 << 20
+#: Bytes beyond which the log of an autostarted agent is set aside; one older is kept.
+MAX_LOG = 1 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
 MAX_SOCKET_PATH = 107
 

@@ -19,16 +19,18 @@ EDGES: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "config": {"errors"},
+    # What strangers may cost a process: asked by whoever listens.
+    "limits": set(),
     "plan": {"errors"},
-    "bus": {"errors", "config", "memory.handles"},
+    "bus": {"errors", "config", "limits", "memory.handles"},
     "store": {"errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
-    "peer": {"errors", "config", "version", "bus.codec", "bus.schema", "bus.socket", "memory.handles"},
+    "peer": {"errors", "config", "limits", "version", "bus.codec", "bus.schema", "bus.socket", "memory.handles"},
     # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
     "cuda": {"errors", "config"},
     "memory": {"errors", "config", "cuda"},
-    "transport": {"errors", "config", "memory", "plan", "cuda"},
-    "agent": {"errors", "config", "version", "plan", "bus", "store", "peer", "memory", "transport", "cuda"},
+    "transport": {"errors", "config", "limits", "memory", "plan", "cuda"},
+    "agent": {"errors", "config", "limits", "version", "plan", "bus", "store", "peer", "memory", "transport", "cuda"},
     "client": {"errors", "config", "version", "bus", "memory", "plan", "cuda"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
@@ -60,6 +62,7 @@ PURE = {
     "bus/messages.py",
     "bus/codec.py",
     "bus/schema.py",
+    "bus/zmtp.py",
     "store/keys.py",
     "store/records.py",
     "memory/handles.py",

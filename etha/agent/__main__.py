@@ -19,6 +19,7 @@ import uvloop
 from etha.agent.card import Card, find
 from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
 from etha.agent.lane import Lane
+from etha.agent.logfile import RotatingLog
 from etha.agent.service import Agent
 from etha.agent.sweep import settle
 from etha.bus.server import BusServer
@@ -71,6 +72,9 @@ async def serve(
         await ensure_embedded(settings, timeout=START)
 
     path = settings.socket_path(device)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, RotatingLog):
+            handler.path = path.with_suffix(".log")
     address = url if url is not None else await ensure_embedded(settings, timeout=start)
     store = await Store.open(address, settings.namespace, timeout=start, revive=revive if url is None else None)
     async with store:
@@ -119,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=text, handlers=[RotatingLog()])
     settle()
     try:
         settings = Settings.from_env()

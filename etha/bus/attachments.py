@@ -7,22 +7,24 @@ let go of the bus. Anything unexpected closes a connection with one log line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
 from typing import Any
 
-from etha.bus.codec import Envelope, Failure, Malformed, Reply, Request, decode, encode
-from etha.bus.handshake import Attach, Descriptors, Done
+from etha import limits
+from etha.bus.codec import Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
+from etha.bus.handshake import Attach, Descriptors, Done, Goodbye
 from etha.bus.packets import PacketConnection, close_all
 from etha.bus.process import Credentials
 from etha.errors import EthaError, ProtocolError
 
 log = logging.getLogger(__name__)
 
-#: Connections that have not said yet whose they are.
-MAX_STRANGERS = 256
 _ACCEPT_PAUSE = 0.5
+#: Descriptors that whoever comes here will take: this connection, one on the bus, a pidfd, what it brings.
+_COMER_DESCRIPTORS = 4
 
 
 class Attachments:
@@ -37,6 +39,7 @@ class Attachments:
         self._loop = asyncio.get_running_loop()
         self.on_attach = on_attach
         self.strangers: set[Attachment] = set()
+        self._refusals = limits.WarningLimit(log)
         self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(listener.fileno(), self._accept)
 
@@ -50,6 +53,7 @@ class Attachments:
         self._listener.close()
         for stranger in list(self.strangers):
             stranger.close()
+        self._refusals.close()
 
     def _accept(self) -> None:
         while True:
@@ -63,8 +67,17 @@ class Attachments:
                 self._pause = self._loop.call_later(_ACCEPT_PAUSE, self._resume)
                 return
             credentials = Credentials.of_socket(connection)
-            if credentials.uid != self._uid or len(self.strangers) >= MAX_STRANGERS:
-                log.warning("refused a descriptor connection of process %d, uid %d", credentials.pid, credentials.uid)
+            if credentials.uid != self._uid or len(self.strangers) >= limits.max_unproven():
+                self._refusals.warn(
+                    "refused a descriptor connection of process %d, uid %d", credentials.pid, credentials.uid
+                )
+                connection.close()
+                continue
+            # A worker comes here first, and before that it has been told nothing.
+            if (why := limits.shortage(_COMER_DESCRIPTORS * (1 + len(self.strangers)))) is not None:
+                self._refusals.warn("refused process %d: %s", credentials.pid, why)
+                with contextlib.suppress(OSError):
+                    connection.send(encode(Push(0, Goodbye(text=f"it takes no more workers: {why}"))))
                 connection.close()
                 continue
             self.strangers.add(Attachment(self, connection, credentials, self._timeout))

@@ -32,6 +32,10 @@ _FOREVER = 1e9
 _CLOSED = "this client is closed"
 
 
+class AgentRefusedError(AgentUnavailableError):
+    """An agent is there, and takes this client not, or not any more."""
+
+
 class AgentLink:
     """One session; made by ``connect``, ended by ``close`` or ``abort``.
 
@@ -75,7 +79,10 @@ class AgentLink:
             ) from None
         except AgentLostError as error:
             link.abort()
-            raise AgentUnavailableError(f"no session with the agent at {path}: {error}") from error
+            raise AgentRefusedError(f"no session with the agent at {path}: {error}") from error
+        except AgentUnavailableError as error:
+            link.abort()
+            raise AgentRefusedError(f"the agent at {path}: {error}") from error
         except BaseException:
             link.abort()
             raise

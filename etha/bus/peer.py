@@ -28,13 +28,12 @@ class Peer:
     ``hello`` what it said of itself. A worker may have several sessions.
     """
 
-    __slots__ = ("_post", "gone", "hello", "identity", "key", "pid", "requests", "start", "uid")
+    __slots__ = ("_post", "gone", "hello", "key", "pid", "requests", "start", "uid")
 
     def __init__(
         self,
         *,
         key: str,
-        identity: bytes,
         pid: int,
         uid: int,
         start: int,
@@ -42,7 +41,6 @@ class Peer:
         post: Callable[[Peer, Envelope], None],
     ) -> None:
         self.key = key
-        self.identity = identity
         self.pid = pid
         self.uid = uid
         self.start = start

@@ -1,6 +1,6 @@
-"""The agent's end of the bus: sessions of workers over a ROUTER on ipc, and a descriptor socket beside it.
+"""The agent's end of the bus: sessions of workers over their bus connections, and a descriptor socket beside it.
 
-Hello ------------------> uid by Peer-Address, pidfd, service.hello -------> Welcome(session)
+Hello ------------------> uid by SO_PEERCRED, pidfd, service.hello --------> Welcome(session)
 Attach on cpu.fds ------> uid and pid by SO_PEERCRED, session -------------> Done
 requests <--------------> service.received, peer.reply
 end: Goodbye, or the descriptor connection closes ("closed"), or the process dies ("died")
@@ -14,24 +14,21 @@ import logging
 import os
 import secrets
 import socket
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
-
+from etha import limits
 from etha.bus.attachments import Attachment, Attachments
 from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
+from etha.bus.connections import Connection, Connections
 from etha.bus.handshake import Done, Goodbye, Hello
 from etha.bus.listen import PathLock, listen
 from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
-from etha.bus.process import Credentials, start_time
+from etha.bus.process import Credentials, is_exiting, start_time
 from etha.bus.sessions import Session
-from etha.bus.socket import LoopSocket
-from etha.errors import AgentLostError, ConfigError, EthaError, ProtocolError
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 
 __all__ = ["BusServer", "Peer", "Service"]
 
@@ -43,9 +40,8 @@ MAX_SESSIONS = 4096
 #: Seconds from Hello to Attach, and for workers to hear a Goodbye.
 ATTACH_TIMEOUT = 10.0
 LEAVE_TIMEOUT = 1.0
-_BAD_HANDSHAKE = (
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
+#: Descriptors that a session takes beside its bus connection: a pidfd, the descriptor connection, what comes over it.
+SESSION_DESCRIPTORS = 4
 
 
 class BusServer:
@@ -55,9 +51,10 @@ class BusServer:
         self._path = path
         self._service = service
         self._uid = os.geteuid()
-        self._peers: dict[bytes, Session] = {}
+        self._sessions: dict[Connection, Session] = {}
         self._by_key: dict[str, Session] = {}
-        self._strangers: deque[bytes] = deque(maxlen=256)
+        self._complaints = limits.WarningLimit(log)
+        self._refusals = limits.WarningLimit(log)
         self._left = asyncio.Event()
         self._closing = False
 
@@ -75,21 +72,15 @@ class BusServer:
         except BaseException:
             self._lock.release()
             raise
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, HIGH_WATER),
-            (zmq.RCVHWM, HIGH_WATER),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE),
-            (zmq.USE_FD, listener.detach()),  # ZeroMQ closes it, and leaves the path to us
-        ):
-            router.setsockopt(option, value)
-        router.bind(f"ipc://{self._path}")
-        self._monitor = LoopSocket(router.get_monitor_socket(_BAD_HANDSHAKE), self._misfit)
-        self._router = router
-        self._socket = LoopSocket(router, self._frames)
+        self._connections = Connections(
+            listener,
+            on_message=self._received,
+            on_end=self._disconnected,
+            max_message=MAX_MESSAGE,
+            high_water=HIGH_WATER,
+            patience=ATTACH_TIMEOUT,
+            path=str(self._path),
+        )
         self._attachments = Attachments(attachments, self._uid, self._attach, ATTACH_TIMEOUT)
         return self
 
@@ -103,38 +94,34 @@ class BusServer:
         if self._closing:
             return
         self._closing = True
-        for session in list(self._peers.values()):
+        for session in list(self._sessions.values()):
             session.peer.push(Goodbye(text=text))
-        if self._peers:
+        if self._sessions:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_TIMEOUT):
                     await self._left.wait()
-        for session in list(self._peers.values()):
+        for session in list(self._sessions.values()):
             self._end(session, "closed")
         self._attachments.close()
-        self._router.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-        self._context.term()
+        self._connections.abort()
+        self._complaints.close()
+        self._refusals.close()
         for path in (self._path, self._path.with_suffix(".fds")):
             path.unlink(missing_ok=True)
         self._lock.release()
 
     # What arrives on the bus ---------------------------------------------------------------------
 
-    def _frames(self, frames: Sequence[zmq.Frame]) -> None:
-        identity, session = frames[0].bytes, self._peers.get(frames[0].bytes)
+    def _received(self, connection: Connection, parts: list[bytes]) -> None:
+        session = self._sessions.get(connection)
         try:
-            if len(frames) != 2:
-                raise Malformed(f"a message of {len(frames)} parts instead of 2")
-            address = _address(frames[1])
-            if session is not None and session.address != address:
-                raise Malformed(f"the identity of {session.peer!r} used from {address}")
-            envelope = decode(frames[1].buffer, self._loop.time())
+            if len(parts) != 1:
+                raise Malformed(f"a message of {len(parts)} parts instead of 1")
+            envelope = decode(parts[0], self._loop.time())
         except Malformed as error:
-            return self._malformed(identity, session, error)
+            return self._malformed(connection, session, error)
         if session is None:
-            return self._greet(identity, address, envelope)
+            return self._greet(connection, envelope)
         match envelope:
             case Request():
                 self._request(session, envelope)
@@ -142,7 +129,7 @@ class BusServer:
                 if id in session.peer.requests:
                     self._service.cancelled(session.peer, id)
             case _:
-                self._malformed(identity, session, Malformed(f"a {type(envelope).__name__} from a worker"))
+                self._malformed(connection, session, Malformed(f"a {type(envelope).__name__} from a worker"))
 
     def _request(self, session: Session, request: Request) -> None:
         peer = session.peer
@@ -160,22 +147,23 @@ class BusServer:
         except Exception as error:
             peer.fail(request.id, _told(request, error))
 
-    def _greet(self, identity: bytes, address: str, envelope: Envelope) -> None:
+    def _greet(self, connection: Connection, envelope: Envelope) -> None:
+        credentials = connection.credentials
         if not isinstance(envelope, Request):
-            return log.debug("dropped a %s without a session from %s", type(envelope).__name__, address)
-        credentials = Credentials.of_address(address)
+            return log.debug("dropped a %s without a session from %r", type(envelope).__name__, connection)
         try:
-            session = self._admit(identity, address, credentials, envelope.message)
+            session = self._admit(connection, credentials, envelope.message)
             welcome = self._service.hello(session.peer, envelope.message)
         except Exception as error:
-            log.warning("refused process %d of uid %d: %s", credentials.pid, credentials.uid, error)
-            return self._send(identity, Failure(envelope.id, _told(envelope, error)))
-        self._peers[identity] = self._by_key[session.peer.key] = session
+            self._refusals.warn("refused process %d of uid %d: %s", credentials.pid, credentials.uid, error)
+            return self._send(connection, Failure(envelope.id, _told(envelope, error)))
+        self._sessions[connection] = self._by_key[session.peer.key] = session
         session.watch(ATTACH_TIMEOUT)
+        self._connections.prove(connection)
         self._left.clear()
         self._post(session.peer, Reply(envelope.id, replace(welcome, session=session.peer.key)))
 
-    def _admit(self, identity: bytes, address: str, credentials: Credentials, message: object) -> Session:
+    def _admit(self, connection: Connection, credentials: Credentials, message: object) -> Session:
         if credentials.uid != self._uid:
             raise ConfigError(
                 f"the agent at {self._path} belongs to uid {self._uid} and serves no process of "
@@ -183,50 +171,48 @@ class BusServer:
             )
         if not isinstance(message, Hello):
             raise AgentLostError("no session with this agent: it was restarted, or the session was ended")
-        if self._closing or len(self._peers) >= MAX_SESSIONS:
+        if self._closing or len(self._sessions) >= MAX_SESSIONS:
             text = "the agent is leaving" if self._closing else f"{MAX_SESSIONS} sessions are open already"
             raise AgentLostError(f"{text}: try again")
+        if (why := limits.shortage(SESSION_DESCRIPTORS)) is not None:
+            raise AgentUnavailableError(f"it takes no more workers: {why}")
         peer = Peer(
             key=secrets.token_hex(16),
-            identity=identity,
             pid=credentials.pid,
             uid=credentials.uid,
             start=start_time(credentials.pid) if credentials.pid else 0,
             hello=message,
             post=self._post,
         )
-        return Session(peer, address, self._end)
+        return Session(peer, connection, self._end)
 
-    def _malformed(self, identity: bytes, session: Session | None, error: Malformed) -> None:
+    def _malformed(self, connection: Connection, session: Session | None, error: Malformed) -> None:
         """A request that can be answered is; anything else ends the session it came in. One line each."""
-        if session is not None or identity not in self._strangers:
-            log.warning("dropped from %s: %s", session.peer if session else "a stranger", error)
-        if session is None:
-            self._strangers.append(identity)
+        if session is not None:
+            log.warning("dropped from %r: %s", session.peer, error)
+        else:
+            self._complaints.warn("dropped from a stranger: %s", error)
         if error.id:
-            self._send(identity, Failure(error.id, ProtocolError(error.message)))
+            self._send(connection, Failure(error.id, ProtocolError(error.message)))
         elif session is not None:
             self._end(session, "closed")
-
-    def _misfit(self, frames: Sequence[zmq.Frame]) -> None:
-        event = parse_monitor_message([frame.bytes for frame in frames])
-        if event["event"] & _BAD_HANDSHAKE:
-            log.warning("dropped a connection to %s that does not speak ZeroMQ", self._path)
 
     # What leaves ---------------------------------------------------------------------------------
 
     def _post(self, peer: Peer, envelope: Envelope) -> None:
+        session = self._by_key.get(peer.key)
+        if session is None:
+            return
         try:
-            self._send(peer.identity, envelope)
-        except zmq.Again:
+            self._send(session.connection, envelope)
+        except BlockingIOError:
             if isinstance(envelope, Push) and envelope.id:
                 return
             log.warning("%r does not read: %d messages wait for it; its session ends", peer, HIGH_WATER)
-            if peer.identity in self._peers:
-                self._end(self._peers[peer.identity], "died")
+            self._end(session, "died")
 
-    def _send(self, identity: bytes, envelope: Envelope) -> None:
-        """Hand one message to ZeroMQ; zmq.Again when the worker does not read."""
+    def _send(self, connection: Connection, envelope: Envelope) -> None:
+        """Queue one message; BlockingIOError when the worker does not read."""
         try:
             data = encode(envelope)
         except ProtocolError as error:
@@ -234,12 +220,7 @@ class BusServer:
             if not isinstance(envelope, Reply | Failure):
                 return
             data = encode(Failure(envelope.id, error))
-        try:
-            self._socket.send(identity, data)
-        except zmq.Again:
-            raise
-        except zmq.ZMQError as error:  # gone from the bus: the descriptor connection or the pidfd tells
-            log.debug("not sent: %s", error)
+        connection.send(data)
 
     # How sessions begin and end ------------------------------------------------------------------
 
@@ -252,25 +233,24 @@ class BusServer:
             raise ProtocolError(f"{session.peer!r} attached from process {attachment.credentials.pid}")
         session.attach(attachment, self._service.descriptors)
 
+    def _disconnected(self, connection: Connection) -> None:
+        if (session := self._sessions.get(connection)) is not None:
+            pid = session.peer.pid
+            self._end(session, "died" if pid and is_exiting(pid) else "closed")
+
     def _end(self, session: Session, reason: Reason) -> None:
         peer = session.peer
         if peer.gone:
             return
         peer.gone = True
         session.release()
-        self._peers.pop(peer.identity, None)
+        self._sessions.pop(session.connection, None)
         self._by_key.pop(peer.key, None)
-        if not self._peers:
+        self._connections.demote(session.connection)
+        if not self._sessions:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
         self._service.gone(peer, reason)
-
-
-def _address(frame: zmq.Frame) -> str:
-    try:
-        return str(frame.get("Peer-Address"))
-    except zmq.ZMQError:  # ZMTP 1.0, which libzmq takes almost any bytes for, has no properties
-        raise Malformed("a message of a peer that does not speak ZMTP 3") from None
 
 
 def _told(request: Request, error: Exception) -> EthaError:

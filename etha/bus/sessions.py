@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from etha.bus.attachments import Attachment
+from etha.bus.connections import Connection
 from etha.bus.peer import Peer, Reason
 from etha.bus.process import is_exiting, open_pidfd
 
 
 class Session:
-    """Tells ``on_end(session, reason)`` when its worker is gone; ``address`` is what ZeroMQ calls its process."""
+    """Tells ``on_end(session, reason)`` when its worker is gone; ``connection`` is the one that it came on."""
 
-    def __init__(self, peer: Peer, address: str, on_end: Callable[[Session, Reason], None]) -> None:
+    def __init__(self, peer: Peer, connection: Connection, on_end: Callable[[Session, Reason], None]) -> None:
         self.peer = peer
-        self.address = address
+        self.connection = connection
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._attachment: Attachment | None = None

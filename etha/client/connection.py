@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from etha.bus.handshake import Hello
-from etha.bus.link import AgentLink
+from etha.bus.link import AgentLink, AgentRefusedError
 from etha.bus.messages import LetGo, Probe, Probed, Released
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
@@ -89,6 +89,8 @@ class Connection:
                 failed = error
                 if deadline.left == 0:
                     break
+        if isinstance(failed, AgentRefusedError):  # there is one, so it helps nobody to start one
+            raise failed
         ways = [f"start one by `etha agent --device {device}`"]
         if not starts:
             ways.insert(0, "check agent= and ETHA_AGENT" if agent is not None else "give autostart=True")

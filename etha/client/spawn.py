@@ -22,11 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etha.bus.channel import listens
-from etha.config import Settings
+from etha.config import MAX_LOG, Settings
 from etha.errors import AgentUnavailableError, EthaError, from_wire
 
-#: A log beyond this is set aside (one older is kept) when the next agent starts.
-MAX_LOG = 1 << 20
 #: Bytes of the log that an error shows.
 _TAIL = 2000
 #: What a launcher told this worker about its job, and thread counts meant for it: not the agent's.

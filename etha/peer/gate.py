@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import zmq
 
+from etha import limits
 from etha.bus.socket import LoopSocket
 from etha.config import NAME
 from etha.errors import EthaError
@@ -50,6 +51,7 @@ class Gate:
         self._refresh = refresh
         self._waiting: list[tuple[Sequence[bytes], str]] = []
         self._wanted = asyncio.Event()
+        self._refusals = limits.WarningLimit(log)
         handler = context.socket(zmq.ROUTER)
         handler.setsockopt(zmq.LINGER, 0)
         handler.bind(_ENDPOINT)
@@ -75,6 +77,7 @@ class Gate:
     def close(self) -> None:
         """Answer nobody any more; idempotent."""
         self._socket.close()
+        self._refusals.close()
 
     def _asked(self, frames: Sequence[zmq.Frame]) -> None:
         # identity, "", version, request id, domain, address, routing id, mechanism, credentials...
@@ -102,7 +105,7 @@ class Gate:
         self._answer(request, b"200", b"", f"{agent} {key}".encode())
 
     def _refuse(self, request: Sequence[bytes], why: str) -> None:
-        log.warning("refused a link from %s: %s", request[5].decode(errors="replace") if len(request) > 5 else "?", why)
+        self._refusals.warn("refused a link: %s", why)
         if len(request) > 3:
             self._answer(request, b"400", b"not an agent of this namespace", b"")
 

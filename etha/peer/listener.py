@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from etha.bus.socket import LoopSocket
+from etha.peer.front import Front, Private
 from etha.peer.gate import DOMAIN, identify
 from etha.peer.keys import Keys
-from etha.peer.ports import Ports, format_address
-from etha.peer.sockets import Monitor, link_socket
+from etha.peer.ports import Ports
+from etha.peer.sockets import HANDSHAKE, link_socket
 from etha.peer.wire import Control, Envelope, Malformed, decode, encode
 
 log = logging.getLogger(__name__)
@@ -25,25 +26,22 @@ OnEnvelope = Callable[[str, str, bytes, Envelope | Malformed], None]
 
 
 class Listener:
-    """Takes links on ``ports.links``; made after the gate and closed before it."""
+    """Takes links that come in at the front of ``ports.links``; made after the gate and closed before it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, ports: Ports, on_envelope: OnEnvelope
     ) -> None:
         self._on_envelope = on_envelope
-        self._address = ports.address
-        #: Accepted connections, by descriptor, that have said nothing yet.
-        self._mute: set[int] = set()
-        self._failed = False
+        private = Private()
         router = link_socket(context, zmq.ROUTER, keys, ipv6=":" in ports.host)
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no gate: nobody comes in, instead of everybody
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.USE_FD, ports.links.detach())  # ZeroMQ closes it
-        self._monitor = Monitor(context, router, self._event)
-        router.bind(f"tcp://{format_address(ports.host, ports.port)}")
+        router.setsockopt(zmq.USE_FD, private.listener.detach())  # ZeroMQ closes it
+        router.bind("ipc://private")  # the name of a socket that is bound already
         self._socket = LoopSocket(router, self._frames)
+        self._front = Front(ports.links, private, ports.address, HANDSHAKE / 1000)
 
     def answer(self, connection: bytes, message: Control) -> None:
         """Say ``message`` on a connection; one that is gone or does not read is not waited for."""
@@ -56,13 +54,12 @@ class Listener:
 
     def close(self) -> None:
         """Close the port and every connection; idempotent."""
-        self._monitor.close()
+        self._front.close()
         self._socket.close()
 
     def _frames(self, frames: Sequence[zmq.Frame]) -> None:
         last = frames[-1]
         agent, key = identify(str(last.get("User-Id")))
-        self._mute.discard(int(last.get(zmq.SRCFD)))
         try:
             if len(frames) != 2:
                 raise Malformed(f"a message of {len(frames)} parts instead of 2")
@@ -70,20 +67,3 @@ class Listener:
         except Malformed as error:
             envelope = error
         self._on_envelope(agent, key, frames[0].bytes, envelope)
-
-    def _event(self, event: zmq.Event, value: int) -> None:
-        """One line for each connection that ends before it has said anything; the gate has told of wrong keys."""
-        match event:
-            case zmq.Event.ACCEPTED:
-                self._mute.add(value)
-            case zmq.Event.HANDSHAKE_FAILED_AUTH:
-                self._failed = True
-            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                self._failed = True
-                log.warning("dropped a connection to %s that holds no key of an agent", self._address)
-            case zmq.Event.DISCONNECTED:
-                # A failed handshake is told in two events in a row: the failure, then the end of its connection.
-                if value in self._mute and not self._failed:
-                    log.warning("dropped a connection to %s that does not speak as agents do", self._address)
-                self._mute.discard(value)
-                self._failed = False

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from etha import limits
 from etha.errors import EthaError, ProtocolError
 from etha.transport.base import StreamLost
 
@@ -21,8 +22,6 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a connection has to show its token, and an opener to be let in.
 PATIENCE = 3.0
-#: Connections that may be without a token at once; more are closed.
-MAX_WAITING = 256
 OPENING_BYTES = 8
 _WELCOME = b"\x01"
 
@@ -39,6 +38,19 @@ class DataAddress:
     tokens: Callable[[int], Awaitable[Sequence[bytes]]]
 
 
+class _Comer:
+    """Somebody who has shown no token yet."""
+
+    def __init__(self, conn: socket.socket, address: str) -> None:
+        conn.setblocking(False)
+        self.conn, self.address = conn, address
+        self.spoke = self.let_in = False
+
+    def speak(self) -> None:
+        """It has said something."""
+        self.spoke = True
+
+
 class Door:
     """Lets connections in at a listening, non-blocking socket, which it closes in the end."""
 
@@ -53,7 +65,9 @@ class Door:
     ) -> None:
         self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
         self._patience = patience
-        self._waiting = 0
+        #: Who has shown no token yet, in the order in which they came.
+        self._waiting: dict[asyncio.Task[None], _Comer] = {}
+        self._strangers = limits.WarningLimit(log)
 
     async def run(self) -> None:
         """Accept until cancelled."""
@@ -67,46 +81,63 @@ class Door:
                         log.error("the data port cannot accept: %s", error)
                         await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps who knocks
                         continue
-                    if self._waiting >= MAX_WAITING:
-                        log.warning("closed a data connection from %s: %d others show no token", address, self._waiting)
+                    if limits.in_reserve(conn.fileno()):
+                        self._strangers.warn("closed a data connection: no file descriptors are left")
                         conn.close()
+                        self._evict()
                         continue
-                    self._waiting += 1
-                    knocks.create_task(self._knock(conn, str(address)))
+                    if len(self._waiting) >= limits.max_unproven():
+                        self._strangers.warn("closed a data connection: too many show no token")
+                        self._evict()
+                    comer = _Comer(conn, str(address))
+                    task = knocks.create_task(self._knock(comer))
+                    self._waiting[task] = comer
+                    task.add_done_callback(self._over)
         finally:
             self._listener.close()
+            self._strangers.close()
 
-    async def _knock(self, conn: socket.socket, address: str) -> None:
-        conn.setblocking(False)
-        let_in = False
+    def _evict(self) -> None:
+        """Make room: the oldest goes, first of all one that has said nothing."""
+        oldest = next((task for task, comer in self._waiting.items() if not comer.spoke), None)
+        oldest = oldest or next(iter(self._waiting), None)
+        if oldest is not None:
+            self._waiting.pop(oldest).conn.close()
+            oldest.cancel()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        comer = self._waiting.pop(task, None)
+        if comer is not None and not comer.let_in:
+            comer.conn.close()
+
+    async def _knock(self, comer: _Comer) -> None:
+        conn, address = comer.conn, comer.address
         try:
             async with asyncio.timeout(self._patience):
-                token = await read_exactly(conn, self._token_bytes)
+                token = await read_exactly(conn, self._token_bytes, comer.speak)
                 agent = self._admit(token)
                 if agent is None:
-                    log.warning("closed a data connection from %s: its token is not good", address)
+                    self._strangers.warn("closed a data connection from %s: its token is not good", address)
                     return
                 opening = await read_exactly(conn, OPENING_BYTES)
                 await asyncio.get_running_loop().sock_sendall(conn, _WELCOME)
             self._entered(conn, agent, opening)
-            let_in = True
+            comer.let_in = True
         except TimeoutError:
-            log.warning("closed a data connection from %s: no token in %.1f s", address, self._patience)
+            self._strangers.warn("closed a data connection from %s: no token in %.1f s", address, self._patience)
         except (OSError, EOFError, EthaError) as error:
-            log.warning("closed a data connection from %s: %s", address, error or "it ended before its token")
-        finally:
-            self._waiting -= 1
-            if not let_in:
-                conn.close()
+            why = str(error) or "it ended before its token"
+            self._strangers.warn("closed a data connection from %s: %s", address, why)
 
 
-async def read_exactly(conn: socket.socket, nbytes: int) -> bytes:
-    """``nbytes`` of a non-blocking socket; EOFError when it ends before."""
+async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], None] = lambda: None) -> bytes:
+    """``nbytes`` of a non-blocking socket; EOFError when it ends before. ``spoke()`` at each of its words."""
     data = b""
     while len(data) < nbytes:
         more = await asyncio.get_running_loop().sock_recv(conn, nbytes - len(data))
         if not more:
             raise EOFError
+        spoke()
         data += more
     return data
 

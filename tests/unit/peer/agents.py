@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing as mp
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -87,6 +88,16 @@ async def until(condition: Callable[[], bool], within: float = 5.0) -> None:
     async with asyncio.timeout(within):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def complaints(lines: Iterable[str], words: str) -> int:
+    """How many strangers the log complains of: in a line of their own, or counted in the next one."""
+    found = 0
+    for line in lines:
+        if words in line:
+            more = re.search(r"\((\d+) such in a second\)$", line)
+            found += int(more[1]) if more else 1
+    return found
 
 
 class Stranger:
