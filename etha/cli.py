@@ -9,8 +9,9 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,7 @@ from rich.text import Text
 
 from etha.config import ENVIRONMENT, Settings, check_name
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
-from etha.status import status_tables, whole
+from etha.status import events_table, status_tables, whole
 from etha.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 EPILOG = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
 #: For a status call; an agent that takes longer is frozen.
 STATUS_SECONDS = 5.0
+#: Events that --watch shows.
+EVENTS_SHOWN = 10
+NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
 #: Columns where the output is no terminal.
 PLAIN_WIDTH = 132
 
@@ -108,56 +112,62 @@ def agent(
 @app.command(epilog=EPILOG)
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="again every second, until Ctrl-C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="again every second, with events, until Ctrl-C")] = False,
 ) -> None:
-    """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom."""
-    from rich.live import Live
+    """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom.
+
+    With --watch also what happens in the namespace: who came, joined, registered, left, and why. It waits for agents
+    where none is running.
+    """
+    import asyncio
+
+    from etha.observer import look
 
     settings = Settings.from_env()
-    if not watch:
-        show(whole(ask(settings)), as_json)
-        return
-    with stopped_by_ctrl_c():
-        if as_json:
-            while True:
-                show(whole(ask(settings)), as_json)
-                time.sleep(1)
-        with Live(console=out, auto_refresh=False) as live:
-            while True:
-                live.update(status_tables(whole(ask(settings))), refresh=True)
-                time.sleep(1)
-
-
-def addresses(settings: Settings) -> list[str]:
-    """Addresses of this host's agents in the namespace, or the one that ETHA_AGENT names."""
-    if settings.agent:
-        return [settings.agent]
-    return [f"ipc://{path}" for path in sorted((settings.runtime_dir / settings.namespace).glob("*.sock"))]
-
-
-def ask(settings: Settings) -> list[dict[str, Any]]:
-    """What each agent says of itself; AgentUnavailableError when there is none. Starts nothing."""
-    from etha import TensorBusClient
-
-    found: list[dict[str, Any]] = []
-    for address in addresses(settings):
-        try:
-            with TensorBusClient(agent=address, autostart=False, timeout=STATUS_SECONDS) as client:
-                found.append(client.status())
-        except AgentUnavailableError as error:
-            logging.getLogger(__name__).debug("%s", error)  # a socket that its agent left behind
+    if watch:
+        with stopped_by_ctrl_c():
+            asyncio.run(watch_status(settings, as_json))
+    found = asyncio.run(look(settings, timeout=STATUS_SECONDS))
     if not found:
-        where = settings.agent or settings.runtime_dir / settings.namespace
-        raise AgentUnavailableError(f"no agent is running at {where}; a client starts one, and so does 'etha agent'")
-    return found
-
-
-def show(found: dict[str, Any], as_json: bool) -> None:
-    """Print a status once."""
+        raise AgentUnavailableError(none_runs(settings))
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(whole(found)))
     else:
-        out.print(status_tables(found))
+        out.print(status_tables(whole(found)))
+
+
+async def watch_status(settings: Settings, as_json: bool) -> None:
+    """Show status and events every second until cancelled; as JSON a line each time, with the new events in it."""
+    import asyncio
+
+    from rich.console import Group
+    from rich.live import Live
+
+    from etha.observer import Watch
+
+    watch, lines = Watch(settings, timeout=STATUS_SECONDS), deque[dict[str, Any]](maxlen=EVENTS_SHOWN)
+    with Live(console=out, auto_refresh=False) if not as_json else nullcontext() as live:
+        while True:
+            found, events, why = await watch.look(EVENTS_SHOWN)
+            lines.extend(events)
+            if live is None:
+                print_json({**(whole(found) if found else NOTHING), "events": events})
+            else:
+                tables = status_tables(whole(found)) if found else Text(none_runs(settings))
+                live.update(Group(tables, events_table(list(lines), why)), refresh=True)
+            await asyncio.sleep(1)
+
+
+def none_runs(settings: Settings) -> str:
+    """What a person is told where no agent answers."""
+    where = settings.agent or settings.runtime_dir / settings.namespace
+    return f"no agent is running at {where}; a client starts one, and so does 'etha agent'"
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """A line that a reader of a pipe gets at once."""
+    typer.echo(json.dumps(value))
+    sys.stdout.flush()
 
 
 @app.command(epilog=EPILOG)

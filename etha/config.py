@@ -128,6 +128,13 @@ def check_socket_path(path: Path) -> Path:
     return path
 
 
+def agent_path(address: str) -> Path:
+    """The socket that ``address`` names; ConfigError when it is no "ipc:///path"."""
+    if not address.startswith("ipc:///"):
+        raise ConfigError(f"agent address {address!r} must look like ipc:///run/user/1000/etha/default/cpu.sock")
+    return Path(address.removeprefix("ipc://"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnv:
     """What a launcher told this worker: rank and world size of its job, and the launch's id."""

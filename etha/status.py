@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group
@@ -33,6 +34,19 @@ def status_tables(found: dict[str, Any]) -> Group:
         dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
     )
+
+
+def events_table(events: list[dict[str, Any]], why: str = "") -> Table:
+    """What happened, oldest first, in local time; ``why`` there is nothing newer."""
+    table = Table(title="events", title_justify="left", caption=why or None, caption_justify="left")
+    for column in ("time", "event", ""):
+        table.add_column(column, overflow="fold")
+    for event in events:
+        milliseconds = str(event.get("id", "")).partition("-")[0]
+        at = datetime.fromtimestamp(int(milliseconds) / 1000) if milliseconds.isdecimal() else None
+        rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("id", "kind"))
+        table.add_row(Text(f"{at:%H:%M:%S}" if at else "-"), Text(str(event.get("kind", "-"))), Text(rest))
+    return table
 
 
 def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:

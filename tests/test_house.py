@@ -42,9 +42,23 @@ EDGES: dict[str, set[str]] = {
     "doctor": {"errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
     "status": set(),
+    "observer": {"errors", "config", "version", "bus"},
     "tensor_bus": set(),
     "__main__": {"cli"},
-    "cli": {"", "version", "status", "errors", "config", "plan", "planfile", "agent", "client", "demo", "doctor"},
+    "cli": {
+        "",
+        "version",
+        "status",
+        "observer",
+        "errors",
+        "config",
+        "plan",
+        "planfile",
+        "agent",
+        "client",
+        "demo",
+        "doctor",
+    },
 }
 
 #: The ``*`` of the design: they compute and do no I/O.

@@ -8,9 +8,12 @@ from etha.agent.report import report
 from etha.agent.session import Session
 from etha.bus.codec import Request
 from etha.bus.messages import (
+    MAX_EVENTS,
     AttachShadows,
     AttachSnapshot,
     CloseBatch,
+    Events,
+    GetEvents,
     GetStatus,
     InitPair,
     LetGo,
@@ -25,10 +28,13 @@ from etha.bus.messages import (
     WaitOffer,
 )
 from etha.bus.peer import Peer
-from etha.errors import ProtocolError
+from etha.errors import EthaError, ProtocolError
 
 if TYPE_CHECKING:
     from etha.agent.service import Agent
+
+#: Seconds that Redis is given for what an observer wants to see.
+EVENTS_SECONDS = 2.0
 
 
 def dispatch(agent: Agent, session: Session, request: Request) -> None:
@@ -60,12 +66,32 @@ def dispatch(agent: Agent, session: Session, request: Request) -> None:
             spare = session.memory.spare({s for live in agent.batches.live.values() for s in live.segments(session)})
             agent.spawn(agent.unmap(list(spare.values())))
             peer.reply(request.id, Released(segments=tuple(spare)))
+        case _:
+            show(agent, peer, request)
+
+
+def show(agent: Agent, peer: Peer, request: Request) -> None:
+    """What workers and observers may ask: status and events. ProtocolError for everything else."""
+    match request.message:
         case GetStatus():
             agent.spawn(_status(agent, peer, request.id))
+        case GetEvents() as message:
+            agent.spawn(_events(agent, peer, request.id, message))
         case _:
-            raise ProtocolError(f"{type(request.message).__name__} is not a request")
+            raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
 
 
 async def _status(agent: Agent, peer: Peer, request_id: int) -> None:
     await agent.movers.inquiries.refresh(list(agent.batches.live.values()))
     peer.reply(request_id, Status(report=report(agent)))
+
+
+async def _events(agent: Agent, peer: Peer, request_id: int, message: GetEvents) -> None:
+    try:
+        found = await agent.store.events(
+            max(1, min(message.count, MAX_EVENTS)), after=message.after or "-", timeout=EVENTS_SECONDS
+        )
+    except EthaError as error:
+        peer.fail(request_id, error, None)
+    else:
+        peer.reply(request_id, Events(events=tuple({"id": at, **fields} for at, fields in found)))

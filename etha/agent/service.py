@@ -22,7 +22,7 @@ from etha.agent.batches import Batches
 from etha.agent.behind import Behind
 from etha.agent.calls import Calls
 from etha.agent.card import Card
-from etha.agent.dispatch import dispatch
+from etha.agent.dispatch import dispatch, show
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.movers import Movers
@@ -72,6 +72,7 @@ class Agent:
         self.started = asyncio.Event()
         self.done = asyncio.Event()
         self.sessions: dict[str, Session] = {}
+        self._observers: set[str] = set()
         self.calls = Calls()
         self.lane = lane
         self._idle = idle
@@ -205,22 +206,28 @@ class Agent:
                 f"this host's agent runs with Redis {_shown(self.redis)}, this client asks for {_shown(hello.redis)}: "
                 f"use one URL, or another ETHA_NAMESPACE"
             )
-        holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
-        mappings = None if self.card is None else self.card.mappings
-        memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
-        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory)
-        self._rest()
-        return Welcome(
+        welcome = Welcome(
             version=__version__,
             namespace=self.settings.namespace,
             device=self.device,
             redis=self.store.url,
             pid=os.getpid(),
         )
+        if hello.observer:
+            self._observers.add(peer.key)
+            return welcome
+        holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
+        mappings = None if self.card is None else self.card.mappings
+        memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
+        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory)
+        self._rest()
+        return welcome
 
     def received(self, peer: Peer, request: Request) -> None:
         """One message of a worker; every error becomes its answer."""
         try:
+            if peer.key in self._observers:
+                return show(self, peer, request)
             session = self._session(peer)
             if self._draining and not isinstance(request.message, GetStatus):
                 raise AgentUnavailableError(_LEAVING)
@@ -239,14 +246,15 @@ class Agent:
         """A worker shows memory: a segment, or its revocation page."""
         try:
             session = self._session(peer)
-        except AgentUnavailableError:
+        except EthaError:
             for fd in fds:
                 os.close(fd)
             raise
         session.show(header, fds)
 
     def gone(self, peer: Peer, reason: Reason) -> None:
-        """A worker's connection is over."""
+        """A worker's or an observer's connection is over."""
+        self._observers.discard(peer.key)
         if (session := self.sessions.pop(peer.key, None)) is not None:
             self._part(session, reason)
 
@@ -272,7 +280,9 @@ class Agent:
     # ---- inside -------------------------------------------------------------------------------
 
     def _session(self, peer: Peer) -> Session:
-        """A worker's session; AgentUnavailableError once ``drain`` has taken it out."""
+        """A worker's session; AgentUnavailableError once ``drain`` has taken it out, ProtocolError for an observer."""
+        if peer.key in self._observers:
+            raise ProtocolError("an observer shows no memory")
         if (session := self.sessions.get(peer.key)) is None:
             raise AgentUnavailableError(_LEAVING)
         return session

@@ -18,6 +18,7 @@ from etha.bus.codec import Bounds, message
 class Hello:
     """Who a worker is. ``redis``: the URL it asks for, None for the embedded server (or any).
 
+    An ``observer`` is no worker: it may ask for status and events, is not listed, and does not keep an agent alive.
     ``pid`` and ``start`` are what the worker sees of itself: in another pid namespace the kernel's
     word, ``Peer.pid``, differs.
     """
@@ -28,6 +29,7 @@ class Hello:
     host: str
     pid: int
     start: int
+    observer: bool = False
 
 
 @message("welcome")

@@ -1,7 +1,7 @@
 """What a worker and its agent say to each other, one dataclass a message.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Transfer WaitOffer CloseBatch
-                      GetStatus LetGo
+                      GetStatus GetEvents LetGo
     agent -> worker   the reply that each one's docstring names
     agent -> worker, unasked   PairLost, Progress
 
@@ -280,3 +280,24 @@ class Status:
     """``report`` is what ``etha status --json`` prints."""
 
     report: dict[str, Any]
+
+
+#: Events that one request may ask for.
+MAX_EVENTS = 1000
+
+
+@message("get_events")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetEvents:
+    """The last ``count`` events of the namespace that came after the one with id ``after`` ("": all). -> Events."""
+
+    after: Annotated[str, Bounds(max=100)] = ""
+    count: int = 100
+
+
+@message("events")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Oldest first; each has its ``id``, its ``kind``, and what fits of pair, side, rank, batch, reason, text."""
+
+    events: Annotated[tuple[dict[str, Any], ...], Bounds(max=MAX_EVENTS)]

@@ -17,8 +17,8 @@ from etha.bus.process import start_time
 from etha.client.deadline import Deadline
 from etha.client.homes import Home, home_of
 from etha.client.spawn import ensure_agent
-from etha.config import Settings
-from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
+from etha.config import Settings, agent_path
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError
 from etha.memory.handles import TensorHandle
 from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
@@ -82,7 +82,7 @@ class Connection:
                     settings, device, redis_url=redis_url, namespace=settings.namespace, timeout=deadline.left
                 )
             else:
-                path = settings.socket_path(device) if agent is None else _path_of(agent)
+                path = settings.socket_path(device) if agent is None else agent_path(agent)
             try:
                 return await cls._meet(path, hello, deadline, on_push, patient=starts)
             except (AgentUnavailableError, AgentLostError) as error:
@@ -173,9 +173,3 @@ class Connection:
 
 def _let_go(timeout: float) -> float:
     return max(_LET_GO, _LET_GO_AT_MOST if timeout == math.inf else timeout)
-
-
-def _path_of(address: str) -> Path:
-    if not address.startswith("ipc:///"):
-        raise ConfigError(f"agent address {address!r} must look like ipc:///run/user/1000/etha/default/cpu.sock")
-    return Path(address.removeprefix("ipc://"))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from etha import TensorBusClient
+from etha.bus.messages import LetGo, WaitOffer
 from etha.cli import main
 from etha.config import ENVIRONMENT, Settings
 from etha.doctor.machine import check_runtime_dir
-from etha.errors import ConfigError
+from etha.errors import ConfigError, ProtocolError
+from etha.observer import addresses, observe
 
 COMMANDS = ("agent", "status", "plan", "demo", "doctor")
 SECONDS = 60
@@ -199,3 +205,84 @@ def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert "ok=False" in shown.stdout and "SYS_PTRACE" in shown.stdout, shown.stderr
+
+
+@contextmanager
+def watching(*words: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The lines of ``etha status --watch --json``."""
+    command = [sys.executable, "-c", "from etha.cli import main; main()", "status", "--watch", "--json", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield map(json.loads, process.stdout)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(SECONDS)
+    assert process.returncode == 0
+
+
+def test_status_imports_no_torch(runtime: Path) -> None:
+    code = (
+        "import sys; from etha.cli import app\n"
+        "try: app(['status', '--json'])\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    with agent():
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert shown.returncode == 0, shown.stderr
+    assert set(json.loads(shown.stdout)) == {"agent", "pairs", "batches"}
+
+
+def form(pair: str) -> None:
+    """Both sides of a pair by two clients of this process, which close afterwards."""
+    with TensorBusClient(autostart=False) as one, TensorBusClient(autostart=False) as two:
+        other = threading.Thread(target=two.init_pair, args=(pair, "b", "a"), kwargs={"rank": 0, "timeout": SECONDS})
+        other.start()
+        one.init_pair(pair, "a", "b", rank=0, timeout=SECONDS)
+        other.join()
+
+
+def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path) -> None:
+    events: list[dict[str, Any]] = []
+    with watching() as lines:
+        assert next(lines) == {"agent": None, "pairs": [], "batches": [], "events": []}
+        with agent() as process:
+            form("weights")
+            for line in lines:
+                if line["agent"] is not None:
+                    assert line["agent"]["pid"] == process.pid
+                    assert all(worker["pid"] == os.getpid() for worker in line["agent"]["workers"])
+                events += line["events"]
+                if [event["kind"] for event in events].count("left") == 2:
+                    break
+            assert next(lines)["agent"]["workers"] == []
+            form("again")
+            while events[-1]["kind"] != "left" or events[-1]["pair"] != "again":
+                events += next(lines)["events"]
+    kinds = [event["kind"] for event in events if event.get("pair") in (None, "weights")]
+    assert kinds[0] == "agent_came" and kinds.count("joined") == 2 and kinds.count("formed") == 1
+    assert next(event for event in events if event["kind"] == "formed")["pair"] == "weights"
+    assert len({event["id"] for event in events}) == len(events)
+
+
+def test_an_idle_agent_leaves_while_somebody_watches(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETHA_IDLE", "2.5")
+    with watching() as lines:
+        with TensorBusClient(timeout=SECONDS) as client:
+            client.status()
+            assert next(line for line in lines if line["agent"] is not None)
+        assert next(line for line in lines if line["agent"] is None)
+
+
+def test_an_observer_may_only_look(runtime: Path) -> None:
+    async def ask() -> None:
+        settings = Settings.from_env()
+        async with observe(addresses(settings)[0], settings, timeout=SECONDS) as observer:
+            assert (await observer.status())["agent"]["workers"] == []
+            assert [event["kind"] for event in await observer.events()] == ["agent_came"]
+            for request in (LetGo(all=True), WaitOffer(batch="b", epoch=1)):
+                with pytest.raises(ProtocolError, match="not an observer's"):
+                    await observer._link.request(request, timeout=SECONDS)
+
+    with agent():
+        asyncio.run(ask())

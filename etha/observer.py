@@ -1,0 +1,105 @@
+"""A look at an agent by who is no worker of it: its status, and what happened. For the command line.
+
+    etha status --> Observer --bus--> agent --> its report; events from Redis
+
+An agent does not list an observer and does not stay for it. Nothing here imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from etha.bus.handshake import Hello
+from etha.bus.link import AgentLink
+from etha.bus.messages import Events, GetEvents, GetStatus, Status
+from etha.bus.process import start_time
+from etha.config import Settings, agent_path
+from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError
+from etha.version import __version__
+
+
+class Observer:
+    """One session with an agent; made by ``observe``."""
+
+    def __init__(self, link: AgentLink, timeout: float) -> None:
+        self._link, self._timeout = link, timeout
+
+    async def status(self) -> dict[str, Any]:
+        """What the agent says of itself, its pairs and batches."""
+        status = await self._link.request(GetStatus(), timeout=self._timeout)
+        assert isinstance(status, Status)
+        return status.report
+
+    async def events(self, after: str = "", count: int = 100) -> list[dict[str, Any]]:
+        """The last ``count`` events after the one with id ``after``, oldest first; RedisUnavailableError."""
+        events = await self._link.request(GetEvents(after=after, count=count), timeout=self._timeout)
+        assert isinstance(events, Events)
+        return list(events.events)
+
+
+@asynccontextmanager
+async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[Observer]:
+    """Observe the agent at ``address`` while entered; AgentUnavailableError where none listens."""
+    hello = Hello(
+        version=__version__,
+        namespace=settings.namespace,
+        redis=None,
+        host=settings.host_id,
+        pid=os.getpid(),
+        start=start_time(),
+        observer=True,
+    )
+    link = await AgentLink.connect(agent_path(address), hello, timeout=timeout)
+    try:
+        yield Observer(link, timeout)
+    finally:
+        await link.close()
+
+
+def addresses(settings: Settings) -> list[str]:
+    """Addresses of this host's agents in the namespace, or the one that ETHA_AGENT names."""
+    if settings.agent:
+        return [settings.agent]
+    return [f"ipc://{path}" for path in sorted((settings.runtime_dir / settings.namespace).glob("*.sock"))]
+
+
+async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
+    """The status of every agent that answers; what is left of others is passed over."""
+    found = []
+    for address in addresses(settings):
+        try:
+            async with observe(address, settings, timeout=timeout) as observer:
+                found.append(await observer.status())
+        except (AgentUnavailableError, AgentLostError):
+            continue  # a socket that its agent left behind, or an agent that leaves just now
+    return found
+
+
+class Watch:
+    """Looks again and again, and tells each event once."""
+
+    def __init__(self, settings: Settings, *, timeout: float) -> None:
+        self._settings, self._timeout = settings, timeout
+        self._last = ""
+
+    async def look(self, before: int = 10) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+        """(status of every agent, new events, why there are none); at first the last ``before`` events."""
+        found, events, why = [], [], ""
+        for address in addresses(self._settings):
+            try:
+                async with observe(address, self._settings, timeout=self._timeout) as observer:
+                    found.append(await observer.status())
+                    try:
+                        news = await observer.events(self._last, 1000 if self._last else before)
+                    except RedisUnavailableError as error:
+                        why = error.message
+                        continue
+            except (AgentUnavailableError, AgentLostError):
+                continue
+            if news:  # all agents of a namespace have one Redis: the next one tells only what came since
+                self._last = str(news[-1]["id"])
+                events += news
+        return found, events, why
