@@ -275,8 +275,8 @@ class Columns:
         place = np.where(
             reads, begin[:, 0] + source * item[:, 0], np.where(writes, begin[:, 1] + target * item[:, 1], 0)
         )
-        # A bounce may read one process and write several, but a piece holds one kind of target.
-        return link * 2 + writes, place
+        # A bounce may read one process and write several, but a piece holds one kind of source and of target.
+        return link * 4 + reads * 2 + writes, place
 
     def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[Piece]:
         if not len(size):

@@ -105,7 +105,10 @@ def kinds(ops: Iterable[Op]) -> Iterator[list[Op]]:
 
 def prove(ops: Sequence[Op]) -> None:
     """Put every batch of ``ops``, which are of one kind, together as a run will: RuntimeError if one is not sound."""
-    if ops and ops[0].tile.path is Path.BOUNCE and ops[0].tile.ends.source_private:
+    tiles = {id(op.tile): op.tile for op in ops}.values()
+    if len({(tile.path, tile.ends.source_private, tile.ends.target_private) for tile in tiles}) > 1:
+        raise RuntimeError("copies of several kinds in one go: this is a fault in Etha, please report it")
+    if any(tile.path is Path.BOUNCE and tile.ends.source_private for tile in tiles):
         for _ in batches(ops):
             pass
 
