@@ -110,6 +110,21 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _cause(raised: Exception) -> EthaError:
+    """What ended the agent, as its starter may hear it; out of the groups in which tasks fail."""
+    leaves: list[BaseException] = [raised]
+    while groups := [leaf for leaf in leaves if isinstance(leaf, BaseExceptionGroup)]:
+        leaves = [leaf for leaf in leaves if leaf not in groups] + [e for group in groups for e in group.exceptions]
+    for error in leaves:
+        if isinstance(error, EthaError):
+            return error
+    for error in leaves:
+        if isinstance(error, DeviceError | ReachError):
+            return ConfigError(f"the card of this agent: {error}")
+    log.error("the agent failed", exc_info=raised)
+    return EthaError(f"the agent failed, a bug of Etha: {leaves[0]!r}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, and tell a waiting parent what went wrong."""
     parser = argparse.ArgumentParser(prog="python -m etha.agent")
@@ -151,8 +166,8 @@ def main(argv: list[str] | None = None) -> int:
                 start=max(0.1, min(START, args.start_by - time.monotonic())),
             )
         )
-    except (EthaError, DeviceError, ReachError) as raised:
-        error = raised if isinstance(raised, EthaError) else ConfigError(f"the card of this agent: {raised}")
+    except Exception as raised:
+        error = _cause(raised)
         log.error("%s", error)
         if args.ready_fd is not None:
             with contextlib.suppress(OSError):

@@ -104,6 +104,8 @@ class Pair(Machine[Standing]):
         self.lost: PeerLostError | None = None
         self.waiting: dict[CallKey, Asked] = {}
         self._met = 0
+        #: Why the agents of the last epoch could not meet.
+        self._unmet = ""
         self._inside: set[CallKey] = set()
         #: Calls whose epoch was over before they were let in, and which have joined again.
         self._again: set[CallKey] = set()
@@ -142,7 +144,7 @@ class Pair(Machine[Standing]):
         """All agents of ``epoch`` are linked and hold it."""
         if epoch != self.epoch or self.state is not Standing.FORMED or self.view is None:
             return []
-        self._met = epoch
+        self._met, self._unmet = epoch, ""
         return self._admit(self.view)
 
     def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
@@ -152,6 +154,7 @@ class Pair(Machine[Standing]):
         """
         if epoch != self.epoch or self.state is not Standing.FORMED:
             return []
+        self._unmet = error.message
         failed = sorted(self._inside & self._again)
         for key in failed:
             self._forget(key)
@@ -173,11 +176,12 @@ class Pair(Machine[Standing]):
         what = "was cancelled" if cancelled else "ended at its deadline"
         text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
         error: EthaError
+        before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
         if inside and self.state is Standing.FORMED:
-            error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet")
+            error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
         elif inside:
             missing = self.missing(asked)
-            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}", missing=missing)
+            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}", missing=missing)
         else:
             error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")

@@ -18,6 +18,7 @@ from types import TracebackType
 
 import zmq
 
+from etha import limits
 from etha.errors import AgentUnavailableError, PeerLostError
 from etha.peer.gate import Gate
 from etha.peer.keys import Keys
@@ -35,6 +36,8 @@ BEAT = 1.0
 MISSES = 3
 #: Seconds for others to hear a goodbye.
 LEAVE_TIMEOUT = 1.0
+#: Descriptors that a link takes: its connection, and what libzmq needs for the socket and for its events.
+LINK_DESCRIPTORS = 5
 #: Seconds from which on a timeout is none.
 _FOREVER = 1e9
 
@@ -141,17 +144,22 @@ class Hub:
         if self._closing:
             raise AgentUnavailableError(f"agent {agent} is not linked: this agent is leaving")
         if link is None:
+            if (why := limits.shortage(LINK_DESCRIPTORS)) is not None:
+                raise AgentUnavailableError(f"no link to agent {agent} at {address}: this agent is full: {why}")
             hello = Hello(version=__version__, losses=self._losses.get(agent, 0))
-            link = self._links[agent] = Link(
-                self._context,
-                self.keys,
-                hello,
-                agent=agent,
-                address=address,
-                public_key=public_key,
-                on_open=self._opened,
-                on_end=self._ended,
-            )
+            try:
+                link = self._links[agent] = Link(
+                    self._context,
+                    self.keys,
+                    hello,
+                    agent=agent,
+                    address=address,
+                    public_key=public_key,
+                    on_open=self._opened,
+                    on_end=self._ended,
+                )
+            except zmq.ZMQError as error:
+                raise AgentUnavailableError(f"no link to agent {agent} at {address}: {error}") from error
             self._empty.clear()
             self._keep_beating()
         link.waiting += 1

@@ -143,7 +143,8 @@ class Link:
                 self.end("it refused this agent's key: do both use the same namespace and the same Redis?")
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 self.end(
-                    "the connection closed before both had proven their keys: another program is there, or it is ending"
+                    "the connection closed before both had proven their keys: another program is there, "
+                    "or the agent is ending or out of file descriptors, which its log says"
                 )
             case zmq.Event.CLOSED:
                 self.end("nothing listens there, or it cannot be reached")

@@ -84,12 +84,32 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
 def make_pool(url: str, **options: Any) -> Any:
     """Connections to ``url`` with explicit options; ConfigError when it cannot be read."""
     try:
-        return aioredis.ConnectionPool.from_url(url, max_connections=2 * MAX_CONNECTIONS, **_options(url, **options))
+        pool = aioredis.ConnectionPool.from_url(url, max_connections=2 * MAX_CONNECTIONS, **_options(url, **options))
     except ValueError as error:
         raise ConfigError(
             f"Redis URL {redact(url)} cannot be read ({error}): use redis://, rediss:// or unix://, for example "
             f"redis://user:password@host:6379/0 or unix://user:password@/path/redis.sock"
         ) from None
+    _check_certificates(url, pool.connection_kwargs)
+    return pool
+
+
+def _check_certificates(url: str, given: dict[str, Any]) -> None:
+    """Read the files that the URL names: what is not there now is a mistake and no outage."""
+    authorities = {"cafile": given.get("ssl_ca_certs"), "capath": given.get("ssl_ca_path")}
+    own = {"certfile": given.get("ssl_certfile"), "keyfile": given.get("ssl_keyfile")}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for names, load in ((authorities, context.load_verify_locations), (own, context.load_cert_chain)):
+        files = {name: path for name, path in names.items() if path}
+        if not files:
+            continue
+        if names is own:
+            files["password"] = given.get("ssl_password") or ""  # never asked for on a terminal
+        try:
+            load(**files)
+        except (OSError, TypeError, ValueError) as error:
+            shown = ", ".join(str(path) for name, path in files.items() if name != "password")
+            raise ConfigError(f"Redis URL {redact(url)}: {shown} cannot be read as certificates: {error}") from None
 
 
 #: What passes when the server is back, has loaded, has failed over or has memory again.
@@ -106,7 +126,9 @@ _PASSING = (
 
 
 #: How servers word a refusal to log in; redis-py raises a plain ConnectionError for some of them.
-_CREDENTIALS = ("username-password", "invalid password", "authentication required", "wrongpass", "noauth", "noperm")
+_CREDENTIALS = ("username-password", "invalid password", "authentication required", "wrongpass", "noauth")
+#: How they word that a user may not do something, also inside of a script.
+_PERMISSION = ("noperm", "acl failure", "no permissions", "can't access", "has no permission")
 
 
 class Unreachable(Exception):
@@ -136,13 +158,18 @@ def translated(url: str, what: str) -> Iterator[None]:
     except redis_errors.ResponseError as error:
         if str(error).startswith(("BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")):
             raise Unreachable(str(error)) from error
-        if any(words in str(error).lower() for words in _CREDENTIALS):
+        if any(words in str(error).lower() for words in (*_CREDENTIALS, *_PERMISSION)):
             raise _refused(url, what, error) from None
         raise ProtocolError(f"Redis at {redact(url)} cannot {what}: {error}") from None
 
 
 def _refused(url: str, what: str, error: Exception) -> ConfigError:
-    return ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: check user and password")
+    text = str(error).lower()
+    if isinstance(error, redis_errors.NoPermissionError) or any(words in text for words in _PERMISSION):
+        way = "give this user the commands, keys and channels that docs/redis.md lists under 'Access'"
+    else:
+        way = "check user and password"
+    return ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: {way}")
 
 
 class Connection:
@@ -169,16 +196,21 @@ class Connection:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         pause = 0.02
+        cause = ""
         while True:
+            began = math.inf
             try:
                 async with asyncio.timeout_at(None if deadline == math.inf else deadline), self._turn:
+                    began = loop.time()
                     async with asyncio.timeout(TRY_TIMEOUT):
                         with translated(self.url, what):
                             return await work(self._client)
             except Unreachable as error:
                 cause = str(error)
             except TimeoutError:
-                cause = "no answer"
+                # A try that had less than its time tells less than what an earlier one has met.
+                if loop.time() - began >= TRY_TIMEOUT or not cause:
+                    cause = "no answer"
             left = deadline - loop.time()
             if left <= 0:
                 raise RedisUnavailableError(

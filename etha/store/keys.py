@@ -8,6 +8,7 @@ nothing is left behind for ever.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -168,6 +169,31 @@ TABLE: tuple[KeyKind, ...] = (
 )
 
 
+#: What a user of Redis must be allowed to run, in the words of ``ACL SETUSER``.
+COMMANDS = (
+    *("+evalsha", "+eval", "+script|load", "+multi", "+exec", "+ping", "+subscribe", "+unsubscribe", "+publish"),
+    *("+hget", "+hgetall", "+hlen", "+hmget", "+hset", "+hsetnx", "+hdel", "+hexists", "+hincrby", "+exists", "+del"),
+    *(
+        "+pexpire",
+        "+rename",
+        "+sadd",
+        "+srem",
+        "+smembers",
+        "+xadd",
+        "+xrevrange",
+        "+info",
+        "+client|setinfo",
+        "+select",
+    ),
+)
+
+
+def access(user: str, password: str, namespace: str) -> list[str]:
+    """The words after ``ACL`` that make a user who can do in ``namespace`` what Etha does, and nothing else."""
+    prefix = Keys(namespace).prefix
+    return ["SETUSER", user, "reset", "on", f">{password}", f"~{prefix}*", f"&{prefix}*", *COMMANDS]
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Full key names of one namespace."""
@@ -247,6 +273,20 @@ def markdown() -> str:
         if kind.fields:
             lines += ["", f"## `{kind.pattern}`", "", kind.doc, "", "| field | meaning |", "|---|---|"]
             lines += [f"| `{name}` | {doc} |" for name, doc in kind.fields.items()]
+    words = [f"'{word}'" if set(word) & set("~&>*|{") else word for word in access("etha", "PASSWORD", "default")]
+    lines += [
+        "",
+        "## Access",
+        "",
+        "A user of its own needs these commands, and the keys *and the channels* of its namespace (Redis gives a new",
+        "user no channel). Then the URL is `redis://etha:PASSWORD@HOST:6379`. `INFO` may be left out: a server that",
+        "has lost its data is then noticed a little later.",
+        "",
+        "```sh",
+        *(f"{line} \\" for line in textwrap.wrap("redis-cli ACL " + " ".join(words), 110)[:-1]),
+        textwrap.wrap("redis-cli ACL " + " ".join(words), 110)[-1],
+        "```",
+    ]
     return "\n".join(lines) + "\n"
 
 

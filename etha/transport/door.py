@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from etha import limits
-from etha.errors import EthaError, ProtocolError
+from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.transport.base import StreamLost
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,8 @@ async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], Non
 
 async def knock(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
     """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
+    if (short := limits.shortage(count)) is not None:
+        raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")
     tokens = await address.tokens(count)
     if len(tokens) != count:
         raise ProtocolError(f"agent {agent} gave {len(tokens)} tokens, {count} were asked for")

@@ -399,3 +399,15 @@ class Walk(RuleBasedStateMachine):
 
 TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_a_deadline_after_agents_could_not_link_says_why_they_could_not() -> None:
+    world = World()
+    key, *_ = [world.ask(member) for member in MEMBERS]
+    while world.todo:
+        world.step()
+    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("this agent is full")))
+    while world.todo:
+        world.step()
+    world.perform(world.pair.expire(key, cancelled=False))
+    assert "had not linked yet; their agents could not link before: this agent is full" in world.errors[key].message

@@ -7,12 +7,14 @@ import contextlib
 import itertools
 import logging
 import random
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from etha import limits
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, ProtocolError
 from etha.peer import sessions
 from etha.peer.keys import Keys
@@ -343,4 +345,17 @@ async def test_two_that_leave_at_once_do_not_wait_for_each_other(pair: tuple[Age
     await asyncio.gather(a.hub.close(), b.hub.close())
     assert time.monotonic() - started < 0.5 and a.events == b.events == []
     with pytest.raises(AgentUnavailableError, match="this agent is leaving"):
+        await a.open(b)
+
+
+async def test_an_agent_without_descriptors_says_so_and_not_that_others_are_gone() -> None:
+    namespace = Namespace()
+    async with agent("a", namespace) as a, agent("b", namespace) as b:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limits.descriptors_open() + 17, hard))
+            with pytest.raises(AgentUnavailableError, match="file descriptors are in use"):
+                await a.open(b)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await a.open(b)

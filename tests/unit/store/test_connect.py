@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import exceptions as redis_errors
 
-from etha.errors import ConfigError, ProtocolError
-from etha.store.connect import Unreachable, make_pool, redact, script_text, translated
+from etha.errors import ConfigError, ProtocolError, RedisUnavailableError
+from etha.store.connect import Connection, Unreachable, make_pool, redact, script_text, translated
 from etha.store.process import alive, start_ticks
 
 
@@ -89,3 +92,28 @@ def test_a_process_is_its_pid_and_its_start() -> None:
     assert not alive(child.pid, start), "a zombie is dead"
     child.communicate()
     assert start_ticks(child.pid) is None
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_certfile"])
+def test_a_certificate_that_cannot_be_read_is_a_config_error(tmp_path: Path, option: str) -> None:
+    (tmp_path / "junk.pem").write_text("no certificate")
+    for name in ("missing.pem", "junk.pem"):
+        with pytest.raises(ConfigError, match=name):
+            make_pool(f"rediss://h:6379?{option}={tmp_path / name}")
+
+
+async def test_a_last_try_without_time_does_not_hide_what_the_tries_before_met() -> None:
+    connection = Connection("redis://127.0.0.1:1", "etha:{t}:")
+
+    async def work(_: Any) -> None:
+        if not tries:
+            tries.append(1)
+            raise redis_errors.ConnectionError("Connection refused")
+        await asyncio.Event().wait()
+
+    tries: list[int] = []
+    with pytest.raises(RedisUnavailableError, match="Connection refused"):
+        await connection.call("read", work, 0.3)
+    with pytest.raises(RedisUnavailableError, match="no answer"):
+        await connection.call("read", work, 0.1)
+    await connection.close()
