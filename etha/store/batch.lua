@@ -16,6 +16,6 @@ end
 if #set > 0 then redis.call('HSET', key, unpack(set)) end
 redis.call('SADD', PREFIX .. 'batches', req.pair .. '/' .. req.batch)
 keep(PREFIX .. 'batches')
-keep(key)
+if redis.call('HGET', key, 'state') == 'closed' then redis.call('PEXPIRE', key, req.closed) else keep(key) end
 changed(key, redis.call('HGET', key, 'state'))
 return ok(#set > 0)

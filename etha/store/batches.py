@@ -18,7 +18,6 @@ from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, R
 from etha.store.session import Session
 
 _LEASE_MS = int(REGISTRATION_LEASE * 1000)
-_CLOSED_LEASE_MS = 86_400_000
 _CHUNK = 2000
 
 
@@ -152,7 +151,6 @@ class Batches(Session):
             "generation": generation,
             "side": side,
             "rank": rank,
-            "closed_lease": _CLOSED_LEASE_MS,
         }
         keys = [self.keys.batch(pair, batch), self.keys.roster(pair, batch, generation)]
         return bool(await self._script("unenroll", keys, request, timeout))

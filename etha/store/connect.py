@@ -26,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError
-from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
+from etha.store.keys import CLOSED_LEASE, HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -245,6 +245,7 @@ class Connection:
                 "prefix": self._prefix,
                 "history": int(HISTORY_LEASE * 1000),
                 "registration": int(REGISTRATION_LEASE * 1000),
+                "closed": int(CLOSED_LEASE * 1000),
                 "max_events": MAX_EVENTS,
             }
         )

@@ -21,36 +21,62 @@ AGENT_BEAT = 3.0
 REGISTRATION_LEASE = 3600.0
 #: Lease of what outlives its agents (pairs, batches, events), in seconds after the last change.
 HISTORY_LEASE = 7 * 86400.0
+#: Lease of a batch that all ranks have closed, in seconds after that.
+CLOSED_LEASE = 86400.0
 #: How many entries the stream of events keeps, about.
 MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyKind:
-    """One row of the key table: ``pattern`` without the namespace, upper-case parts are variables."""
+    """One row of the key table: ``pattern`` without the namespace, upper-case parts are variables.
+
+    ``lease``: seconds that the key lives after it was last kept, and ``kept`` says by what.
+    """
 
     pattern: str
     type: str
     owner: str
+    lease: float
+    kept: str
     fields: Mapping[str, str]
     doc: str
 
+    @property
+    def lease_text(self) -> str:
+        """``owner; 7 days after the last change``."""
+        return f"{self.owner}; leased for {_duration(self.lease)}, {self.kept}"
 
-_HISTORY = "7 days after the last change"
-_REGISTRATION = "1 hour, renewed by every agent that waits for the registration"
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "day"), (3600, "hour"), (1, "s")):
+        if seconds >= unit:
+            count = f"{seconds / unit:g}"
+            return f"{count} {name}{'s' if name != 's' and count != '1' else ''}"
+    raise ValueError(f"a lease of {seconds} s")
+
+
+_CHANGED = "from its last change"
+_HELD = "from its last change, renewed while a living agent's workers hold it"
+_WAITED = "renewed by every agent that waits for the registration"
+_BEAT = f"renewed by every agent every {AGENT_BEAT:g} s"
 
 TABLE: tuple[KeyKind, ...] = (
     KeyKind(
         pattern="server",
         type="hash",
-        owner="the namespace; leased, renewed by every agent",
+        owner="the namespace",
+        lease=HISTORY_LEASE,
+        kept=_BEAT,
         fields={"id": "random hex: two URLs that show the same id are one Redis"},
         doc="Which Redis this is. Written by the first agent, restored by the others after data loss.",
     ),
     KeyKind(
         pattern="agent:ID",
         type="hash",
-        owner="that agent; leased for 10 s, renewed every 3 s",
+        owner="that agent",
+        lease=AGENT_LEASE,
+        kept=f"renewed every {AGENT_BEAT:g} s",
         fields={
             "host": "what counts as one host (ETHA_HOST_ID)",
             "device": "`cpu` or `cuda-GPU-<uuid>`",
@@ -67,13 +93,17 @@ TABLE: tuple[KeyKind, ...] = (
         pattern="agents",
         type="set",
         owner="each agent adds itself; readers remove ids whose record is gone",
+        lease=HISTORY_LEASE,
+        kept=_BEAT,
         fields={},
         doc="Ids of agents.",
     ),
     KeyKind(
         pattern="pair:PAIR",
         type="hash",
-        owner=f"the pair's members; leased, {_HISTORY}",
+        owner="the pair's members",
+        lease=HISTORY_LEASE,
+        kept=_HELD,
         fields={
             "state": "`forming` (never formed), `formed`, or `lost` (waits for its members to call init_pair again)",
             "epoch": "number of the last forming, 0 before the first; never goes back",
@@ -91,7 +121,9 @@ TABLE: tuple[KeyKind, ...] = (
     KeyKind(
         pattern="pair:PAIR:SIDE",
         type="hash",
-        owner=f"the side's workers, through their agents; leased, {_HISTORY}",
+        owner="the side's workers, through their agents",
+        lease=HISTORY_LEASE,
+        kept=_HELD,
         fields={
             "RANK": "JSON object: agent, host, pid, start (clock ticks after boot), launch, "
             "epoch (which epoch this member waits for or is in)"
@@ -101,16 +133,20 @@ TABLE: tuple[KeyKind, ...] = (
     KeyKind(
         pattern="pairs",
         type="set",
-        owner=f"whoever joins a pair; leased, {_HISTORY}; readers remove names whose hash is gone",
+        owner="whoever joins a pair; readers remove names whose hash is gone",
+        lease=HISTORY_LEASE,
+        kept=_HELD,
         fields={},
         doc="Names of pairs.",
     ),
     KeyKind(
         pattern="batch:PAIR:BATCH",
         type="hash",
-        owner=f"the pair's agents; leased, {_HISTORY}",
+        owner="the pair's agents",
+        lease=HISTORY_LEASE,
+        kept=f"{_HELD}; {_duration(CLOSED_LEASE)} once all ranks have closed it",
         fields={
-            "state": "`registering`, `registered`, `moving`, `refused`, `closed`",
+            "state": "`registering`, `registered` (also while it moves), `closed` (also once it was refused)",
             "generation": "number of the registration, from 1; grows with each",
             "epoch": "of the pair, when the generation began",
             "seq": "number of the last transfer, over all generations and epochs",
@@ -118,21 +154,23 @@ TABLE: tuple[KeyKind, ...] = (
             "tensors": "how many",
             "bytes": "of the whole batch, all targets",
             "digest": "of the plan, hex",
-            "transport": "how the last transfer moved",
+            "transport": "the ways that its transfers take: `local`, `host`, `tcp`, `nccl`",
             "last_seconds": "duration of the last transfer",
-            "last_error": "of the last transfer or registration, empty when it worked",
+            "last_error": "of the last transfer, empty when it worked",
         },
-        doc="A batch on one pair.",
+        doc="A batch on one pair. Of a batch over several pairs only the first one's hash has generation and `closed`.",
     ),
     KeyKind(
         pattern="batch:PAIR:BATCH:ranks:GENERATION",
         type="hash",
-        owner=f"the registering ranks; leased, {_REGISTRATION}",
+        owner="the registering ranks",
+        lease=REGISTRATION_LEASE,
+        kept=_WAITED,
         fields={
             "SIDE/RANK": "what that rank registered, short JSON",
             "token:SIDE/RANK": "which call wrote it, so that a repeated one changes nothing",
             "closed:SIDE/RANK": "that rank has closed the batch",
-            "agent:ID": "digest of the plan that this agent computed",
+            "agent:ID": "digest of the plan that this agent computed, and what it offers (JSON)",
             "entries": "how many ranks are there",
             "closed": "how many of them have closed the batch",
         },
@@ -141,28 +179,36 @@ TABLE: tuple[KeyKind, ...] = (
     KeyKind(
         pattern="batches",
         type="set",
-        owner=f"whoever registers; leased, {_HISTORY}; readers remove names whose hash is gone",
+        owner="whoever registers; readers remove names whose hash is gone",
+        lease=HISTORY_LEASE,
+        kept=_HELD,
         fields={},
         doc="PAIR/BATCH of every batch.",
     ),
     KeyKind(
         pattern="manifest:DIGEST",
         type="hash",
-        owner=f"the agents that registered it; leased, {_REGISTRATION}",
+        owner="the agents that registered it",
+        lease=REGISTRATION_LEASE,
+        kept=_WAITED,
         fields={"NAME": "short JSON: one tensor's shape, dtype and layout digest"},
         doc="What one or many ranks registered, stored once. `manifest:DIGEST:part:TOKEN` while being written.",
     ),
     KeyKind(
         pattern="layout:DIGEST",
         type="hash",
-        owner=f"the agents that registered it; leased, {_REGISTRATION}",
+        owner="the agents that registered it",
+        lease=REGISTRATION_LEASE,
+        kept=_WAITED,
         fields={"json": "the layout: mesh and placements"},
         doc="One layout, stored once, whatever the number of ranks and tensors that have it.",
     ),
     KeyKind(
         pattern="events",
         type="stream",
-        owner=f"the namespace; capped at about {MAX_EVENTS} entries; leased, {_HISTORY}",
+        owner=f"the namespace; capped at about {MAX_EVENTS} entries",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
         fields={"kind": "what happened", "...": "pair, side, rank, batch, epoch, seq, reason: what fits"},
         doc="One line for each thing that happened, for `XRANGE` and `etha status --watch`.",
     ),
@@ -268,7 +314,7 @@ def markdown() -> str:
         "| key | type | lease or owner | holds |",
         "|---|---|---|---|",
     ]
-    lines += [f"| `{k.pattern}` | {k.type} | {k.owner} | {k.doc} |" for k in TABLE]
+    lines += [f"| `{k.pattern}` | {k.type} | {k.lease_text} | {k.doc} |" for k in TABLE]
     for kind in TABLE:
         if kind.fields:
             lines += ["", f"## `{kind.pattern}`", "", kind.doc, "", "| field | meaning |", "|---|---|"]

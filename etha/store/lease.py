@@ -12,13 +12,14 @@ import logging
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
 from etha.store.batches import Batches
 from etha.store.connect import Client
-from etha.store.keys import AGENT_BEAT, REGISTRATION_LEASE
+from etha.store.keys import AGENT_BEAT, HISTORY_LEASE, REGISTRATION_LEASE
 from etha.store.pairs import Pairs
 from etha.store.records import AgentRecord
 
 log = logging.getLogger(__name__)
 
-_RENEW_REGISTRATIONS = 600.0
+#: Seconds between two renewals of what this agent's workers hold: pairs, batches, registrations.
+_RENEW_HELD = 600.0
 #: Seconds until a second look at a Redis that had been away or had lost something.
 _LOOK_AGAIN = 1.0
 
@@ -28,7 +29,7 @@ class Lease(Pairs, Batches):
 
     _run_id: str | None = None
     _may_ask_run_id: bool = True
-    _renewed_registrations: float = 0.0
+    _renewed_held: float = 0.0
 
     async def publish_agent(self, record: AgentRecord, *, timeout: float | None = None) -> None:
         """Show this agent to the namespace from now on; its lease is renewed while the store is open."""
@@ -81,7 +82,7 @@ class Lease(Pairs, Batches):
         if lost:
             self._forgotten = False
             await self._restore(timeout)
-        await self._renew_registrations(timeout)
+        await self._renew_held(timeout)
         return lost
 
     async def _restarted(self, timeout: float) -> bool:
@@ -125,17 +126,26 @@ class Lease(Pairs, Batches):
     def _sizes(self) -> tuple[int, int]:
         return len(self._owned.memberships), len(self._owned.batches)
 
-    async def _renew_registrations(self, timeout: float) -> None:
+    def _held(self) -> dict[str, float]:
+        """Key -> lease of everything that this agent's workers hold, however long nothing of it changes."""
+        keys = dict.fromkeys(self._owned.registration_keys, REGISTRATION_LEASE)
+        for pair, side, _ in self._owned.memberships:
+            keys |= dict.fromkeys((self.keys.pairs, self.keys.pair(pair), self.keys.side(pair, side)), HISTORY_LEASE)
+        for pair, batch, _, _ in self._owned.enrolled:
+            keys |= dict.fromkeys((self.keys.batches, self.keys.batch(pair, batch)), HISTORY_LEASE)
+        return keys
+
+    async def _renew_held(self, timeout: float) -> None:
         now = asyncio.get_running_loop().time()
-        keys = list(self._owned.registration_keys)
-        if not keys or now < self._renewed_registrations + _RENEW_REGISTRATIONS:
+        keys = self._held()
+        if not keys or now < self._renewed_held + _RENEW_HELD:
             return
 
         async def renew(client: Client) -> None:
             pipe = client.pipeline(transaction=False)
-            for key in keys:
-                pipe.pexpire(key, int(REGISTRATION_LEASE * 1000))
+            for key, lease in keys.items():
+                pipe.pexpire(key, int(lease * 1000))
             await pipe.execute()
 
         await self._connection.call("renew leases", renew, timeout)
-        self._renewed_registrations = now
+        self._renewed_held = now

@@ -15,7 +15,7 @@ if redis.call('HSETNX', list, 'closed:' .. who, '1') == 1 then
   local closed = redis.call('HINCRBY', list, 'closed', 1)
   if current and closed >= number(redis.call('HGET', list, 'entries')) then
     redis.call('HSET', key, 'state', 'closed')
-    redis.call('PEXPIRE', key, req.closed_lease)
+    redis.call('PEXPIRE', key, req.closed)
     event('closed', 'pair', req.pair, 'batch', req.batch)
     changed(key, 'closed')
   end

@@ -332,3 +332,19 @@ async def test_every_key_has_a_lease_and_readable_text(store: Store, others: lis
         if await client.type(key) == "hash":
             for value in (await client.hgetall(key)).values():
                 assert value.isprintable(), key
+
+
+async def test_what_workers_hold_does_not_end_although_nothing_changes(store: Store, others: list[Member]) -> None:
+    """A job may train for longer than the lease of its pair without forming it again."""
+    await inference(store, others[0])
+    await trainer(store, here())
+    await store.enroll("w", "b", 1, "trainer", 0, "{}", expected=1)
+    keys = store.keys
+    held = [keys.pairs, keys.pair("w"), keys.side("w", "trainer"), keys.side("w", "inference")]
+    held += [keys.batches, keys.batch("w", "b")]
+    for key in held:
+        assert await store._connection._client.pexpire(key, 60_000)
+    store._renewed_held = float("-inf")
+    await store._beat(5.0)
+    for key in held:
+        assert await store._connection._client.ttl(key) > 6 * 86400, key

@@ -56,4 +56,4 @@ def test_names_cannot_reach_into_other_keys() -> None:
 def test_every_row_tells_type_and_owner_or_lease() -> None:
     for kind in TABLE:
         assert kind.type in ("hash", "set", "stream") and kind.doc.endswith(".")
-        assert re.search(r"leased|adds itself", kind.owner), kind.pattern
+        assert re.search(r"; leased for \d+ (s|hour|days), ", kind.lease_text), kind.pattern
