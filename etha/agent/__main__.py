@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
-import math
-import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import replace
 
 import uvloop
@@ -21,6 +17,7 @@ from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
 from etha.agent.lane import Lane
 from etha.agent.logfile import RotatingLog
 from etha.agent.service import Agent
+from etha.agent.startup import Startup
 from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
@@ -32,8 +29,8 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a starting agent gives Redis.
-START = 20.0
+#: Seconds that a starting agent gives Redis, whatever its starter's caller has.
+START = 30.0
 
 
 async def serve(
@@ -41,16 +38,18 @@ async def serve(
     *,
     device: str = "cpu",
     redis_url: str | None = None,
-    ready_fd: int | None = None,
+    startup: Startup | None = None,
     idle: float | None = None,
-    start: float = START,
+    patient: bool = True,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
-    ``ready_fd`` gets ``ready`` once workers can connect; ``start``: seconds that Redis is given before that. ``stop``
-    instead of the signals, for several agents of one process.
+    ``startup`` is told once workers can connect, and before that what keeps the start. Not ``patient``: a Redis that
+    refuses connections or whose name is unknown is an error at once. ``stop`` instead of the signals, for several
+    agents of one process.
     """
+    startup = startup or Startup()
     settings.ensure_runtime_dir()
     raise_descriptor_limit()
     url = redis_url or settings.redis_url
@@ -75,8 +74,15 @@ async def serve(
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RotatingLog):
             handler.path = path.with_suffix(".log")
-    address = url if url is not None else await ensure_embedded(settings, timeout=start)
-    store = await Store.open(address, settings.namespace, timeout=start, revive=revive if url is None else None)
+    address = url if url is not None else await ensure_embedded(settings, timeout=START)
+    store = await Store.open(
+        address,
+        settings.namespace,
+        timeout=START,
+        revive=revive if url is None else None,
+        patient=patient or url is None,
+        on_trouble=startup.busy,
+    )
     async with store:
         lane = Lane() if card is None else Lane(workspaces=card.workspaces)
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
@@ -86,9 +92,7 @@ async def serve(
                 stopping = group.create_task(stop.wait())
                 await agent.started.wait()
                 log.info("agent %s serves %s at %s, Redis %s", agent.id, device, path, store.url)
-                if ready_fd is not None:
-                    os.write(ready_fd, b"ready\n")
-                    os.close(ready_fd)
+                startup.ready()
                 await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 await agent.drain()
                 running.cancel()
@@ -136,8 +140,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--autostarted", action="store_true")
     parser.add_argument("--owned", action="store_true", help="leave when the process that started this one ends")
     parser.add_argument("--ready-fd", type=int)
-    parser.add_argument("--start-by", type=float, default=math.inf, help="on the monotonic clock of this host")
+    parser.add_argument("--start-lock", type=int, help="descriptor of the start lock, held until workers can connect")
+    parser.add_argument("--patient", action="store_true", help="wait for a Redis that refuses connections")
     args = parser.parse_args(argv)
+    startup = Startup(args.ready_fd, args.start_lock)
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=text, handlers=[RotatingLog()])
     settle()
@@ -161,17 +167,15 @@ def main(argv: list[str] | None = None) -> int:
                 settings,
                 device=args.device,
                 redis_url=args.redis,
-                ready_fd=args.ready_fd,
+                startup=startup,
                 idle=settings.idle if args.autostarted else None,
-                start=max(0.1, min(START, args.start_by - time.monotonic())),
+                patient=args.patient or not args.autostarted,
             )
         )
     except Exception as raised:
         error = _cause(raised)
         log.error("%s", error)
-        if args.ready_fd is not None:
-            with contextlib.suppress(OSError):
-                os.write(args.ready_fd, f"error {error.code} {error.message}\n".encode())
+        startup.failed(error)
         return SPOILT if isinstance(error, Spoilt) else 1
     return 0
 

@@ -457,6 +457,7 @@ class AsyncTensorBusClient:
             autostart=self._autostart,
             timeout=timeout,
             on_push=self._pushed,
+            again=bool(self._pairs),
         )
 
     async def _ask_for_pair(self, message: InitPair, deadline: Deadline) -> PairFormed:

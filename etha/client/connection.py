@@ -60,10 +60,12 @@ class Connection:
         autostart: bool,
         timeout: float,
         on_push: Callable[[Any], None],
+        again: bool = False,
     ) -> Connection:
         """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError.
 
-        An agent that dies or leaves while we come is followed by another one where that may be started.
+        An agent that dies or leaves while we come is followed by another one where that may be started. ``again``:
+        this client had an agent, so that its Redis is known to be right and a new agent waits for it.
         """
         deadline = Deadline(timeout)
         hello = Hello(
@@ -79,7 +81,12 @@ class Connection:
             if starts:
                 settings.ensure_runtime_dir()
                 path = await ensure_agent(
-                    settings, device, redis_url=redis_url, namespace=settings.namespace, timeout=deadline.left
+                    settings,
+                    device,
+                    redis_url=redis_url,
+                    namespace=settings.namespace,
+                    timeout=deadline.left,
+                    patient=again,
                 )
             else:
                 path = settings.socket_path(device) if agent is None else agent_path(agent)

@@ -1,9 +1,10 @@
 """Autostart: no agent listens, so start one for this device as a daemon, exactly one however many ask.
 
-    probe -> start lock (flock on cpu.start) -> probe again -> spawn -> "ready" on a pipe -> unlock
+    probe -> start lock (flock on cpu.start) -> probe again -> spawn, with the lock -> "ready" on a pipe -> unlock
 
-All of it blocks, so it runs in a daemon thread, which gives up with its caller at the latest possible
-moment: once spawned, an agent is left to come up for whoever asks next.
+All of it blocks, so it runs in a daemon thread. The starter and the agent share the start lock: it is free once the
+agent listens or has ended, whatever has become of the starter. So an agent that is slower than its caller's deadline
+comes up for whoever asks next, and nobody starts a second one meanwhile.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import math
+import hashlib
 import os
-import select
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,10 +33,22 @@ _FOREIGN_CUDA = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MA
 _FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "KMP_", "GOMP_")
 #: Codes of errors that are the user's to mend, and reach the user as they are.
 _TOLD = ("config", "redis_unavailable", "protocol")
-#: Seconds before its caller's deadline at which a starting agent gives up.
-_MARGIN = 0.3
 # The agent must be nobody's child: its death would leave a zombie, and launchers kill their workers' children.
 _DETACH = "import os, sys\nif os.fork() == 0: os.execv(sys.argv[1], sys.argv[1:])\nos._exit(0)"
+
+#: Bytes of what the start lock's file says of a start.
+_MAX_NOTE = 4200
+#: Start locks that threads of this process hold. A forked child must not keep them from being free.
+_locks: set[int] = set()
+
+
+def _forget_locks() -> None:
+    for lock in _locks:
+        os.close(lock)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 async def ensure_agent(
@@ -47,12 +58,14 @@ async def ensure_agent(
     redis_url: str | None,
     namespace: str,
     timeout: float,
+    patient: bool = False,
     module: str = "etha.agent",
 ) -> Path:
     """The socket path of the agent of ``device``, which listens or has been started now.
 
-    ``redis_url`` None: an agent that is started uses the embedded server. Raises AgentUnavailableError
-    with the end of the agent's log when it does not come up within ``timeout`` seconds.
+    ``redis_url`` None: an agent that is started uses the embedded server. ``patient``: it waits for a Redis that
+    refuses connections. Raises AgentUnavailableError with the end of the agent's log when it does not come up within
+    ``timeout`` seconds (it may still come up later, for the next call), and what keeps it where it has said that.
     """
     settings = replace(settings, namespace=namespace)
     path = settings.socket_path(device)
@@ -67,7 +80,7 @@ async def ensure_agent(
         device=device,
         redis_url=redis_url,
         module=module,
-        deadline=time.monotonic() + timeout if timeout < threading.TIMEOUT_MAX else math.inf,
+        patient=patient,
     )
 
     def settle(error: EthaError | None) -> None:
@@ -84,7 +97,7 @@ async def ensure_agent(
 
     threading.Thread(target=work, name=f"etha-start-{device}", daemon=True).start()
     try:
-        async with asyncio.timeout_at(None if start.deadline == math.inf else loop.time() + timeout):
+        async with asyncio.timeout(timeout if timeout < threading.TIMEOUT_MAX else None):
             error = await done
     except TimeoutError:
         error = start.late()
@@ -97,16 +110,16 @@ async def ensure_agent(
 
 @dataclass(slots=True, kw_only=True)
 class _Start:
-    """One attempt; ``run`` is the thread's, ``abandoned`` says that its caller waits no more."""
+    """One attempt; ``run`` is the thread's, which sees it to its end, also when the caller has been ``abandoned``."""
 
     settings: Settings
     path: Path
     device: str
     redis_url: str | None
     module: str
-    deadline: float
+    patient: bool
     abandoned: bool = False
-    _stage: str = field(default="another process, which is starting one", init=False)
+    _spawned: bool = field(default=False, init=False)
     _log_from: int = field(default=0, init=False)
 
     @property
@@ -115,26 +128,77 @@ class _Start:
 
     def run(self) -> EthaError | None:
         """None when an agent listens at the end, else why not."""
-        lock = os.open(self.path.with_suffix(".start"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _locks.add(lock)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            waited = self._take(lock)
             if self.abandoned or listens(self.path):
                 return None
-            said = self._spawn()
+            if waited and (said := self._failure(os.pread(lock, _MAX_NOTE, 0))) is not None:
+                return self._failed(said)  # of the start that this one waited for: another try would end alike
+            os.ftruncate(lock, 0)
+            said = self._spawn(lock)
             if said == "ready" or listens(self.path):  # or somebody started one by hand meanwhile
                 return None
-            return self.late() if said is None else self._failed(said)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"failed {self._wanted()} {said}\n".encode(errors="replace")[:_MAX_NOTE], 0)
+            return self._failed(said)
         finally:
             # Unlock and not only close: a child that was forked meanwhile shares the descriptor.
             fcntl.flock(lock, fcntl.LOCK_UN)
+            _locks.discard(lock)
             os.close(lock)
 
     def late(self) -> EthaError:
         """What the caller hears when its time is up."""
+        starting, kept = self._starting()
+        ended = f"no agent of {self.device} listened at {self.path} in time"
+        if kept is not None:
+            return from_wire(
+                {"code": kept.code, "text": f"{ended}; {starting or 'it'} is kept by this: {kept.message}"}
+            )
+        stage = "the one that was started" if self._spawned else "another process, which is starting one"
+        who = ", ".join([*filter(None, [starting]), f"log: {self.log}"])
         return AgentUnavailableError(
-            f"no agent of {self.device} listened at {self.path} in time; waited for {self._stage}. "
-            f"Give more time, or start one by `etha agent`{self._tail()}"
+            f"{ended}; waited for {stage} ({who}). It goes on, and the next call finds it: give more time, "
+            f"or start one by `etha agent`{self._tail() if self._spawned else ''}"
         )
+
+    @property
+    def _lock(self) -> Path:
+        return self.path.with_suffix(".start")
+
+    def _take(self, lock: int) -> bool:
+        """Wait for the start lock; whether somebody held it."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return True
+        return False
+
+    def _wanted(self) -> str:
+        """Which agent is asked for: another one's failure says nothing of it."""
+        own = {name: value for name, value in os.environ.items() if name.startswith("ETHA_")}
+        env = environment(own, self.settings, self.redis_url)
+        return hashlib.sha256(repr((sorted(env.items()), self.patient)).encode()).hexdigest()[:16]
+
+    def _failure(self, note: bytes) -> str | None:
+        """What an agent like this one gave up with, from the lock's file; None for one that was killed."""
+        kind, _, rest = note.decode(errors="replace").rstrip("\n").partition(" ")
+        wanted, _, said = rest.partition(" ")
+        return said if kind == "failed" and wanted == self._wanted() and said else None
+
+    def _starting(self) -> tuple[str, EthaError | None]:
+        """The process that is coming up and what keeps it, as far as it has said that in the lock's file."""
+        try:
+            first, _, second = self._lock.read_text(errors="replace").partition("\n")
+        except OSError:
+            return "", None
+        kind, _, pid = first.partition(" ")
+        busy, code, text = (*second.rstrip("\n").split(" ", 2), "", "", "")[:3]
+        kept = from_wire({"code": code, "text": text}) if busy == "busy" else None
+        return (f"process {pid}", kept) if kind == "starting" else ("", None)
 
     def _failed(self, said: str) -> EthaError:
         _, code, why = (*said.split(" ", 2), "", "")[:3]
@@ -143,18 +207,17 @@ class _Start:
         why = said.removeprefix("error ") or "it ended without a word"
         return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{self._tail()}")
 
-    def _spawn(self) -> str | None:
-        """The first line that the new agent says, "" when it ends without one, None when time is up."""
+    def _spawn(self, lock: int) -> str:
+        """How the start of the new agent ended, in its words; "" when it ended without one."""
         if not sys.executable:
             return "error this process does not know its Python interpreter: start one by `etha agent`"
-        self._stage = f"the one that was started (log: {self.log})"
+        self._spawned = True
         log = self._open_log()
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             command = [sys.executable, "-m", self.module, "--device", self.device]
             command += ["--namespace", self.settings.namespace, "--autostarted", "--ready-fd", str(theirs)]
-            if self.deadline < math.inf:  # it tells what kept it while somebody still listens
-                command += ["--start-by", f"{self.deadline - _MARGIN:.3f}"]
+            command += ["--start-lock", str(lock), *(["--patient"] if self.patient else [])]
             # The URL, which may hold a password, goes by the environment: command lines are public.
             subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _DETACH, *command],
@@ -165,31 +228,18 @@ class _Start:
                 cwd="/",
                 umask=0o077,
                 start_new_session=True,
-                pass_fds=[theirs],
+                pass_fds=[theirs, lock],
                 check=False,
             )
             os.close(theirs)
             theirs = -1
-            return self._first_line(ours)
+            with os.fdopen(ours, errors="replace", closefd=False) as said:
+                return said.readline().rstrip("\n")
         finally:
             os.close(log)
             os.close(ours)
             if theirs >= 0:
                 os.close(theirs)
-
-    def _first_line(self, pipe: int) -> str | None:
-        said = b""
-        poll = select.poll()  # select.select cannot watch descriptors above 1023
-        poll.register(pipe, select.POLLIN)
-        while b"\n" not in said and len(said) < 4096:
-            left = self.deadline - time.monotonic()
-            if left <= 0 or not poll.poll(None if left == math.inf else min(left, 1e6) * 1000):
-                return None
-            some = os.read(pipe, 4096)
-            if not some:
-                break
-            said += some
-        return said.decode(errors="replace").partition("\n")[0]
 
     def _open_log(self) -> int:
         with contextlib.suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ A password never leaves this file: whatever is shown or logged is ``redact(url)`
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import math
@@ -38,6 +39,8 @@ CONNECT_TIMEOUT = 3.0
 TRY_TIMEOUT = 8.0
 MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
+#: Of a server that takes what it is sent and says nothing, or of a network that drops it.
+NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
 
 
 def redact(url: str) -> str:
@@ -132,7 +135,34 @@ _PERMISSION = ("noperm", "acl failure", "no permissions", "can't access", "has n
 
 
 class Unreachable(Exception):
-    """This try failed, a later one may not."""
+    """This try failed, a later one may not. ``settled``: it was answered by a refusal, and not by silence."""
+
+    def __init__(self, text: str, *, settled: bool = False) -> None:
+        super().__init__(text)
+        self.settled = settled
+
+
+def _unreachable(url: str, error: BaseException) -> Unreachable:
+    """Why no connection was made, in words that tell what to look at; other failures as they are."""
+    place = urlsplit(url)
+    port = f"port {place.port or 6379}"
+    text, chain = f"{error}".lower(), [error, error.__cause__, error.__context__]
+    for cause in filter(None, chain):
+        if isinstance(cause, socket.gaierror):
+            if cause.errno == socket.EAI_AGAIN:
+                return Unreachable(f"the host name {place.hostname!r} cannot be looked up now: {cause.strerror}")
+            return Unreachable(f"unknown host {place.hostname!r}: is the name right?", settled=True)
+    if any(isinstance(cause, FileNotFoundError) for cause in chain):
+        return Unreachable("no such socket: is the server running?", settled=True)
+    if any(isinstance(cause, PermissionError) for cause in chain):
+        return Unreachable("this user may not open the socket", settled=True)
+    # For a name of several addresses asyncio says all refusals in one text and gives no number.
+    if any(isinstance(cause, ConnectionRefusedError) for cause in chain) or f"errno {errno.ECONNREFUSED}]" in text:
+        where = "the socket is there" if url.startswith("unix:") else f"{place.hostname} refuses connections to {port}"
+        return Unreachable(f"{where}, but no server listens: is it running?", settled=True)
+    if any(isinstance(cause, TimeoutError | redis_errors.TimeoutError) for cause in chain):
+        return Unreachable(NO_ANSWER)
+    return Unreachable(str(error) or type(error).__name__)
 
 
 @contextmanager
@@ -154,7 +184,7 @@ def translated(url: str, what: str) -> Iterator[None]:
             raise _refused(url, what, error) from None
         if "certificate_verify_failed" in text:
             raise ConfigError(f"Redis at {redact(url)}: the certificate is not accepted: {error}") from None
-        raise Unreachable(str(error) or type(error).__name__) from error
+        raise _unreachable(url, error) from error
     except redis_errors.ResponseError as error:
         if str(error).startswith(("BUSY", "MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")):
             raise Unreachable(str(error)) from error
@@ -175,11 +205,22 @@ def _refused(url: str, what: str, error: Exception) -> ConfigError:
 class Connection:
     """Commands to one Redis: each is tried until its deadline, through outages.
 
-    ``revive`` is called before a try that follows a failed one (the embedded server may have to be started).
+    ``revive`` is called before a try that follows a failed one (the embedded server may have to be started);
+    ``on_trouble`` hears the cause of a failed try. While it is not ``patient``, a refusal is an error at once.
     """
 
-    def __init__(self, url: str, prefix: str, revive: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        revive: Callable[[], Awaitable[None]] | None = None,
+        *,
+        patient: bool = True,
+        on_trouble: Callable[[EthaError], None] | None = None,
+    ) -> None:
         self.url = url
+        self.patient = patient
+        self._on_trouble = on_trouble
         self._prefix = prefix
         self._revive = revive
         self._reviving = asyncio.Lock()
@@ -207,18 +248,26 @@ class Connection:
                             return await work(self._client)
             except Unreachable as error:
                 cause = str(error)
+                if error.settled and not self.patient:
+                    raise RedisUnavailableError(f"Redis at {redact(self.url)}: {cause}") from error
             except TimeoutError:
                 # A try that had less than its time tells less than what an earlier one has met.
                 if loop.time() - began >= TRY_TIMEOUT or not cause:
-                    cause = "no answer"
+                    cause = NO_ANSWER
             left = deadline - loop.time()
             if left <= 0:
                 raise RedisUnavailableError(
                     f"Redis at {redact(self.url)} could not be reached within {timeout:g} s to {what}: {cause}"
                 )
+            if self._on_trouble is not None:
+                self._on_trouble(RedisUnavailableError(f"Redis at {redact(self.url)} cannot be reached: {cause}"))
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(MAX_PAUSE, pause * 2)
             await self._try_to_revive(deadline)
+
+    def settle(self) -> None:
+        """The server has been reached: from now on calls wait for it through outages, and tell nobody."""
+        self.patient, self._on_trouble = True, None
 
     async def _try_to_revive(self, deadline: float) -> None:
         if self._revive is None or self._reviving.locked():

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from types import TracebackType
 from typing import Any, Self
 
-from etha.errors import ProtocolError
+from etha.errors import EthaError, ProtocolError
 from etha.store.connect import Client, Connection, redact
 from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, Keys
 from etha.store.lease import Lease
@@ -36,21 +36,32 @@ class Store(Lease):
 
     @classmethod
     async def open(
-        cls, url: str, namespace: str, *, timeout: float, revive: Callable[[], Awaitable[None]] | None = None
+        cls,
+        url: str,
+        namespace: str,
+        *,
+        timeout: float,
+        revive: Callable[[], Awaitable[None]] | None = None,
+        patient: bool = True,
+        on_trouble: Callable[[EthaError], None] | None = None,
     ) -> Store:
         """Connect and start the task that keeps leases and subscriptions; ``close`` ends it.
 
         ``revive`` is awaited between tries while the server does not answer: the embedded one is started again.
+        ``on_trouble`` hears why a try has failed. Not ``patient``: a server that refuses connections, or whose name is
+        unknown, is an error at once; afterwards every call is patient.
         ConfigError: the URL, user or password is wrong. RedisUnavailableError: nobody answered in time.
         """
         keys = Keys(namespace)
-        connection, keeper = Connection(url, keys.prefix, revive), Connection(url, keys.prefix, revive)
+        connection = Connection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
+        keeper = Connection(url, keys.prefix, revive)
         store = cls(connection, keeper, keys, Watches(url), timeout)
         try:
             store.identity = await _identify(connection, keys, timeout)
         except BaseException:
             await connection.close()
             raise
+        connection.settle()
         store._task = asyncio.get_running_loop().create_task(store._run(), name=f"store {redact(url)}")
         return store
 

@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 import etha
+from etha.agent.startup import Startup
 from etha.config import Settings
 from etha.cuda import driver as cuda
 from etha.cuda.driver import DeviceError
@@ -86,7 +87,9 @@ def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list
                 settings = Settings.from_env({"ETHA_RUNTIME_DIR": place, "ETHA_HOST_ID": f"host {i}"})
                 read, write = os.pipe()
                 mine.set(fakes[i])
-                group.create_task(daemon.serve(settings, device="cuda:0", redis_url=redis, ready_fd=write, stop=stop))
+                group.create_task(
+                    daemon.serve(settings, device="cuda:0", redis_url=redis, startup=Startup(write), stop=stop)
+                )
                 assert await asyncio.to_thread(os.read, read, 100) == b"ready\n"
                 os.close(read)
             tell("ready", "ready\n")

@@ -12,6 +12,7 @@ from typing import Any
 from etha.agent.__main__ import serve
 from etha.agent.coordinator import Coordinator, Letters, Phase
 from etha.agent.service import Agent
+from etha.agent.startup import Startup
 from etha.bus.codec import Request
 from etha.bus.peer import Peer
 from etha.config import Settings
@@ -71,7 +72,7 @@ async def _serve() -> None:
     loop.add_reader(jobs._link.fileno(), seam.hear)
     ready, ours = os.pipe()
     loop.add_reader(ready, _ready, loop, ready)
-    serving = asyncio.create_task(serve(Settings.from_env(), ready_fd=ours))
+    serving = asyncio.create_task(serve(Settings.from_env(), startup=Startup(ours)))
     await serving
     loop.remove_reader(jobs._link.fileno())
 

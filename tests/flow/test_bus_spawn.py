@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import sys
 import textwrap
+import threading
 import time
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import etha
 from etha.bus.link import AgentLink
 from etha.bus.process import start_time
 from etha.client import spawn
@@ -24,19 +28,27 @@ from etha.errors import AgentUnavailableError, ConfigError, EthaError
 
 from ..unit.bus.echo import Echo, hello
 from .jobs import Job, tell, wait_for
+from .sites import started_in
 
 #: Stands in for etha.agent; notes each that came up, and does as the file ``mode`` says.
 AGENT = """
-    import argparse, asyncio, os, sys
+    import argparse, asyncio, fcntl, os, sys
     from pathlib import Path
     p = argparse.ArgumentParser()
     for name in ("--device", "--namespace", "--ready-fd"):
         p.add_argument(name, required=True)
     p.add_argument("--autostarted", action="store_true", required=True)
-    p.add_argument("--start-by", type=float)
+    p.add_argument("--start-lock", type=int, required=True)
+    p.add_argument("--patient", action="store_true")
     args = p.parse_args()
     folder = Path(os.environ["ETHA_RUNTIME_DIR"]) / args.namespace
     fd = int(args.ready_fd)
+
+    def ready():
+        fcntl.flock(args.start_lock, fcntl.LOCK_UN)
+        os.write(fd, b"ready\\n")
+        os.close(fd)
+
     with open(folder / "started", "a") as notes:
         notes.write(f"{os.getpid()}\\n")
     mode = (folder / "mode").read_text() if (folder / "mode").exists() else "serve"
@@ -50,24 +62,29 @@ AGENT = """
         sys.exit(1)
     if mode == "crash":
         raise SystemExit("no memory left")
-    if mode == "hang":
+    if mode.startswith("slow"):  # until the test opens the other end
+        (folder / "gate").read_bytes()
+    if mode == "slow and broken":
+        os.write(fd, b"error etha something broke\\n")
+        sys.exit(1)
+    if mode == "busy":
+        os.pwrite(args.start_lock, f"starting {os.getpid()}\\nbusy redis_unavailable no answer\\n".encode(), 0)
+    if mode in ("hang", "busy"):
         import signal
         signal.pause()
-    if mode == "serve":  # what a probe sees of an agent, without the seconds that torch takes to import
+    if mode in ("serve", "slow"):  # what a probe sees of an agent, without the seconds that torch takes to import
         import signal, socket
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(folder / f"{args.device}.fds"))
         listener.listen()
-        os.write(fd, b"ready\\n")
-        os.close(fd)
+        ready()
         signal.pause()
     from tests.unit.bus.echo import EchoService
     from etha.bus.server import BusServer
 
     async def main():
         async with BusServer(folder / f"{args.device}.sock", EchoService()):
-            os.write(fd, b"ready\\n")
-            os.close(fd)
+            ready()
             await asyncio.Event().wait()
 
     asyncio.run(main())
@@ -198,9 +215,88 @@ async def test_one_that_does_not_come_up_in_time_is_told_by_its_log(settings: Se
     assert time.monotonic() - begin < 2.0
 
 
-async def test_who_waits_for_another_starter_says_so(settings: Settings) -> None:
-    import fcntl
+async def test_one_that_is_slower_than_its_callers_comes_up_for_the_next(settings: Settings) -> None:
+    to_do(settings, "slow")
+    os.mkfifo(gate := settings.runtime_dir / settings.namespace / "gate")
+    for _ in range(4):
+        with pytest.raises(AgentUnavailableError, match=r"in time; waited for"):
+            await ensure(settings, timeout=0.3)
+    waiting = asyncio.create_task(ensure(settings, timeout=60))
+    await asyncio.to_thread(gate.write_bytes, b"")
+    assert await waiting == settings.socket_path("cpu")
+    assert len(started(settings)) == 1
 
+
+def ask_shortly(settings: Settings) -> str:
+    try:
+        return str(asyncio.run(ensure(settings, timeout=0.3)))
+    except AgentUnavailableError as error:
+        return error.message
+
+
+def test_one_whose_starter_has_gone_comes_up_for_the_next(settings: Settings) -> None:
+    to_do(settings, "slow")
+    os.mkfifo(gate := settings.runtime_dir / settings.namespace / "gate")
+    with Job({"PYTHONPATH": os.environ["PYTHONPATH"]}) as job:
+        for _ in range(3):  # each leaves with its process
+            assert "in time; waited for" in job.start(ask_shortly, settings).result()
+        worker = job.start(ask, settings)
+        worker.told("here")
+        worker.go("now")
+        gate.write_bytes(b"")
+        assert worker.result() == str(settings.socket_path("cpu"))
+    assert len(started(settings)) == 1
+
+
+async def test_an_agent_that_died_while_it_started_is_followed_by_another(settings: Settings) -> None:
+    to_do(settings, "hang")
+    while not started(settings):
+        with pytest.raises(AgentUnavailableError, match="the next call finds it"):
+            await ensure(settings, timeout=0.5)
+    to_do(settings, "serve")
+    os.kill(started(settings)[0], signal.SIGKILL)
+    await ensure(settings)
+    assert len(started(settings)) == 2
+
+
+async def test_who_waited_for_a_start_that_failed_does_not_repeat_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_do(settings, "slow and broken")
+    os.mkfifo(gate := settings.runtime_dir / settings.namespace / "gate")
+    waiting = threading.Semaphore(0)
+
+    def flock(lock: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            waiting.release()
+        fcntl.flock(lock, operation)
+
+    monkeypatch.setattr(spawn, "fcntl", types.SimpleNamespace(**{**vars(fcntl), "flock": flock}))
+    first = asyncio.create_task(ensure(settings, 60))
+    door = await asyncio.to_thread(os.open, gate, os.O_WRONLY)  # the agent is there, and reads
+    others = [asyncio.create_task(ensure(settings, 60)) for _ in range(5)]
+    wish = asyncio.create_task(ensure(replace(settings, redis_url="redis://127.0.0.1:1"), 60))
+    for _ in range(6):
+        await asyncio.to_thread(waiting.acquire)
+    os.close(door)
+    for result in await asyncio.gather(first, *others, return_exceptions=True):
+        assert "something broke" in str(result)
+    os.close(await asyncio.to_thread(os.open, gate, os.O_WRONLY))
+    assert "something broke" in str((await asyncio.gather(wish, return_exceptions=True))[0])
+    assert len(started(settings)) == 2, "one for the five, and one for the other wish"
+
+
+async def test_what_keeps_a_starting_agent_is_told(settings: Settings) -> None:
+    to_do(settings, "busy")
+    for _ in range(100):
+        with pytest.raises(EthaError) as caught:
+            await ensure(settings, timeout=0.5)
+        if caught.value.code == "redis_unavailable":
+            break
+    assert "no answer" in caught.value.message and f"process {started(settings)[0]}" in caught.value.message
+
+
+async def test_who_waits_for_another_starter_says_so(settings: Settings) -> None:
     lock = settings.socket_path("cpu").with_suffix(".start").open("w")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -260,6 +356,17 @@ def test_the_agents_environment_says_nothing_of_the_workers_job(settings: Settin
     assert environment(own, settings, "redis://u:p@h")["ETHA_REDIS_URL"] == "redis://u:p@h"
     relative = environment({"PYTHONPATH": "src"}, settings, None)["PYTHONPATH"].split(":")
     assert relative == [str(Path("src").absolute()), root]
+
+
+async def test_an_agent_goes_on_starting_when_its_caller_has_given_up(runtime: Path) -> None:
+    async with etha.AsyncTensorBusClient(timeout=0.5) as hasty:
+        agents: list[int] = []
+        while not agents:
+            with pytest.raises(AgentUnavailableError, match="in time; waited for"):
+                await hasty.status()
+            agents = [pid for pid, command in started_in(str(runtime)).items() if "etha.agent" in command]
+    async with etha.AsyncTensorBusClient(timeout=100) as client:
+        assert [(await client.status())["agent"]["pid"]] == agents
 
 
 def test_start_time_tells_processes_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 import time
@@ -136,12 +137,11 @@ def log_of(runtime: Path) -> str:
 
 async def test_redis_where_nobody_listens(runtime: Path) -> None:
     url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
-    async with etha.AsyncTensorBusClient(redis_url=url, timeout=8) as client:
-        began = time.monotonic()
+    async with etha.AsyncTensorBusClient(redis_url=url, timeout=math.inf) as client:
         with pytest.raises(RedisUnavailableError, match=r"redis://me:\*\*\*@127\.0\.0\.1") as caught:
             await client.init_pair("p", "a", "b")
-        assert time.monotonic() - began < 12
         assert caught.value.code == "redis_unavailable"
+        assert "refuses connections" in str(caught.value) and "within" not in str(caught.value), "at once"
         assert "secret" not in str(caught.value) + str(caught.value.remote_traceback)
     assert "secret" not in log_of(runtime)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import signal
 import socket
 import subprocess
@@ -315,3 +316,34 @@ async def test_a_user_without_info_still_has_a_store(tmp_path: Path) -> None:
             await store._beat(5)
             assert not store._may_ask_run_id
             assert [record.id for record in await store.agents()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://:pw@127.0.0.1:{port}/0", "127.0.0.1 refuses connections to port {port}, but no server listens"),
+        ("redis://localhost:{port}/0", "localhost refuses connections to port {port}, but no server listens"),
+        ("redis://nobody.invalid:{port}", "unknown host 'nobody.invalid': is the name right?"),
+        ("unix://{path}/none.sock", "no such socket: is the server running?"),
+    ],
+)
+async def test_who_comes_first_hears_at_once_why_redis_is_not_there(tmp_path: Path, url: str, why: str) -> None:
+    port = free_port()
+    text = url.format(port=port, path=tmp_path)
+    with pytest.raises(RedisUnavailableError, match=re.escape(why.format(port=port))) as caught:
+        await Store.open(text, "x", timeout=math.inf, patient=False)
+    assert "pw@" not in caught.value.message
+
+
+async def test_later_a_refusal_is_waited_for_and_a_silent_server_is_told_apart(tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(RedisUnavailableError, match="refuses connections"):
+        await Store.open(
+            f"redis://127.0.0.1:{free_port()}", "x", timeout=1.0, on_trouble=lambda error: told.append(error.message)
+        )
+    assert told and all("refuses connections" in text for text in told)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(RedisUnavailableError, match="no answer: is it stopped"):
+            await Store.open(f"redis://127.0.0.1:{silent.getsockname()[1]}", "x", timeout=1.0, patient=False)
