@@ -28,7 +28,7 @@ from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, AttachSnapshot, CloseBatch, Ok, Register
 from etha.config import check_name
 from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
-from etha.peer.introductions import AskMissing, Copied, Exhibits, TellMissing
+from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, TellMissing
 from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
 
@@ -76,6 +76,8 @@ class Batches:
         """A worker closes its handle; one of an epoch that is over must not close its successor."""
         live = self._live(session, message.batch)
         if live is not None and live.epoch == message.epoch:
+            if message.why:
+                self._forsake(live, session, message.why)
             self.leave(session, message.batch)
         session.peer.reply(request.id, Ok())
 
@@ -134,6 +136,8 @@ class Batches:
             log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
             live.show(agent, message)
+        elif isinstance(message, Forsaken):
+            self._break(live, PeerLostError(message.text, reason="closed"))
         elif isinstance(message, AskMissing | TellMissing):
             self._movers.inquiries.hear(agent, live, message)
         elif isinstance(message, Copied):
@@ -155,6 +159,14 @@ class Batches:
         """The registration that a worker has open under this id."""
         where = session.batches.get(batch)
         return self.live.get((where[0], batch, where[1])) if where is not None else None
+
+    def _forsake(self, live: Live, session: Session, why: str) -> None:
+        """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
+        ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
+        text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
+        self._break(live, PeerLostError(text, reason="closed"))
+        for agent in sorted(live.agents - {self._me}):
+            self._links.tell(agent, live.scope, Forsaken(text=text))
 
     def _break(self, live: Live, error: PeerLostError) -> None:
         self._perform(live, live.machine.break_up(error))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -48,6 +51,12 @@ def dial(path: Path) -> socket.socket:
     return connection
 
 
+def _readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def listens(path: Path) -> bool:
     """True when an agent listens at ``path`` (``.../cpu.sock``) and is not on its way out."""
     try:
@@ -73,6 +82,9 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._address: str | None = None
         self._pidfd: int | None = None
+        self._dead = False
+        self._dying: weakref.finalize[Any, Any] | None = None
+        self._dying_pidfd = -1
         connection = dial(path)
         credentials = Credentials.of_socket(connection)
         if credentials.uid != os.geteuid():
@@ -129,10 +141,36 @@ class Channel:
             return
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+            self._bury(self._pidfd)
         self._packets.close()
         self._socket.close()
         self._context.term()
+
+    def _bury(self, pidfd: int) -> None:
+        """Remember whether the agent's process has ended; one that is on its way out can be waited for."""
+        if not _readable(pidfd) and is_exiting(self.pid):
+            self._dying = weakref.finalize(self, os.close, pidfd)
+            self._dying_pidfd = pidfd
+            return
+        self._dead = _readable(pidfd)
+        os.close(pidfd)
+
+    async def ended(self, within: float) -> bool:
+        """Whether the agent's process has ended, all its threads: it writes nowhere any more. Once closed."""
+        if self._dying is None or not self._dying.alive:
+            return self._dead
+        pidfd, gone = self._dying_pidfd, asyncio.Event()
+        self._loop.add_reader(pidfd, gone.set)
+        try:
+            async with asyncio.timeout(within):
+                await gone.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._loop.remove_reader(pidfd)
+        self._dead = True
+        self._dying()
+        return True
 
     def _died(self) -> None:
         self._on_end(f"{self.agent} died")

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 GRACE = 1.0
 #: Seconds from which on a timeout is none.
 _FOREVER = 1e9
+#: Seconds for a process that has begun to exit to be gone: it unmaps its memory first.
+DEATH = 2.0
 _CLOSED = "this client is closed"
 
 
@@ -133,6 +135,10 @@ class AgentLink:
                 raise on_timeout() if on_timeout else self._hangs(request.message, timeout) from None
 
         await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
+
+    async def agent_ended(self) -> bool:
+        """Whether the agent of a lost link has ended, so that nothing of it runs; one that is ending is waited for."""
+        return await self._channel.ended(DEATH)
 
     async def settle(self) -> None:
         """Cancel whatever is pending, and wait up to a second until it has been answered."""

@@ -243,10 +243,14 @@ class Offered:
 @message("close_batch")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseBatch:
-    """This worker is done with the batch. -> Ok."""
+    """This worker is done with the batch. -> Ok.
+
+    ``why``: it cannot take part although the batch stands, so nobody can transfer it; all others are told.
+    """
 
     batch: str
     epoch: int
+    why: str = ""
 
 
 @message("let_go")

@@ -88,7 +88,7 @@ async def register(
         registered = await connection.link.request(message, timeout=timeout(), on_cancel=answers.append)
     except asyncio.CancelledError:
         if answers and isinstance(answers[0], Reply):  # it stands already, and nobody here will hold it
-            await _leave(connection, batch, pair)
+            await _leave(connection, batch, pair, "its register_tensors was cancelled")
         raise
     assert isinstance(registered, Registered)
     registration = Registration(
@@ -110,17 +110,18 @@ async def register(
             await connection.show(there, timeout())
             attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
             await connection.link.request(attach, timeout=timeout())
-        except BaseException:
-            await _leave(connection, batch, pair)
+        except BaseException as error:
+            why = f"it has no place to receive in: {error or type(error).__name__}"
+            await _leave(connection, batch, pair, why)
             raise
         registration.shadows = shadows
     return registration
 
 
-async def _leave(connection: Connection, batch: str, pair: Pair) -> None:
-    """Take back a registration that stands but that this worker cannot use."""
+async def _leave(connection: Connection, batch: str, pair: Pair, why: str) -> None:
+    """Take back a registration that stands but that this worker cannot use; all others hear ``why``."""
     with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
-        await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch), timeout=0)
+        await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000]), timeout=0)
 
 
 async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:

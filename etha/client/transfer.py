@@ -211,13 +211,15 @@ async def _once(
             await to_its_end(_apply(registration, verb, answer.message, on_commit))
         else:
             registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
-            if answer is None and not page.revoke(word):
+            if answer is None and not page.revoke(word) and not await to_its_end(link.agent_ended()):
                 log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
         raise
     except AgentLostError as error:
         torn = error.outcome == "unknown" and verb == "recv" and not registration.atomic
         registration.torn = registration.torn or torn
-        raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=page.revoke(word)) from None
+        # A killed agent has left its marks in the page, but it writes nothing any more.
+        quiesced = page.revoke(word) or await to_its_end(link.agent_ended())
+        raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
     except TransferError as error:
         registration.torn = registration.torn or error.torn
         raise

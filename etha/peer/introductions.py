@@ -4,6 +4,7 @@ Meet  -->  here I am in this epoch; find this token in my memory if you can
 <--  Met   I hold this epoch too, and I can (or cannot) read your host's processes
 Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: what opens data connections
+Forsaken   a worker of mine cannot take part in the batch after all
 Copied, Sums: how far a copy is, and what was copied or sent, for who verifies it
 """
 
@@ -131,4 +132,13 @@ class TellMissing:
     missing: tuple[tuple[str, int], ...]
 
 
-Introduction = Meet | Met | Exhibits | AskTokens | GiveTokens | Copied | Sums | UniqueId | AskMissing | TellMissing
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forsaken:
+    """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why."""
+
+    text: Annotated[str, Bounds(max=4096)]
+
+
+Introduction = (
+    Meet | Met | Exhibits | Forsaken | AskTokens | GiveTokens | Copied | Sums | UniqueId | AskMissing | TellMissing
+)
