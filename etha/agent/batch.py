@@ -136,8 +136,8 @@ class Batch(Machine[Standing]):
             self.move(Standing.CLOSED)
         return out
 
-    def expire(self, key: CallKey, *, cancelled: bool) -> list[BatchEffect]:
-        """A caller's deadline passed, or it cancelled."""
+    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[BatchEffect]:
+        """A caller's deadline passed, or it cancelled. ``hint``: what it may have missed."""
         member = self.waiting.pop(key, None)
         if member is None:
             return []
@@ -146,7 +146,7 @@ class Batch(Machine[Standing]):
             missing[side] = (*missing.get(side, ()), rank)
         what = "was cancelled" if cancelled else "ended at its deadline"
         text = f"register_tensors of batch {self.batch} by {member[0]} rank {member[1]} {what}"
-        text += f"; missing: {name_ranks(missing)}" if missing else "; all have come, planning had not ended"
+        text += f"; missing: {name_ranks(missing)}{hint}" if missing else "; all have come, planning had not ended"
         out: list[BatchEffect] = [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing))]
         return out + self._leave(member)
 

@@ -13,6 +13,7 @@ from etha.agent.chronicle import quietly
 from etha.agent.effects import Answer, CallKey, Fail, Member
 from etha.agent.evaluate import Evaluation
 from etha.agent.footing import footing, lost_since
+from etha.agent.hints import Hints
 from etha.agent.library import Library
 from etha.agent.links import Links
 from etha.agent.live import Field, Key, Live, Tensors
@@ -39,8 +40,18 @@ class Batches:
     """All registrations of this agent."""
 
     def __init__(
-        self, *, me: str, store: Store, links: Links, calls: Calls, pairs: Pairs, movers: Movers, spawn: Spawn
+        self,
+        *,
+        me: str,
+        store: Store,
+        links: Links,
+        calls: Calls,
+        pairs: Pairs,
+        movers: Movers,
+        spawn: Spawn,
+        hints: Hints,
     ) -> None:
+        self._hints = hints
         self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
         self._movers, self._spawn = movers, spawn
         self._library = Library(store)
@@ -173,12 +184,20 @@ class Batches:
         self._movers.break_up(live, error)
 
     def _ended(self, name: str, box: list[Live], key: CallKey, expired: bool) -> None:
+        if box and expired:
+            self._spawn(self._expire(box[0], key))
+            return
         if box:
-            self._perform(box[0], box[0].machine.expire(key, cancelled=not expired))
+            self._perform(box[0], box[0].machine.expire(key, cancelled=True))
             return
         what = "ended at its deadline" if expired else "was cancelled"
         text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
+
+    async def _expire(self, live: Live, key: CallKey) -> None:
+        """A deadline has passed: look for what this call may have missed, then end it, unless the batch stands."""
+        hint = await self._hints.of_batch(live.pairs[0], live.name) if live.machine.absent else ""
+        self._perform(live, live.machine.expire(key, cancelled=False, hint=hint))
 
     async def _enroll(
         self,

@@ -167,8 +167,8 @@ class Pair(Machine[Standing]):
             return []
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
-    def expire(self, key: CallKey, *, cancelled: bool) -> list[PairEffect]:
-        """The caller's deadline passed, or it cancelled: it leaves the rendezvous."""
+    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[PairEffect]:
+        """The caller's deadline passed, or it cancelled: it leaves. ``hint``: what it may have missed."""
         inside = key in self._inside
         asked = self._forget(key)
         if asked is None:
@@ -181,7 +181,7 @@ class Pair(Machine[Standing]):
             error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
         elif inside:
             missing = self.missing(asked)
-            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}", missing=missing)
+            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}{hint}", missing=missing)
         else:
             error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
@@ -196,6 +196,10 @@ class Pair(Machine[Standing]):
             how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.host})"
             out += self._break(reason, f"{side} rank {rank} {how}")
         return out
+
+    def waits_for_others(self, key: CallKey) -> bool:
+        """Whether this call has come to Redis, and somebody else has not."""
+        return key in self._inside and self.state is not Standing.FORMED
 
     def missing(self, asked: Asked) -> dict[str, tuple[int, ...]]:
         """Ranks that have not come; rank 0 stands for a side that nobody came from."""
@@ -218,9 +222,13 @@ class Pair(Machine[Standing]):
             return {}
         return {(s, r): h for s, side in self.view.sides.items() for r, h in side.members.items()}
 
-    def _who(self, missing: Mapping[str, tuple[int, ...]]) -> str:
+    def absent(self, missing: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Sides of which nobody has come."""
         sides = self.view.sides if self.view is not None else {}
-        alone = {side for side in missing if side not in sides or sides[side].world_size is None}
+        return {side for side in missing if side not in sides or sides[side].world_size is None}
+
+    def _who(self, missing: Mapping[str, tuple[int, ...]]) -> str:
+        alone = self.absent(missing)
         known = {side: ranks for side, ranks in missing.items() if side not in alone}
         return "; ".join([*([name_ranks(known)] if known else []), *(f"everybody of {side}" for side in sorted(alone))])
 

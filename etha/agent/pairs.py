@@ -11,6 +11,7 @@ from typing import Any
 
 from etha.agent.calls import Calls
 from etha.agent.effects import Answer, CallKey, Fail
+from etha.agent.hints import Hints
 from etha.agent.links import Links
 from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect, Sever
 from etha.agent.session import Seat, Session
@@ -48,7 +49,9 @@ class Pairs:
         sessions: Callable[[], Iterable[Session]],
         spawn: Spawn,
         broken: Callable[[str, int, PeerLostError], None],
+        hints: Hints,
     ) -> None:
+        self._hints = hints
         self._store, self._links, self._calls = store, links, calls
         self._sessions, self._spawn, self._broken = sessions, spawn, broken
         self._known: dict[str, _Known] = {}
@@ -119,8 +122,21 @@ class Pairs:
             self._perform(known, known.machine.depart(side, rank, session.holder, reason))
 
     def _ended(self, known: _Known, key: CallKey, expired: bool) -> None:
+        if expired and known.machine.waits_for_others(key):
+            self._spawn(self._expire(known, key))
+        else:
+            known.asked.pop(key, None)
+            self._perform(known, known.machine.expire(key, cancelled=not expired))
+
+    async def _expire(self, known: _Known, key: CallKey) -> None:
+        """A deadline has passed: look for what this call may have missed, then end it, unless it has been let in."""
+        if key not in known.asked:
+            return  # let in, or gone, before this began
+        asked = known.asked[key][1]
+        alone = known.machine.absent(known.machine.missing(asked))
+        hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
         known.asked.pop(key, None)
-        self._perform(known, known.machine.expire(key, cancelled=not expired))
+        self._perform(known, known.machine.expire(key, cancelled=False, hint=hint))
 
     def _perform(self, known: _Known, effects: list[PairEffect]) -> None:
         pair = known.machine.pair

@@ -23,6 +23,7 @@ from etha.agent.behind import Behind
 from etha.agent.calls import Calls
 from etha.agent.card import Card
 from etha.agent.dispatch import dispatch, show
+from etha.agent.hints import Hints
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.movers import Movers
@@ -95,6 +96,7 @@ class Agent:
         self.movers = Movers(
             store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, behind=behind
         )
+        hints = Hints(store, settings, redis)
         self.pairs = Pairs(
             store=store,
             links=self.links,
@@ -102,6 +104,7 @@ class Agent:
             sessions=lambda: tuple(self.sessions.values()),
             spawn=self.spawn,
             broken=lambda *broken: self.batches.broken(*broken),
+            hints=hints,
         )
         self.batches = Batches(
             me=self.id,
@@ -111,6 +114,7 @@ class Agent:
             pairs=self.pairs,
             movers=self.movers,
             spawn=self.spawn,
+            hints=hints,
         )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 
+from etha.config import NAME
 from etha.errors import ConfigError, ProtocolError
 from etha.store.connect import Client
 from etha.store.keys import REGISTRATION_LEASE
@@ -221,6 +222,23 @@ class Batches(Session):
                 found.append(view)
             else:
                 await self._prune(self.keys.batches, name, timeout)
+        return found
+
+    async def batch_names(self, pair: str, *, timeout: float | None = None) -> set[str]:
+        """Ids of all batches of a pair; of some the hash may be gone."""
+        names = await self._connection.call(
+            f"read {self.keys.batches}", lambda client: client.smembers(self.keys.batches), self._limit(timeout)
+        )
+        found = {name.removeprefix(f"{pair}/") for name in names if name.startswith(f"{pair}/")}
+        return {name for name in found if NAME.fullmatch(name)}
+
+    async def registering(self, pair: str, batch: str, *, timeout: float | None = None) -> dict[str, list[int]]:
+        """The ranks, by side, that wait for others to register this batch, too."""
+        view = await self.batch(pair, batch, timeout=timeout)
+        found: dict[str, list[int]] = {}
+        if view is not None and view.state == "registering":
+            for side, rank in (await self.roster(pair, batch, view.generation, timeout=timeout)).entries:
+                found.setdefault(side, []).append(rank)
         return found
 
     async def _write_batch(self, pair: str, batch: str, text: Mapping[str, str], timeout: float) -> None:

@@ -24,11 +24,6 @@ from etha.config import Settings, check_socket_path
 from etha.errors import ConfigError, RedisUnavailableError
 from etha.store import supervisor
 
-#: To be added to what is said when nobody of the other side comes and the embedded server is in use.
-ONE_HOST_ONLY = (
-    "the embedded Redis server serves this host only; if the other side runs on another host (or with another "
-    "runtime directory), set ETHA_REDIS_URL to one Redis for both"
-)
 #: Seconds without any agent after which the server leaves.
 GRACE = 60.0
 _START_LIMIT = 30.0
@@ -36,7 +31,7 @@ _START_LIMIT = 30.0
 
 def embedded_url(settings: Settings) -> str:
     """``unix://...`` of this runtime directory's server, whether it runs or not."""
-    return "unix://" + quote(str(_socket(settings)))
+    return "unix://" + quote(str(embedded_path(settings)))
 
 
 def find_binary() -> str:
@@ -68,7 +63,7 @@ async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = 
     runtime directory is not usable.
     """
     settings.ensure_runtime_dir()
-    path, url = _socket(settings), embedded_url(settings)
+    path, url = embedded_path(settings), embedded_url(settings)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     if await _answers(path, min(timeout / 2, 5.0)):
@@ -133,7 +128,8 @@ async def stop_embedded(settings: Settings, timeout: float) -> bool:
     return True
 
 
-def _socket(settings: Settings) -> Path:
+def embedded_path(settings: Settings) -> Path:
+    """Where the socket of this runtime directory's server lies, or would lie."""
     return check_socket_path(settings.runtime_dir / supervisor.SOCKET)
 
 

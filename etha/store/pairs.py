@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from etha.config import check_name
+from etha.config import NAME, check_name
 from etha.errors import ConfigError
 from etha.store.connect import Client, Refused
 from etha.store.process import alive
@@ -152,6 +152,13 @@ class Pairs(Session):
             else:
                 await self._prune(self.keys.pairs, name, timeout)
         return found
+
+    async def pair_names(self, *, timeout: float | None = None) -> set[str]:
+        """Names of all pairs of the namespace; of some the hash may be gone."""
+        names = await self._connection.call(
+            f"read {self.keys.pairs}", lambda client: client.smembers(self.keys.pairs), self._limit(timeout)
+        )
+        return {name for name in names if NAME.fullmatch(name)}
 
     def _known_epoch(self, pair: str) -> int:
         seen = [m.view.epoch for (name, _, _), m in self._owned.memberships.items() if name == pair and m.view]

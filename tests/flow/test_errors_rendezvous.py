@@ -61,7 +61,51 @@ async def test_init_pair_lists_who_is_missing_on_which_side(site: Site) -> None:
 async def test_init_pair_alone_names_the_side_of_which_nobody_came(site: Site) -> None:
     [error] = await missing(site, name(), trainer=2, inference=1, come=[("trainer", 0)])
     assert error.missing == {"trainer": (1,), "inference": (0,)}
-    assert error.message.endswith("missing: trainer rank 1; everybody of inference")
+    assert "missing: trainer rank 1; everybody of inference. Redis is " in error.message
+
+
+async def test_an_error_says_which_redis_was_used_and_what_to_set(runtime: Path) -> None:
+    async with etha.AsyncTensorBusClient(timeout=100) as client:
+        await client.status()
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            await client.init_pair("p", "a", "b", 1, rank=0, timeout=0.5)
+    told = caught.value.message
+    assert f"embedded server of host {socket.gethostname()} at {runtime}/redis.sock, namespace 'default'" in told
+    assert "set ETHA_REDIS_URL" in told and "TMPDIR" in told and "Other pairs" not in told
+
+
+async def test_a_wrong_pair_name_is_told_by_those_that_wait(site: Site) -> None:
+    one, other = f"{name()}-weights", f"{name()}-Weigths"
+    async with Sides(site, one) as here, Sides(site, other) as there:
+        waiting = asyncio.ensure_future(there.init(("inference", 0)))
+        try:
+            for _ in range(50):  # until the other's call has reached Redis
+                with pytest.raises(RendezvousTimeoutError) as caught:
+                    await here.init(("trainer", 0), timeout=0.3)
+                if other in caught.value.message:
+                    break
+            assert f"pair {other!r} of inference and trainer with inference rank 0" in caught.value.message
+            assert caught.value.missing == {"inference": (0,)}
+        finally:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+
+
+async def test_a_wrong_batch_name_is_told_by_those_that_wait(site: Site) -> None:
+    async with Sides(site, name()) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        here, there = sides.clients["trainer", 0], sides.clients["inference", 0]
+        waiting = asyncio.ensure_future(there.register_tensors("model", {"w": torch.zeros(2)}, pair_name=sides.pair))
+        try:
+            for _ in range(50):
+                with pytest.raises(RendezvousTimeoutError) as caught:
+                    await here.register_tensors("modell", {"w": torch.zeros(2)}, pair_name=sides.pair, timeout=0.3)
+                if "'model'" in caught.value.message:
+                    break
+            assert "batch 'model' of inference rank 0" in caught.value.message
+        finally:
+            waiting.cancel()
+            await asyncio.wait([waiting])
 
 
 async def test_who_gave_up_can_come_again(site: Site) -> None:
