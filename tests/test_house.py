@@ -83,7 +83,7 @@ PURE = {
     *(f"peer/{name}.py" for name in ("messages", "introductions", "wire", "tokens")),
     *(f"agent/{name}.py" for name in ("pair", "batch", "transfer", "effects", "machine", "coordinator", "roster")),
     *(f"agent/{name}.py" for name in ("standing", "bookings", "reservation", "doubt", "waiting", "verdict")),
-    *(f"agent/{name}.py" for name in ("evaluate", "evaluations", "products", "conflict")),
+    *(f"agent/{name}.py" for name in ("evaluate", "evaluations", "products", "ties", "conflict")),
     *(f"transport/{name}.py" for name in ("relays", "messages", "rounds")),
     "demo/report.py",
     "demo/options.py",

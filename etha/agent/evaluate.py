@@ -13,6 +13,7 @@ from math import prod
 from etha.agent.effects import Member
 from etha.agent.products import beyond, clashes, joined, parts_of
 from etha.agent.roster import Described, Manifest, Record
+from etha.agent.ties import double_writes
 from etha.bus.messages import Verify
 from etha.errors import LayoutError, Violation
 from etha.plan import (
@@ -87,8 +88,10 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
     violations: dict[str, tuple[Violation, ...]] = {}
     for source, target in ((first, second), (second, first)):
         names = {"source": source, "target": target}
+        here, there = joined(specs[source], specs[target], parts[source], parts[target])
         plan = build_agent_plan(
-            *joined(specs[source], specs[target], parts[source], parts[target]),
+            here,
+            there,
             source_hosts=where.hosts[source],
             target_hosts=where.hosts[target],
             source_agents=where.agents[source],
@@ -100,6 +103,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
             for v in plan.violations
             if not _follows(v, common, specs)
         ]
+        wrong += double_writes((source, members[source], here), (target, members[target], there), parts[target])
         violations[source] = tuple(dict.fromkeys(wrong))
         if not wrong:
             plans[source] = plan

@@ -63,6 +63,7 @@ class Library:
         told = (
             tuple((n, d.pair, d.dtype, d.layout.digest(), d.shape, d.local, d.of) for n, d in manifest.tensors.items()),
             manifest.refusals,
+            tuple(manifest.ties.items()),
         )
         found = self._published.pop(told, None)
         if found is None:

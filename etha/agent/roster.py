@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from etha.bus.messages import Refusal, Register, Verify
@@ -37,10 +37,18 @@ class Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tensors and refusals of one rank. ``local`` of a tensor is None where the layout tells it."""
+    """Tensors and refusals of one rank. ``local`` of a tensor is None where the layout tells it.
+
+    ``ties``: name of a tensor -> the first one that is the same memory.
+    """
 
     tensors: Mapping[str, Described]
     refusals: tuple[Refusal, ...]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    def region(self, name: str) -> str:
+        """What stands for the memory of a tensor: the first name that it has."""
+        return self.ties.get(name, name)
 
     @classmethod
     def of(cls, register: Register, rank: int) -> Manifest:
@@ -65,8 +73,10 @@ class Manifest:
                 local=None if entry.handle.shape == told[key] else entry.handle.shape,
                 of=entry.of,
             )
+        ties = {entry.name: entry.tied for entry in register.entries if entry.tied is not None}
         _check_parts(tensors)
-        return cls(tensors=tensors, refusals=register.refusals)
+        _check_ties(ties, tensors)
+        return cls(tensors=tensors, refusals=register.refusals, ties=ties)
 
     def layouts(self) -> dict[str, str]:
         """digest -> JSON of every layout that the fields refer to."""
@@ -74,7 +84,11 @@ class Manifest:
         return {digest: json.dumps(layout.to_plain(), separators=(",", ":")) for digest, layout in found.items()}
 
     def fields(self) -> dict[str, str]:
-        """The manifest as a hash: ``t:NAME`` -> [pair, dtype, layout, shape, local(, of)], ``r:I`` -> refusal."""
+        """The manifest as a hash.
+
+        ``t:NAME`` -> [pair, dtype, layout, shape, local(, of)], ``m:NAME`` -> the first name of the same memory,
+        ``r:I`` -> refusal.
+        """
         out = {
             f"t:{name}": json.dumps(
                 [d.pair, d.dtype, d.layout.digest(), d.shape, d.local, *([] if d.of is None else [d.of])],
@@ -82,6 +96,8 @@ class Manifest:
             )
             for name, d in self.tensors.items()
         }
+        for name, first in self.ties.items():
+            out[f"m:{name}"] = json.dumps(first)
         for i, r in enumerate(self.refusals):
             out[f"r:{i}"] = json.dumps([r.code, r.name, r.text, r.target_only], separators=(",", ":"))
         return out
@@ -91,6 +107,7 @@ class Manifest:
         """The inverse of ``fields``; ProtocolError names the field that is wrong."""
         tensors: dict[str, Described] = {}
         refusals: dict[int, Refusal] = {}
+        ties: dict[str, str] = {}
         for key, text in fields.items():
             kind, _, name = key.partition(":")
             match kind, _json(key, text):
@@ -103,12 +120,15 @@ class Manifest:
                         local=_shape(key, local),
                         of=of[0] if of else None,
                     )
+                case "m", str(first):
+                    ties[name] = first
                 case "r", [str(code), str(tensor), str(why), bool(target_only)] if name.isdecimal():
                     refusals[int(name)] = Refusal(code=code, name=tensor, text=why, target_only=target_only)
                 case _:
                     _wrong(key, text)
         _check_parts(tensors)
-        return cls(tensors=tensors, refusals=tuple(refusals[i] for i in sorted(refusals)))
+        _check_ties(ties, tensors)
+        return cls(tensors=tensors, refusals=tuple(refusals[i] for i in sorted(refusals)), ties=ties)
 
     @staticmethod
     def layout_digests(fields: Mapping[str, str]) -> set[str]:
@@ -208,6 +228,13 @@ def _check_parts(tensors: Mapping[str, Described]) -> None:
     for name, d in tensors.items():
         if d.of is not None and (d.of not in tensors or tensors[d.of].of is not None):
             raise ProtocolError(f"{name!r} is told to be a part of {d.of!r}, which is no tensor of its rank")
+
+
+def _check_ties(ties: Mapping[str, str], tensors: Mapping[str, Described]) -> None:
+    """ProtocolError for ties to what the rank does not register, or not to the first name of a memory."""
+    for name, first in ties.items():
+        if name not in tensors or first not in tensors or first in ties:
+            raise ProtocolError(f"{name!r} is told to be one memory with {first!r}, which is not its first name")
 
 
 def _size(value: Any) -> bool:

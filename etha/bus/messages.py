@@ -90,7 +90,8 @@ class Entry:
 
     ``shape`` is the global shape, None where only all ranks together tell it; ``layout`` indexes
     ``Register.layouts``, ``pair`` indexes ``Register.pairs``. ``of`` is the tensor of which this is one more
-    part, by a name of its own: a region may be a list of products.
+    part, by a name of its own: a region may be a list of products. ``tied`` is the first entry that is the
+    same elements of the same memory.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Entry:
     shape: tuple[int, ...] | None
     handle: TensorHandle
     of: str | None = None
+    tied: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

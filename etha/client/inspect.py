@@ -7,6 +7,7 @@ reports all of them at once and every rank of both sides hears it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ from etha.errors import ConfigError
 
 #: Steps that the exact overlap test of two strided views may take before we call them overlapping.
 _OVERLAP_WORK = 100_000
+#: Most elements whose places are listed where those steps do not suffice.
+_LISTED = 1 << 22
+
+#: Address, shape, strides and dtype.
+Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def check_tensor_name(name: str) -> str:
@@ -82,15 +88,52 @@ def refusals_of(name: str, tensor: Any, home: Home, unsharded: Mapping[int, str]
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory; False is proven, True is to be on the safe side."""
+    """Whether two elements share memory; True also where that takes too long to find out."""
     if tensor.is_contiguous():  # of a thousand tensors nearly all: one call instead of three
         return False
+    axes = sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1)
+    if not tensor.numel() or _nested(axes):
+        return False
+    return any(stride == 0 for stride, _ in axes) or _collide(axes)
+
+
+def _nested(axes: Sequence[tuple[int, int]]) -> bool:
+    """Whether each (stride, size), ascending, steps over all that the ones before it reach."""
     reach = 0
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+    for stride, size in axes:
         if stride <= reach:
-            return True
+            return False
         reach += stride * (size - 1)
+    return True
+
+
+def _collide(axes: Sequence[tuple[int, int]]) -> bool:
+    """Whether two different steps along these axes end at one place.
+
+    If so, one of them is ahead of the other along some axis: then what lies at least one step along it, and what lies
+    at its beginning, have a place in common.
+    """
+    try:
+        for i, (stride, size) in enumerate(axes):
+            others = [*axes[:i], *axes[i + 1 :]]
+            ahead = _Places(stride, [(stride, size - 1), *others])
+            work: Any = _OVERLAP_WORK
+            if np.shares_memory(np.asarray(ahead), np.asarray(_Places(0, others)), max_work=work):
+                return True
+    except np.exceptions.TooHardError:
+        if prod(size for _, size in axes) > _LISTED:
+            return True
+        places = np.zeros(1, np.int64)
+        for stride, size in axes:
+            places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+        return len(np.unique(places)) < len(places)
     return False
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    """Which elements of memory a tensor is, in which order; dims of one element have no stride that counts."""
+    strides = tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tuple(tensor.shape), strides, tensor.dtype
 
 
 def aliases(locals_: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Refusal]:
@@ -102,7 +145,7 @@ def aliases(locals_: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Refusal]:
         for start, _, other, peer in spans[i + 1 :]:
             if start >= end:
                 break
-            if _same_region(tensor, peer) or not _share_memory(tensor, peer):
+            if region_of(tensor) == region_of(peer) or not _share_memory(tensor, peer):
                 continue
             text = f"its memory overlaps that of {other!r}; a target may have two names only for the same region"
             yield Refusal(code="alias", name=name, text=text, target_only=True)
@@ -137,8 +180,17 @@ def _reach(tensor: torch.Tensor) -> int:
     return int((last + 1) * tensor.element_size())
 
 
-def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+class _Places:
+    """Bytes at these (stride, size), from ``first`` on, to numpy; nobody reads them."""
+
+    def __init__(self, first: int, axes: Sequence[tuple[int, int]]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (4096 + first, False),
+            "shape": tuple(size for _, size in axes),
+            "strides": tuple(stride for stride, _ in axes),
+            "typestr": "|u1",
+        }
 
 
 class _Bytes:

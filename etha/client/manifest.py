@@ -7,8 +7,8 @@ mapping by name; both become names here, so that the rest of Etha knows one form
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -18,10 +18,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
 from etha.client.homes import Home
-from etha.client.inspect import aliases, check_tensor_name, local_of, refusals_of, unsharded_parameters
+from etha.client.inspect import (
+    Region,
+    aliases,
+    check_tensor_name,
+    local_of,
+    refusals_of,
+    region_of,
+    unsharded_parameters,
+)
 from etha.client.place import Place
 from etha.client.products import Runs, check_region, parts_of
 from etha.errors import ConfigError, LayoutError
+from etha.memory.handles import fingerprint
 from etha.plan import Layout
 
 Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
@@ -87,6 +96,8 @@ class Item:
     shape: tuple[int, ...] | None
     #: The tensor of which this is one more part, each of them with a name of its own.
     of: str | None = None
+    #: The first item that is the same elements of the same memory.
+    tied: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +110,14 @@ class Manifest:
     refusals: tuple[Refusal, ...]
 
     def same_tensors(self, other: Manifest) -> bool:
-        """Whether both name the same memory under the same names and layouts."""
-        return (self.form, self.pairs, len(self.items)) == (other.form, other.pairs, len(other.items)) and all(
-            (a.name, a.pair, a.shape, a.layout, a.local.data_ptr(), a.local.shape, a.local.stride(), a.local.dtype)
-            == (b.name, b.pair, b.shape, b.layout, b.local.data_ptr(), b.local.shape, b.local.stride(), b.local.dtype)
-            for a, b in zip(self.items, other.items, strict=True)
-        )
+        """Whether both name the same memory under the same names and layouts; a mapping's order does not matter."""
+        return (self.form, self.pairs, self._named()) == (other.form, other.pairs, other._named())
+
+    def _named(self) -> dict[str, tuple[object, ...]]:
+        # A list's names are its positions.
+        return {
+            item.name: (item.pair, item.shape, item.layout, item.of, *fingerprint(item.local)) for item in self.items
+        }
 
 
 def build_manifest(
@@ -166,7 +179,15 @@ def build_manifest(
     if any(item.of is not None for item in items):
         _check_names([item.name for item in items])
     refusals += aliases([(item.name, item.local) for item in items])
-    return Manifest(form=form, pairs=used, items=tuple(items), refusals=tuple(refusals))
+    return Manifest(form=form, pairs=used, items=tuple(_tied(items)), refusals=tuple(refusals))
+
+
+def _tied(items: Sequence[Item]) -> Iterator[Item]:
+    """The items, those that are an earlier one's memory with its name."""
+    first: dict[Region, str] = {}
+    for item in items:
+        name = first.setdefault(region_of(item.local), item.name) if item.local.numel() else item.name
+        yield item if name == item.name else replace(item, tied=name)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ async def register(
             shape=item.shape,
             handle=handle,
             of=item.of,
+            tied=item.tied,
         )
         for item, handle in zip(manifest.items, handles, strict=True)
     )

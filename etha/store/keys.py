@@ -191,7 +191,11 @@ TABLE: tuple[KeyKind, ...] = (
         owner="the agents that registered it",
         lease=REGISTRATION_LEASE,
         kept=_WAITED,
-        fields={"NAME": "short JSON: one tensor's shape, dtype and layout digest"},
+        fields={
+            "t:NAME": "short JSON: one tensor's pair, dtype, layout digest, global and local shape",
+            "m:NAME": "the first name of the same memory, of a tensor that has several",
+            "r:NUMBER": "why a tensor cannot be moved",
+        },
         doc="What one or many ranks registered, stored once. `manifest:DIGEST:part:TOKEN` while being written.",
     ),
     KeyKind(

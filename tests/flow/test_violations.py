@@ -256,6 +256,67 @@ async def test_one_memory_under_two_names(site: Site) -> None:
         assert [r.seq for r in results.values()] == [1, 1]
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_names_tied_on_the_target_need_one_memory_on_the_source(site: Site, atomic: bool) -> None:
+    """Else the last copy would win, whichever that is; equal values in two places are two values."""
+    async with two_by_two(site) as sides:
+        await meet(sides)
+        tied, apart = torch.arange(4.0), torch.arange(4.0)
+        source = {"a": tied, "b": tied, "c": apart}
+
+        def given(names: str, *, only: int | None = None, cut: bool = False) -> Any:
+            """The target ties ``names`` (on rank ``only``); ``cut``: the source's second one lies apart on rank 1."""
+
+            def of(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
+                if side == "trainer":
+                    held = {name: source[name] for name in names}
+                    if cut and rank == 1:
+                        held[names[1]] = tied.clone()
+                    return held, {"direction": "send"}
+                own = torch.zeros(4)
+                return {n: own if only in (None, rank) else torch.zeros(4) for n in names}, {"atomic": atomic}
+
+            return of
+
+        for refused_ones, ranks in (
+            (given("ac"), (0, 1)),
+            (given("ac", only=1), (1,)),
+            (given("ab", cut=True), (0, 1)),
+        ):
+            found = refused(await sides.register("b", refused_ones))
+            assert {(v.code, v.side, v.rank) for v in found} == {("double_write", "inference", r) for r in ranks}
+            assert all("tie them on the source as well, or register one of them" in v.text for v in found)
+        handles = await sides.register("b", given("ab"))
+        await sides.move(handles)
+        for handle in handles.values():
+            await handle.close()
+
+
+async def test_names_tied_on_both_sides_must_be_cut_alike(site: Site) -> None:
+    """One memory cannot hold the upper rows of one name and the lower ones of the other, nor a matrix both ways."""
+    async with two_by_two(site) as sides:
+        await meet(sides)
+        tied = torch.arange(16.0).view(4, 4)
+        outs = {rank: torch.zeros(2, 4) for rank in (0, 1)}
+        upper, lower = [[(0, 2)], [(0, 4)]], [[(2, 4)], [(0, 4)]]
+
+        def given(second: Any, other: torch.Tensor) -> Any:
+            def of(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
+                shapes = {"shapes": {"a": (4, 4), "b": (4, 4)}}
+                if side == "trainer":
+                    return {"a": tied, "b": other}, {"direction": "send", **shapes}
+                return {"a": outs[rank], "b": outs[rank]}, {"regions": {"a": upper, "b": second}, **shapes}
+
+            return of
+
+        for different in (given(upper, tied.t()), given(lower, tied)):
+            found = refused(await sides.register("b", different))
+            assert {(v.code, v.rank) for v in found} == {("double_write", 0), ("double_write", 1)}
+        handles = await sides.register("b", given(upper, tied))
+        await sides.move(handles)
+        assert torch.equal(outs[0], tied[:2]) and torch.equal(outs[1], tied[:2])
+
+
 async def test_a_direction_is_proven_now_or_by_its_first_transfer(site: Site) -> None:
     async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])

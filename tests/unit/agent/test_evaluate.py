@@ -107,6 +107,45 @@ def test_nobody_asked_and_neither_works() -> None:
     }
 
 
+def tied(roster: Roster, *digests: str) -> Roster:
+    for digest in digests:
+        roster.manifests[digest] = replace(roster.manifests[digest], ties={"w": "v"})
+    return roster
+
+
+@pytest.mark.parametrize(
+    ("ties", "refused"),
+    [
+        ("t0 t1 i0 i1", {}),
+        ("t0 t1", {}),
+        ("t0 t1 i1", {}),
+        ("i0 i1", {0, 1}),
+        ("i1", {1}),
+        ("t0 i0 i1", {0, 1}),
+    ],
+)
+def test_names_tied_on_a_target_are_tied_on_every_rank_of_the_source(ties: str, refused: set[int]) -> None:
+    roster = Roster().sides({"v": tensor(), "w": tensor()}, {"v": tensor(), "w": tensor()}, t={"direction": "send"})
+    found = tied(roster, *ties.split()).evaluate()
+    assert codes(found.refused) == {("double_write", "w", "i", rank) for rank in refused}
+
+
+def test_an_empty_shard_is_tied_to_anything() -> None:
+    held = {"v": tensor(SHARDED, (1,)), "w": tensor(SHARDED, (1,))}
+    roster = Roster().sides(held, {"v": tensor(shape=(1,)), "w": tensor(shape=(1,))}, t={"direction": "send"})
+    assert not tied(roster, "t0", "i0", "i1").evaluate().refused
+
+
+def test_names_tied_on_both_sides_are_cut_alike() -> None:
+    other = tensor(Layout([1, 0], [Shard(0)]))
+    for source, target in ((other, tensor(SHARDED)), (tensor(SHARDED), other)):
+        roster = Roster().sides(
+            {"v": tensor(SHARDED), "w": source}, {"v": tensor(SHARDED), "w": target}, t={"direction": "send"}
+        )
+        found = tied(roster, "t0", "t1", "i0", "i1").evaluate()
+        assert codes(found.refused) == {("double_write", "w", "i", 0), ("double_write", "w", "i", 1)}
+
+
 def test_options_of_some_ranks_count_for_all() -> None:
     roster = Roster().sides({"w": tensor()}, {"w": tensor()})
     roster.rank("t", 1, given={"bucket_size": 1 << 20, "seq": 7}, w=tensor())

@@ -60,6 +60,18 @@ def test_a_manifest_survives_redis() -> None:
     assert manifest.tensors["v"].local == (2, 2)
 
 
+def test_ties_survive_redis_and_are_part_of_the_digest() -> None:
+    plain, tied = (Manifest.of(register(entry("v"), replace(entry("w"), tied=t)), 0) for t in (None, "v"))
+    assert through_redis(tied) == tied and tied.ties == {"w": "v"}
+    assert digest_of(plain.fields()) != digest_of(tied.fields())
+
+
+@pytest.mark.parametrize("first", ["nobody", "w"])
+def test_ties_to_what_is_no_first_name(first: str) -> None:
+    with pytest.raises(ProtocolError, match="which is not its first name"):
+        Manifest.of(register(entry("v"), replace(entry("w"), tied=first)), 0)
+
+
 def test_ranks_of_equal_shards_share_one_manifest() -> None:
     even = [Manifest.of(register(entry("w", 0, (6,), (3,))), rank) for rank in (0, 1)]
     assert digest_of(even[0].fields()) == digest_of(even[1].fields())

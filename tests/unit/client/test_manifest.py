@@ -68,6 +68,20 @@ def test_what_is_no_form_at_all() -> None:
         build({"w": torch.zeros(1)}, pairs=[pair(placements=None)], pair_name="p")
 
 
+def test_the_order_of_a_mapping_does_not_matter_but_a_lists_does() -> None:
+    v, w = torch.zeros(2), torch.zeros(2)
+    assert build({"v": v, "w": w}, pair_name="p").same_tensors(build({"w": w, "v": v}, pair_name="p"))
+    assert not build([(v, "p"), (w, "p")]).same_tensors(build([(w, "p"), (v, "p")]))
+
+
+def test_one_memory_under_several_names_is_told() -> None:
+    w, v = torch.zeros(2, 3), torch.zeros(2, 3)
+    found = build({"a": w, "v": v, "b": torch.nn.Parameter(w), "c": w[:, :2]}, pair_name="p")
+    assert {item.name: item.tied for item in found.items} == {"a": None, "v": None, "b": "a", "c": None}
+    empty = torch.zeros(0, 3)
+    assert all(item.tied is None for item in build({"a": empty, "b": empty}, pair_name="p").items)
+
+
 def test_the_same_tensors_again() -> None:
     w = torch.nn.Parameter(torch.zeros(4))
     first = build({"w": w}, pair_name="p")
