@@ -24,40 +24,74 @@ class Checkpoint:
         return load_file(self.path / "model.safetensors")
 
 
+#: One weight of each model is above 1 MiB: vLLM packs smaller ones in another way where a CPU has AMX.
+LARGE = 4224
+#: Of every family: what is not as in SIZES, by its own names; None: it knows no such thing.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "intermediate_size": LARGE}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_inner": LARGE, "n_positions": 256, "tie_word_embeddings": True},
+    ),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": LARGE, "word_embed_proj_dim": 128, "do_layer_norm_before": True, "tie_word_embeddings": True},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": True, "intermediate_size": LARGE, "sliding_window": 64}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}),
+    "falcon": (
+        "FalconConfig",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "tie_word_embeddings": True,
+            "ffn_hidden_size": LARGE,
+            "head_dim": None,
+        },
+    ),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    "starcoder2": ("Starcoder2Config", {"tie_word_embeddings": True, "intermediate_size": LARGE}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "intermediate_size": 128},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "tie_word_embeddings": False},
+    ),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
 def make(kind: str, path: Path, *, seed: int, **changes: Any) -> Checkpoint:
-    """A "qwen3", "llama" or "moe" of 2 layers in ``path``."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    """One of FAMILIES, of 2 layers, in ``path``."""
+    import transformers
 
     path.mkdir(parents=True, exist_ok=True)
     _tokenizer(path)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": kind == "qwen3",
-        **changes,
-    }
+    name, own = FAMILIES[kind]
+    ids = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
+    wanted = {**SIZES, **ids, **own, **changes}
+    config = getattr(transformers, name)(**{key: value for key, value in wanted.items() if value is not None})
     torch.manual_seed(seed)
-    if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
-    elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
-    else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-    model = model.to(torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():  # initial weights are so small that every prompt has one answer
             parameter.add_(torch.randn_like(parameter) * 0.1) if parameter.ndim == 1 else parameter.mul_(4)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.checkpoints import FAMILIES
 from tests.vllm.replicas import Replica, different, reference
 
 Checkpoints = Callable[[str, int], Path]
 Env = dict[str, str]
 
 
-@pytest.mark.parametrize("family", ["qwen3"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, logs: Path) -> None:
     versions = [checkpoints(family, seed) for seed in (0, 1)]
     fresh = [reference(version, env, logs / f"fresh{n}.log") for n, version in enumerate(versions)]

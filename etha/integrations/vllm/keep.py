@@ -74,6 +74,7 @@ class _Tensor:
     filled: Counter[str] = field(default_factory=Counter)
     plain: bool = True
     why: str | None = None
+    casts: set[tuple[str, torch.dtype, torch.dtype]] = field(default_factory=set)
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
         self.plain = False
@@ -85,6 +86,8 @@ class _Tensor:
             raise ValueError(f"a loader copies {tuple(seen.shape)} of it into {tuple(into.shape)}")
         self._note(trace)
         self.dtypes.add(into.dtype)
+        if lossy(seen.dtype, into.dtype):
+            self.casts.add((self.params.get(into.untyped_storage()._cdata, "(none)"), seen.dtype, into.dtype))
         param = self.params.get(into.untyped_storage()._cdata)
         if param is not None:
             self.filled[param] += into.numel()
@@ -92,6 +95,12 @@ class _Tensor:
             self.plain = False
             return
         self.copies.append(Copy(trace, param, int(into.storage_offset()), tuple(into.shape), into.stride()))
+
+    def change(self) -> torch.Tensor:
+        self.plain = False
+        self.why = "its loader writes into it"
+        self.region = whole(self.meta.shape)
+        return torch.empty(self.meta.shape, dtype=self.meta.dtype)
 
     def _note(self, trace: Trace | None) -> None:
         if trace is None:
@@ -113,6 +122,11 @@ class _Tensor:
         return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=self.why)
 
 
+def lossy(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``copy_`` makes other numbers of ``source``'s: integers and float8 want a scale, and it gives none."""
+    return source != target and (not target.is_floating_point or target.itemsize == 1)
+
+
 def _fits(small: torch.Size, large: torch.Size) -> bool:
     try:
         return bool(torch.broadcast_shapes(small, large) == large)  # type: ignore[no-untyped-call]
@@ -125,13 +139,17 @@ class Recorded:
     """What a load keeps: ``kept`` by checkpoint name, and what it leaves of the parameters.
 
     ``refused``: tensors that the loaders do not take, whatever they hold, with their error. ``partial``: parameters
-    of which only a part was written; ``unfilled``: nothing.
+    of which only a part was written; ``unfilled``: nothing. ``writes``: how often each parameter is written to, where
+    no tensor is received whole for want of a record. ``casts``: parameters, with the dtypes from and to, that are
+    filled by a copy that loses what the numbers mean.
     """
 
     kept: dict[str, Kept]
     refused: dict[str, str]
     partial: list[str]
     unfilled: list[str]
+    writes: Mapping[str, int]
+    casts: list[tuple[str, torch.dtype, torch.dtype]]
 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -157,7 +175,8 @@ class Recording:
             taps = {meta.name: _Tensor(meta, self._names) for meta in rest}
             handed: list[Meta] = []
             try:
-                worked = self._load(taps.values(), load, handed)
+                dry = self._load(taps.values(), load, handed)
+                worked = dry.worked
                 break
             except Exception:
                 at = self._fault(rest, handed, load)
@@ -179,7 +198,9 @@ class Recording:
         complete = {name for name, n in self._numel.items() if filled[name] >= n} | worked
         partial = sorted(name for name in filled if name not in complete)
         unfilled = sorted(name for name in self._numel if name not in complete and name not in filled)
-        return Recorded(kept=kept, refused=refused, partial=partial, unfilled=unfilled)
+        casts = sorted({*dry.casts, *(cast for tap in taps.values() for cast in tap.casts)}, key=str)
+        writes = {} if odd else dict(dry.writes)
+        return Recorded(kept=kept, refused=refused, partial=partial, unfilled=unfilled, writes=writes, casts=casts)
 
     def _fault(self, rest: list[Meta], handed: list[Meta], load: Load) -> Meta | None:
         """The tensor at which a load of all failed: the last that it asked for, unless it had asked for all of them."""
@@ -205,8 +226,8 @@ class Recording:
             return True
         return False
 
-    def _load(self, taps: Iterable[_Tensor], load: Load, handed: list[Meta]) -> set[str]:
-        """Load stand-ins; the parameters into which the loaders wrote anything but a ``copy_`` of these."""
+    def _load(self, taps: Iterable[_Tensor], load: Load, handed: list[Meta]) -> _Dry:
+        """Load stand-ins."""
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for tap in taps:
@@ -216,23 +237,27 @@ class Recording:
         dry = _Dry(self._names)
         with torch.no_grad(), dry:
             load(tensors())
-        return dry.worked
+        return dry
 
 
 class _Dry(TorchDispatchMode):
-    """Lets nothing write into the parameters that are there for real, and notes who is written to (``worked``).
+    """Lets nothing write into the parameters that are there for real, and notes who is written to.
 
-    Loaders fill paddings, set scalars, and turn what they loaded into something else, in place.
+    ``writes``: how often. ``worked``: by anything but a ``copy_`` of a stand-in: loaders fill paddings, set scalars,
+    and turn what they loaded into something else, in place.
     """
 
     def __init__(self, params: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._params = params
         self.worked: set[str] = set()
+        self.writes: Counter[str] = Counter()
+        self.casts: set[tuple[str, torch.dtype, torch.dtype]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and isinstance(args[1], StandIn):
+        if func is aten.copy_.default and isinstance(args[1], StandIn) and not isinstance(args[0], StandIn):
+            self._note(args[0])
             return func(*args, **kwargs)  # its tap notes it, and writes nothing
         for number, argument in enumerate(func._schema.arguments[: len(args)]):
             into = args[number]
@@ -241,9 +266,17 @@ class _Dry(TorchDispatchMode):
             param = None if isinstance(into, StandIn) else self._params.get(into.untyped_storage()._cdata)
             if param is not None and into.numel():
                 self.worked.add(param)
+                self.writes[param] += 1
+                if func is aten.copy_.default and lossy(args[1].dtype, into.dtype):
+                    self.casts.add((param, args[1].dtype, into.dtype))
                 if into.device.type != "meta":
                     return into
         return func(*args, **kwargs)
+
+    def _note(self, into: torch.Tensor) -> None:
+        param = self._params.get(into.untyped_storage()._cdata)
+        if param is not None and into.numel():
+            self.writes[param] += 1
 
 
 def nothing(kept: Kept) -> bool:

@@ -1,53 +1,346 @@
-"""A vLLM model as its loaders expect it, although its weights were processed long ago; vLLM's layerwise reload.
+"""A vLLM model as its loaders expect it, although its weights were processed long ago, and a reload of it.
 
 While a model serves, its parameters may be packed, fused or gone. vLLM can put them back as they were created, on
-the meta device, run its loaders, process each layer as it is full, and copy the result to where the live one lies.
+the meta device. Its loaders then fill them as in a first load (filling.py); as soon as a module has all that a load
+writes to it, it is processed and the result is copied to where the live one lies. vLLM's own layerwise reload does the
+latter, too, but it counts and keeps what goes through ``weight_loader`` of a parameter and loses what does not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from etha.errors import ConfigError, TransferError
+from etha.integrations.vllm.filling import Filling, Place
 from etha.integrations.vllm.keep import Meta, Recorded, Recording
 
-#: Warns of every layer that nothing was loaded into: all of them in a recording, tied and computed ones in a reload.
+Weights = Iterable[tuple[str, torch.Tensor]]
+#: Warns of every layer that nothing was loaded into: all of them, for here layers are filled in another way.
 _NOISE = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+#: Leave a parameter as it was loaded, or empty where they have packed it.
+_KEEPS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> Recorded:
     """What this worker's model keeps of each checkpoint tensor; the model serves on as before."""
     with _created(model, model_config):
-        return Recording(dict(model.named_parameters()), device).of(metas, _loader(model))
+        return Recording({place.name: place.seen for place in _places(model)}, device).of(metas, _loader(model))
 
 
-def reload(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load ``weights`` by checkpoint names into the live model, layer by layer; other layers stay as they are."""
-    with _packed_again(model), _quiet():
-        initialize_layerwise_reload(model)
-        try:
-            _loader(model)(weights)
-        finally:
-            finalize_layerwise_reload(model, model_config)
+class Reload:
+    """Brings checkpoint tensors into the live ``model``, a module at a time; modules that they do not reach stay.
 
-
-def repack(model: nn.Module) -> None:
-    """Pack anew what is computed with beside a parameter that was written.
-
-    On a CPU vLLM's embeddings and heads keep the parameter and a packed copy of it, which a reload makes anew only
-    where tensors were loaded under the module's own name. A head that is tied to the embeddings has none.
+    ``rehearse`` first, with tensors of the same names, shapes and dtypes: it changes nothing, finds out how often a
+    load writes to each parameter, and refuses what ``run`` could not bring in whole.
     """
-    for module in model.modules():
-        weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
-        if hasattr(module, "cpu_linear") and isinstance(weight, torch.Tensor) and weight.numel():
-            cast(Any, method).process_weights_after_loading(module)
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._due: dict[str, int] = {}
+        self._whole: set[str] = set()
+        self._twins = _twins(model)
+        #: Parameters of which the rest stays what the engine holds.
+        self.partial: list[str] = []
+
+    def rehearse(self, weights: Weights, due: Mapping[str, int]) -> None:
+        """ConfigError, naming the parameter, for what cannot be brought in whole; ``due`` are writes known before."""
+        with _created(self._model, self._config):
+            places = _places(self._model)
+            for place in places:
+                place.due = due.get(place.name)
+            filling = _Filling(places, self._device)
+            with torch.no_grad(), filling:
+                _loader(self._model)(self._forgetting(weights, places))
+            filled = [place for place in places if place.writes]
+            self._refuse_casts(filling)
+            for place in filled:
+                self._due[place.name] = place.writes
+                if place.covered() >= getattr(place.seen, "weight_loader_numel", place.seen.numel()):
+                    self._whole.add(place.name)
+                place.memory = None
+            modules = {place.module for place in filled}
+            self._refuse_parts([place for place in places if place.module in modules])
+        self._refuse_ties(filled)
+
+    def _forgetting(self, weights: Weights, places: list[Place]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights; memory of modules that are full is given back before the next one."""
+        for pair in weights:
+            yield pair
+            for place in places:
+                if place.memory is not None and place.due is not None and place.writes >= place.due:
+                    place.memory = None
+
+    def _refuse_casts(self, filling: Filling) -> None:
+        for name, source, target in sorted(filling.casts, key=str):
+            raise ConfigError(cast_refused(name, source, target))
+
+    def _refuse_parts(self, places: list[Place]) -> None:
+        """Modules that get a part of what they are made of, where what is packed cannot be read back."""
+        for place in places:
+            if place.name in self._whole or not place.seen.numel() or place.leaf in SKIP_TENSORS - {"bias"}:
+                continue
+            if isinstance(place.seen, nn.Parameter) and not _readable(place):
+                raise ConfigError(
+                    f"the trainer's tensors fill {place.covered()} of {place.seen.numel()} elements of the engine's "
+                    f"{place.name!r}, which it holds packed and cannot read back: send all tensors that the module "
+                    f"{type(place.module).__name__} is made of, or none of them"
+                )
+            if place.writes:
+                self.partial.append(place.name)
+
+    def _refuse_ties(self, filled: list[Place]) -> None:
+        """Two parameters that are one memory in the engine, and are both sent."""
+        owners: dict[int, str] = {}
+        for place in filled:
+            live = place.module._parameters.get(place.leaf)
+            if live is None or not live.numel():
+                continue
+            other = owners.setdefault(live.untyped_storage()._cdata, place.name)
+            if other != place.name:
+                raise ConfigError(
+                    f"the engine holds {other!r} and {place.name!r} as one tied memory, and the trainer sends both: "
+                    f"leave one of them out (EthaSource), or start the engine with a configuration that does not tie"
+                )
+
+    def run(self, weights: Weights) -> None:
+        """Load ``weights``; TransferError where the loaders did something else than in the rehearsal.
+
+        The model is then of two versions.
+        """
+        done: set[nn.Module] = set()
+        with _created(self._model, self._config):
+            places = _places(self._model)
+            open_: dict[nn.Module, list[Place]] = {}
+            for place in places:
+                place.due = self._due.get(place.name, 0)
+                open_.setdefault(place.module, []).append(place)
+            open_ = {module: own for module, own in open_.items() if any(place.due for place in own)}
+            filling = _Filling(places, self._device, self._whole)
+
+            def finish_full() -> None:
+                for module in [m for m, own in open_.items() if all(p.writes == p.due for p in own)]:
+                    with filling.off():
+                        self._finish(module, open_.pop(module))
+                    done.add(module)
+
+            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+                for pair in weights:
+                    yield pair
+                    finish_full()
+
+            with torch.no_grad(), filling:
+                _loader(self._model)(tensors())
+                finish_full()
+            wrong = sorted(place.name for place in places if place.writes != place.due)
+            if wrong or filling.late:
+                raise TransferError(
+                    f"the engine's loaders did not do what they did when the trainer was met: {len(wrong)} parameters, "
+                    f"{(wrong or sorted(filling.late))[0]!r} first, are not those of the version that was received; "
+                    f"the model is of two versions until it has received one whole: restart the engine, or send again"
+                )
+        self._tied(done)
+
+    @torch.no_grad()
+    def _finish(self, module: nn.Module, places: list[Place]) -> None:
+        """Process what was loaded into ``module`` and copy it to where the live one lies, as vLLM's reload does."""
+        info: Any = get_layerwise_info(module)
+        parameters: dict[str, Any] = info.kernel_tensors[0]
+        buffers: dict[str, Any] = info.kernel_tensors[1]
+        for place in places:
+            place.closed = True
+            for twin in self._twins.get((id(module), place.leaf), ()):
+                if place.memory is not None:
+                    twin.copy_(place.memory.view_as(twin))
+        if is_deferred_attention_layer(module):  # the end of the reload processes them
+            for place in places:
+                live = _live(place)
+                if place.memory is not None and live is not None:
+                    live.data.copy_(place.memory)
+                place.memory = None
+            return
+        for place in places:
+            live = _live(place)
+            if place.seen.device.type != "meta":  # vLLM leaves it where it is
+                if place.memory is not None:
+                    place.seen.data.copy_(place.memory)
+            elif place.memory is not None:
+                setattr(module, place.leaf, place.memory)
+            elif isinstance(place.seen, nn.Parameter):
+                setattr(module, place.leaf, _memory(place, live))
+            elif live is not None:
+                setattr(module, place.leaf, live)
+            place.memory = None
+        for name, tensor in get_layer_tensors(module).items():
+            if tensor.is_meta and name not in SKIP_TENSORS:  # of no elements
+                setattr(module, name, torch.empty_like(tensor, device=self._device))
+        _process(module)
+        for name, live in (*parameters.items(), *buffers.items()):
+            new = getattr(module, name, None)
+            if isinstance(new, torch.Tensor) and new is not live and new.device.type != "meta":
+                if new.shape != live.shape:
+                    raise TransferError(
+                        f"{name!r} of {type(module).__name__} has shape {tuple(live.shape)} in the engine and "
+                        f"{tuple(new.shape)} after a reload: restart the engine"
+                    )
+                live.data.copy_(new)
+        _place_kernel_tensors(module, info)
+        info.reset()
+
+    @torch.no_grad()
+    def _tied(self, done: set[nn.Module]) -> None:
+        """Process modules that nothing was loaded into, but whose parameter is that of one that something was.
+
+        On a CPU vLLM's embeddings and heads keep the parameter and a packed copy of it, and compute with the copy.
+        """
+        written = {p.untyped_storage()._cdata for module in done for p in module.parameters(recurse=False) if p.numel()}
+        for module in self._model.modules():
+            own = [p for p in module.parameters(recurse=False) if p.numel()]
+            if module not in done and any(p.untyped_storage()._cdata in written for p in own):
+                _process(module)
+
+
+class _Filling(Filling):  # type: ignore[no-untyped-call]
+    """Memory of a place: undefined where all of it will be written, else what the engine holds."""
+
+    def __init__(self, places: Iterable[Place], device: torch.device, whole: set[str] | None = None) -> None:
+        super().__init__(places, device)
+        self._whole = whole
+
+    def make(self, place: Place) -> torch.Tensor:
+        return _memory(place, None if self._whole is None or place.name in self._whole else _live(place))
+
+
+def _live(place: Place) -> torch.Tensor | None:
+    """The tensor that the engine computes with, while its module is as it was created."""
+    info: Any = get_layerwise_info(place.module)
+    for tensors in info.kernel_tensors or ():
+        if place.leaf in tensors:
+            found: torch.Tensor = tensors[place.leaf]
+            return found
+    return None
+
+
+def _memory(place: Place, live: torch.Tensor | None) -> torch.Tensor:
+    """Memory for ``place``, with what ``live`` holds where it holds the same."""
+    if place.seen.device.type != "meta":
+        made = place.seen.detach().clone()
+    else:
+        info: Any = get_layerwise_info(place.module)
+        with info.restore_device:
+            made = materialize_meta_tensor(place.seen)  # of the parameter's class, with its attributes
+    if live is not None and live.shape == made.shape:
+        made.data.copy_(live)
+    elif live is not None:
+        made.data.zero_()
+    return made
+
+
+def cast_refused(name: str, source: torch.dtype, target: torch.dtype) -> str:
+    """Why a tensor of ``source`` cannot go into ``name``."""
+    return (
+        f"the engine's parameter {name!r} is {target} and would be filled from {source} by a plain copy, without a "
+        f"scale: this backend brings weights into unquantized engines only; start the engine without quantization"
+    )
+
+
+def _process(module: Any) -> None:
+    """What vLLM does with a module once it is loaded: quantize, pack, shuffle."""
+    if hasattr(module, "_already_called_process_weights_after_loading"):
+        del module._already_called_process_weights_after_loading
+    method: Any = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return
+    with _packed_again(module, method):
+        method.process_weights_after_loading(module)
+    if hasattr(module, "update_param_tp_status"):
+        module.update_param_tp_status()
+
+
+@contextmanager
+def _packed_again(module: nn.Module, method: Any) -> Iterator[None]:
+    """Experts on a CPU pack their weights only while they have no kernel, so that vLLM 0.32's own reload leaves what
+    was loaded unpacked, and their answers wrong: they get a new kernel with every version.
+    """
+    kernel: Any = getattr(method, "moe_kernel", None)
+    if kernel is None or any(p.device.type != "cpu" for p in module.parameters()):
+        yield
+        return
+    method.moe_kernel = None
+    try:
+        yield
+    finally:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+
+
+def _places(model: nn.Module) -> list[Place]:
+    """Every parameter and buffer, each memory once; of the module that has it first."""
+    found: dict[int, Place] = {}
+    for prefix, module in model.named_modules():
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or not tensor.numel():
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            key = tensor.untyped_storage()._cdata
+            found.setdefault(key, Place(name=name, module=module, leaf=leaf, seen=tensor))
+    return list(found.values())
+
+
+def _readable(place: Place) -> bool:
+    """Whether the engine holds the parameter as it was loaded."""
+    live = _live(place)
+    if live is None or live.shape != place.seen.shape or live.dtype != place.seen.dtype:
+        return False
+    if hasattr(place.module, "_cpu_unpacked_conv_weight"):
+        return False
+    method: Any = getattr(place.module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase) or isinstance(method, _KEEPS):
+        return True
+    return type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading
+
+
+def _twins(model: nn.Module) -> dict[tuple[int, str], list[torch.Tensor]]:
+    """Buffers that were views of a parameter when the model was made, and are not any more: packing has moved it.
+
+    By module and name of the parameter, which is told by its shape. Mamba's convolutions compute with such a buffer.
+    """
+    found: dict[tuple[int, str], list[torch.Tensor]] = {}
+    live = {p.untyped_storage()._cdata for p in model.parameters() if p.numel()}
+    for prefix, module in model.named_modules():
+        made: Any = get_layerwise_info(module).restore_metadata[1]
+        for leaf in sorted(module._non_persistent_buffers_set - set(made) - SKIP_TENSORS):
+            twin = module._buffers.get(leaf)
+            if twin is None or not twin.numel() or twin.untyped_storage()._cdata in live:
+                continue
+            alike = [
+                (id(owner), name)
+                for owner in module.modules()
+                for name, tensor in get_layerwise_info(owner).restore_metadata[0].items()
+                if tensor.numel() == twin.numel() and tensor.dtype == twin.dtype
+            ]
+            if len(alike) > 1:
+                raise ConfigError(
+                    f"buffer {leaf!r} of {prefix!r} ({type(module).__name__}) was a view of one of {len(alike)} "
+                    f"parameters of its size, and it cannot be told which: this model is not supported"
+                )
+            for key in alike:
+                found.setdefault(key, []).append(twin)
+    return found
 
 
 def _loader(model: Any) -> Any:
@@ -72,26 +365,6 @@ def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
     finally:
         with _quiet():
             finalize_layerwise_reload(model, model_config)
-
-
-@contextmanager
-def _packed_again(model: nn.Module) -> Iterator[None]:
-    """Experts on a CPU pack their weights only while they have no kernel, so that vLLM 0.32's own reload leaves what
-    was loaded unpacked, and their answers wrong: they get a new kernel with every version.
-    """
-    kernels = []
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
-        if kernel is not None and all(p.device.type == "cpu" for p in module.parameters()):
-            kernels.append((method, kernel))
-            method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in kernels:
-            if method.moe_kernel is None:  # nothing was loaded into it
-                method.moe_kernel = kernel
 
 
 @contextmanager

@@ -14,18 +14,22 @@ from etha.errors import ConfigError
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
 from etha.integrations.vllm.keep import Kept, Meta, nothing
-from etha.integrations.vllm.loading import record, reload, repack
+from etha.integrations.vllm.loading import Reload, cast_refused, record
+from etha.integrations.vllm.quantized import refuse_quantized
 from etha.integrations.vllm.standin import StandIn
 from etha.integrations.vllm.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Replay:
     """The tap of a stand-in whose bytes have come."""
 
     cut: Cut
+    changed: torch.Tensor | None = None
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        if self.changed is not None:
+            return self.changed.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
         if trace is None:  # such a read keeps the whole tensor
             return self.cut.dense.as_strided(
                 seen.shape, seen.stride(), self.cut.dense.storage_offset() + int(seen.storage_offset())
@@ -34,6 +38,11 @@ class _Replay:
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
         into.copy_(self.read(trace, seen))
+
+    def change(self) -> torch.Tensor:
+        if self.changed is None:
+            self.changed = self.cut.dense.clone()
+        return self.changed
 
 
 class Received:
@@ -54,6 +63,7 @@ class Received:
         atomic: bool,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
+        refuse_quantized(model, model_config)
         live = {name for name, _ in model.named_parameters()}  # before: tied ones are several while they are created
         recorded = record(model, model_config, metas, device)
         if recorded.refused:
@@ -62,13 +72,20 @@ class Received:
                 f"the engine's model does not take {len(recorded.refused)} of the trainer's {len(metas)} tensors, "
                 f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
             )
+        for cast in recorded.casts:
+            raise ConfigError(cast_refused(*cast))
         self.kept = recorded.kept
-        self._partial = recorded.partial
         self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._live = live_views(model, self.kept) if direct else {}
         self._written = {} if atomic else self._live
         #: Whether bytes go into live parameters while they come.
         self.in_place = bool(self._written)
+        self._reload = Reload(model, model_config, device)
+        rest = self._rest()
+        if rest:
+            blank = (self._stand_in(item, torch.empty(item.shape, dtype=item.dtype, device=device)) for item in rest)
+            self._reload.rehearse(blank, recorded.writes)
+        self._partial = self._reload.partial
         self.tensors = {name: self._room(item) for name, item in self.kept.items()}
         self.regions = {name: item.region for name, item in self.kept.items()}
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
@@ -80,18 +97,21 @@ class Received:
             return mapped(item.shape, dtype=item.dtype)
         return torch.empty(item.shape, dtype=item.dtype, device=self._device)
 
+    def _rest(self) -> list[Kept]:
+        """What goes through loaders."""
+        return [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
+
     def apply(self) -> None:
         """Bring what was received into the live model; between two steps of the engine."""
         for name, view in self._live.items():
             if name not in self._written:
                 view.copy_(self.tensors[name])
-        rest = [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
+        rest = self._rest()
         if rest:
-            reload(self._model, self._config, (self._stand_in(item) for item in rest))
-        repack(self._model)
+            self._reload.run(self._stand_in(item, self.tensors[item.meta.name]) for item in rest)
 
-    def _stand_in(self, item: Kept) -> tuple[str, torch.Tensor]:
-        tap = _Replay(Cut(self.tensors[item.meta.name], item.region))
+    def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
+        tap = _Replay(Cut(dense, item.region))
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 
     def report(self) -> Mapping[str, Any]:

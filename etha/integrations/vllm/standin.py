@@ -29,6 +29,10 @@ class Tap(Protocol):
         """``into.copy_`` of the view."""
         ...
 
+    def change(self) -> torch.Tensor:
+        """The whole tensor, contiguous, for a loader that writes into it; what is read later is read from there."""
+        ...
+
 
 class StandIn(torch.Tensor):
     """A tensor of ``shape`` and ``dtype`` on ``device`` whose reads go through ``tap``."""
@@ -79,6 +83,13 @@ class StandIn(torch.Tensor):
         if func is aten._to_copy.default and isinstance(args[0], cls) and _same_kind(args[0], kwargs):
             found = args[0]._read()
             return func(found, *args[1:], **{**kwargs, "device": found.device})
+        if isinstance(args[0], cls) and _writes(func):
+            source = args[0]
+            changed = source._tap.change()
+            mine = changed.as_strided(source.shape, source.stride(), int(source._seen.storage_offset()))
+            args, kwargs = tree_map(lambda t: t._read() if isinstance(t, cls) else t, (args[1:], kwargs))
+            func(mine, *args, **kwargs)
+            return source
         args, kwargs = tree_map(lambda t: t._read() if isinstance(t, cls) else t, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -91,6 +102,15 @@ class StandIn(torch.Tensor):
 
 
 def _same_kind(tensor: StandIn, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy is asked for to the device that the stand-in says it is on: then it stays where its bytes are."""
+    """Whether a copy is asked for to the device that the stand-in says it is on: then it stays where its bytes are.
+
+    So it does for a loader that wants it where its parameter is, and that is on meta.
+    """
     device = kwargs.get("device")
-    return device is None or torch.device(device).type == tensor.device.type
+    return device is None or torch.device(device).type in (tensor.device.type, "meta")
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation changes its first argument."""
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return first is not None and bool(first.is_write)

@@ -7,8 +7,9 @@ each is an offset, sizes and strides over the contiguous original, and walks eve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -139,3 +140,28 @@ def empty(region: Region) -> bool:
 def shape_of(region: Region) -> tuple[int, ...]:
     """Shape of a tensor that holds the region densely."""
     return tuple(sum(stop - start for start, stop in runs) for runs in region)
+
+
+def area(regions: Iterable[Region]) -> int:
+    """How many elements lie in one of the regions or more."""
+    rest: dict[tuple[tuple[int, int], ...], set[Region]] = {}
+    for region in regions:
+        if not region:
+            return 1
+        rest.setdefault(region[0], set()).add(region[1:])
+    if not rest:
+        return 0
+    runs = sorted((start, stop, key) for key in rest for start, stop in key)
+    total, open_, at = 0, [], 0
+    edges = sorted({edge for start, stop, _ in runs for edge in (start, stop)})
+    known: dict[frozenset[Region], int] = {}
+    for low, high in pairwise(edges):
+        while at < len(runs) and runs[at][0] <= low:
+            open_.append(runs[at])
+            at += 1
+        open_ = [run for run in open_ if run[1] > low]
+        inner = frozenset(region for _, _, key in open_ for region in rest[key])
+        if inner not in known:
+            known[inner] = area(inner)
+        total += (high - low) * known[inner]
+    return total

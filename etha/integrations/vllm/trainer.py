@@ -28,7 +28,7 @@ from etha.client import portal
 from etha.client.place import Place
 from etha.client.results import Pair
 from etha.config import LaunchEnv
-from etha.errors import ConfigError, EthaError, PeerLostError
+from etha.errors import ConfigError, EthaError, PeerLostError, TransferError
 from etha.integrations.vllm.control import Control, Pause, told, unreachable
 from etha.integrations.vllm.source import EthaSource
 
@@ -86,6 +86,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         )
         self._portal: portal.Portal | None = portal.enter(self)
         self._pair: Pair | None = None
+        # Whether the model of the engine may be of two versions: then nothing may be computed with it.
+        self._torn = False
 
     @classmethod
     def trainer_init(
@@ -195,8 +197,9 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         try:
             result = await self._bring_in(version)
         except BaseException:
-            with suppress(Exception):  # what failed first is what is told
-                await asyncio.to_thread(self._control.resume)
+            if not self._torn:
+                with suppress(Exception):  # what failed first is what is told
+                    await asyncio.to_thread(self._control.resume)
             raise
         await asyncio.to_thread(self._control.resume)
         return result
@@ -214,8 +217,22 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         if not live:
             await asyncio.to_thread(self._control.pause)
         await asyncio.to_thread(told, self.client.update_weights, {})
-        await asyncio.to_thread(told, self.client.finish_weight_update, str(result.seq if version is None else version))
+        await self._finish(str(result.seq if version is None else version))
         return result
+
+    async def _finish(self, version: str) -> None:
+        try:
+            await asyncio.to_thread(told, self.client.finish_weight_update, version)
+        except Exception as error:
+            if unreachable(error):
+                raise
+            self._torn = True
+            raise TransferError(
+                f"pair {self._info.pair!r}: the engine has received version {version} and could not bring it into "
+                f"its model: {error}; it stays paused until it has taken a version whole (pause=None: see to it)",
+                torn=True,
+            ) from error
+        self._torn = False
 
     async def _start(self) -> None:
         try:
