@@ -7,6 +7,7 @@ fails on all workers would so be "confirmed" by the update before it ever after.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -27,8 +28,11 @@ class _Queue:
         return answer
 
 
-def read_all_answers(executor: Any) -> None:
-    """Mend ``collective_rpc`` of an executor class; once, and only what has the shape that is known to need it."""
+def read_all_answers(executor: Any, wanted: Callable[[Any], bool]) -> None:
+    """Mend ``collective_rpc`` of those executors of a class that ``wanted`` says so of, when they are called.
+
+    Once, and only what has the shape that is known to need it.
+    """
     asked = executor.collective_rpc
     if hasattr(asked, "__wrapped__"):
         return
@@ -38,7 +42,7 @@ def read_all_answers(executor: Any) -> None:
         queues = getattr(self, "response_mqs", None)
         one = kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None
         # A worker that has not answered in time may do so later: nothing can be said of such a call.
-        if one or timeout is not None or not isinstance(queues, list) or len(args) > 2:
+        if not wanted(self) or one or timeout is not None or not isinstance(queues, list) or len(args) > 2:
             return asked(self, method, timeout, *args, **kwargs)
         counted = [_Queue(queue) for queue in queues]
         self.response_mqs = counted

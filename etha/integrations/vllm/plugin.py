@@ -1,22 +1,67 @@
-"""What vLLM's plugin loader calls in each of its processes: registers the backend ``etha`` on both sides."""
+"""What vLLM's plugin loader calls in each of its processes, wherever this package is installed: registers a backend.
+
+It knows nothing of the engine yet, not even whether weights will be transferred: it names the two engines of the
+backend ``etha`` and arranges for executors of that backend to read all answers (answers.py). It never raises: a vLLM
+that does not use the backend must not fail because of it.
+"""
 
 from __future__ import annotations
 
-from etha.integrations.vllm.answers import read_all_answers
+import logging
+from functools import cache
+from typing import Any
 
 #: The backend's name in ``WeightTransferConfig(backend=...)``.
 NAME = "etha"
+#: The releases of vLLM that the backend knows: it reaches into what changes between them.
+SUPPORTED = ("0.32",)
+# Under vLLM's own root: what an engine prints is what is logged there.
+log = logging.getLogger("vllm.etha")
+
+
+def unsupported(version: str) -> str | None:
+    """Why the backend does not work with a vLLM of ``version``; None where it does."""
+    if ".".join(version.split(".")[:2]) in SUPPORTED:
+        return None
+    return f"vLLM {version} is installed; the backend {NAME!r} of sub-etha supports {', '.join(SUPPORTED)}.*"
 
 
 def register() -> None:
     """Register both engines with vLLM, by name: nothing of them is loaded before it is used. May be called again."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    try:
+        why = _register()
+    except Exception as error:
+        why = f"the backend {NAME!r} of sub-etha could not be registered: {type(error).__name__}: {error}"
+    if why is not None:
+        _warn_once(why)
 
-    read_all_answers(MultiprocExecutor)
+
+def _register() -> str | None:
+    import vllm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
     for factory, module, name in (
         (WeightTransferEngineFactory, "worker", "EthaWeightTransferEngine"),
         (WeightTransferTrainerFactory, "trainer", "EthaTrainerWeightTransferEngine"),
     ):
         if NAME not in factory._registry:
             factory.register_engine(NAME, f"etha.integrations.vllm.{module}", name)
+    why = unsupported(vllm.__version__)
+    if why is None:
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        from etha.integrations.vllm.answers import read_all_answers
+
+        read_all_answers(MultiprocExecutor, chosen)
+    return why
+
+
+def chosen(executor: Any) -> bool:
+    """Whether an executor's engine was started with this backend."""
+    config = getattr(getattr(executor, "vllm_config", None), "weight_transfer_config", None)
+    return getattr(config, "backend", None) == NAME
+
+
+@cache
+def _warn_once(why: str) -> None:
+    log.warning("%s", why)

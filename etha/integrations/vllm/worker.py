@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -29,6 +30,7 @@ from etha import TensorBusClient, TransferFuture, TransferResult
 from etha.client.sync_handle import BatchHandle
 from etha.errors import ConfigError, TransferAbortedError
 from etha.integrations.vllm.keep import Meta
+from etha.integrations.vllm.plugin import unsupported
 from etha.integrations.vllm.received import Received
 
 # Under vLLM's own root: what an engine prints is what is logged there.
@@ -101,6 +103,9 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
 
         Errors of ``init_pair`` and ``register_tensors``.
         """
+        why = unsupported(vllm.__version__)
+        if why is not None:
+            raise ConfigError(f"{why}: install a vLLM that is, or a sub-etha that supports this one")
         metas = init_info.metas()
         rank, world = self._place(init_info.pair)
         self._stop()
@@ -152,7 +157,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         )
         if report["partial"] or report["unfilled"]:
             log.warning(
-                "pair %s: no tensor of the trainer fills the parameters %s, and some fill only a part of %s",
+                "pair %s: the engine keeps what it has in the parameters %s, that the trainer sends nothing of, and in "
+                "the rest of %s",
                 init_info.pair,
                 report["unfilled"] or "(none)",
                 report["partial"] or "(none)",

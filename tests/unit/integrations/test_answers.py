@@ -62,8 +62,8 @@ def test_without_the_mending_the_next_call_reads_old_answers() -> None:
 @pytest.mark.parametrize("ranks", [(0,), (1,), (2,), (0, 1, 2)])
 def test_the_next_call_reads_its_own(ranks: tuple[int, ...]) -> None:
     kind = executor()
-    read_all_answers(kind)
-    read_all_answers(kind)  # plugins load more than once
+    read_all_answers(kind, lambda _: True)
+    read_all_answers(kind, lambda _: True)  # plugins load more than once
     mended = kind()
     with pytest.raises(RuntimeError, match=f"no {ranks[0]}"):
         mended.collective_rpc(failing(*ranks))
@@ -74,7 +74,7 @@ def test_the_next_call_reads_its_own(ranks: tuple[int, ...]) -> None:
 
 def test_an_error_before_anything_was_asked_waits_for_nobody() -> None:
     kind = executor()
-    read_all_answers(kind)
+    read_all_answers(kind, lambda _: True)
 
     def broken(rank: int) -> Any:
         raise ValueError("cannot be asked")
@@ -86,7 +86,7 @@ def test_an_error_before_anything_was_asked_waits_for_nobody() -> None:
 def test_queues_that_are_shut_down_in_a_call_stay_so() -> None:
     """A worker's death ends the executor from another thread, by methods of its queues."""
     kind = executor()
-    read_all_answers(kind)
+    read_all_answers(kind, lambda _: True)
     mended = kind()
 
     def dies(rank: int) -> tuple[bool, str]:
@@ -97,3 +97,16 @@ def test_queues_that_are_shut_down_in_a_call_stay_so() -> None:
 
     assert mended.collective_rpc(dies) == []
     assert mended.response_mqs == []
+
+
+def test_executors_that_do_not_use_the_backend_are_left_alone() -> None:
+    kind = executor()
+    read_all_answers(kind, lambda asked: asked.backend == "etha")
+    other, ours = kind(), kind()
+    other.backend, ours.backend = "nccl", "etha"
+    for asked in (other, ours):
+        with pytest.raises(RuntimeError, match="no 0"):
+            asked.collective_rpc(failing(0, 1, 2))
+    with pytest.raises(RuntimeError, match="no 1"):
+        other.collective_rpc(fine)
+    assert ours.collective_rpc(fine) == ["fine 0", "fine 1", "fine 2"]
