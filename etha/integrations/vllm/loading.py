@@ -8,6 +8,7 @@ latter, too, but it counts and keeps what goes through ``weight_loader`` of a pa
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,6 +155,7 @@ class Reload:
                     f"the model is of two versions until it has received one whole: restart the engine, or send again"
                 )
         self._tied(done)
+        _give_back()
 
     @torch.no_grad()
     def _finish(self, module: nn.Module, places: list[Place]) -> None:
@@ -258,6 +260,13 @@ def cast_refused(name: str, source: torch.dtype, target: torch.dtype) -> str:
     )
 
 
+def _give_back() -> None:
+    """Return the memory of the modules that were filled to the system: glibc would keep several layers' worth."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _process(module: Any) -> None:
     """What vLLM does with a module once it is loaded: quantize, pack, shuffle."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
@@ -265,6 +274,8 @@ def _process(module: Any) -> None:
     method: Any = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         return
+    if hasattr(module, "cpu_linear"):
+        module.cpu_linear = None  # frees the packed copy of the version before, which would be there beside the new one
     with _packed_again(module, method):
         method.process_weights_after_loading(module)
     if hasattr(module, "update_param_tp_status"):

@@ -45,6 +45,23 @@ class _Replay:
         return self.changed
 
 
+@dataclass(slots=True)
+class _Rehearsal:
+    """The tap of a stand-in in a rehearsal: what a replay would read and copy is checked, and nothing moves."""
+
+    replay: _Replay
+    device: torch.device
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(self.replay.read(trace, seen), device=self.device)
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        self.replay.read(trace, seen).expand(into.shape)
+
+    def change(self) -> torch.Tensor:
+        return torch.empty_like(self.replay.change(), device=self.device)
+
+
 class Received:
     """A version on its way into ``model``: ``tensors`` and ``regions`` are what to register, ``apply`` brings it in.
 
@@ -83,8 +100,7 @@ class Received:
         self._reload = Reload(model, model_config, device)
         rest = self._rest()
         if rest:
-            blank = (self._stand_in(item, torch.empty(item.shape, dtype=item.dtype, device=device)) for item in rest)
-            self._reload.rehearse(blank, recorded.writes)
+            self._reload.rehearse((self._rehearsed(item) for item in rest), recorded.writes)
         self._partial = self._reload.partial
         self.tensors = {name: self._room(item) for name, item in self.kept.items()}
         self.regions = {name: item.region for name, item in self.kept.items()}
@@ -112,6 +128,11 @@ class Received:
 
     def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
         tap = _Replay(Cut(dense, item.region))
+        return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
+
+    def _rehearsed(self, item: Kept) -> tuple[str, torch.Tensor]:
+        blank = Cut(torch.empty(item.shape, dtype=item.dtype, device="meta"), item.region)
+        tap = _Rehearsal(_Replay(blank), self._device)
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 
     def report(self) -> Mapping[str, Any]:
