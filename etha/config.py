@@ -22,6 +22,8 @@ CUDA_AGENT = "cuda-"
 STAGING = 256 << 20
 #: Bytes beyond which the log of an autostarted agent is set aside; one older is kept.
 MAX_LOG = 1 << 20
+#: Ranks of one side.
+MAX_WORLD = 1 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
 MAX_SOCKET_PATH = 107
 

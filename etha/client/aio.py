@@ -20,9 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairFormed, PairLost, Status, WaitOffer
+from etha.client.arguments import (
+    check_flag,
+    check_optional_text,
+    check_timeout,
+    shown,
+)
 from etha.client.batch import Registration
 from etha.client.connection import Connection
-from etha.client.deadline import Deadline, check_timeout
+from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
 from etha.client.homes import Mark, agent_of
@@ -63,6 +69,8 @@ class AsyncTensorBusClient:
         timeout: float = 30.0,
         on_error: OnError = "raise",
     ) -> None:
+        for what, text in (("agent", agent), ("redis_url", redis_url)):
+            check_optional_text(what, text)
         settings = Settings.from_env()
         self._settings = (
             settings if namespace is None else replace(settings, namespace=check_name("namespace", namespace))
@@ -72,7 +80,7 @@ class AsyncTensorBusClient:
         wanted = device_of(device)
         #: Whose agent is found or started, where none is named.
         self._served = "" if self._agent is not None else agent_of(wanted)
-        self._autostart = autostart
+        self._autostart = check_flag("autostart", autostart)
         self._timeout = check_timeout(timeout, "timeout")
         self._on_error = check_on_error(on_error)
         self._env = LaunchEnv.from_env()
@@ -186,7 +194,7 @@ class AsyncTensorBusClient:
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_name("batch", batch_id)
-        check_options(direction, bucket_size, verify)
+        check_options(direction, bucket_size, atomic, verify)
         connection = self._require()
         manifest = build_manifest(
             tensors,
@@ -328,7 +336,7 @@ class AsyncTensorBusClient:
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
         self._check_open(registration)
-        check_call(registration, transfer_type, version, on_commit, snapshot)
+        check_call(registration, transfer_type, version, on_commit, progress, snapshot)
         deadline = Deadline(seconds)
 
         async def move(edition: str = "") -> TransferResult:
@@ -489,9 +497,11 @@ class AsyncTensorBusClient:
 
     def _registration(self, batch_id: str) -> Registration:
         self._check_not_closed()
-        registration = self._batches.get(batch_id)
+        registration = self._batches.get(batch_id) if isinstance(batch_id, str) else None
         if registration is None:
-            raise RegistrationError(f"batch {batch_id!r} is not registered in this client: call register_tensors first")
+            raise RegistrationError(
+                f"batch {shown(batch_id)} is not registered in this client: call register_tensors first"
+            )
         return registration
 
     def _check_open(self, registration: Registration) -> None:

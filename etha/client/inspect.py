@@ -16,9 +16,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from etha.bus.messages import Refusal
+from etha.client.arguments import check_text, shown
 from etha.client.homes import Home
 from etha.config import MAX_TENSOR_NAME
 from etha.errors import ConfigError
+from etha.plan import dtypes
 
 #: Steps that the exact overlap test of two strided views may take before we call them overlapping.
 _OVERLAP_WORK = 100_000
@@ -31,8 +33,8 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def check_tensor_name(name: str) -> str:
     """``name`` itself, or ConfigError: any text of at most 500 bytes."""
-    if not isinstance(name, str) or not name or len(name.encode()) > MAX_TENSOR_NAME:
-        raise ConfigError(f"tensor name {name!r:.80} must be a text of 1 to {MAX_TENSOR_NAME} bytes")
+    if not isinstance(name, str) or not name or len(check_text("tensor name", name).encode()) > MAX_TENSOR_NAME:
+        raise ConfigError(f"tensor name {shown(name)} must be a text of 1 to {MAX_TENSOR_NAME} bytes")
     return name
 
 
@@ -71,10 +73,16 @@ def refusals_of(name: str, tensor: Any, home: Home, unsharded: Mapping[int, str]
         yield no(f"tensors of class {type(local).__name__} cannot be moved; register the plain tensors it is made of")
     elif local.is_meta:
         yield no("a meta tensor has no memory; materialise it first (module.to_empty(device=...))")
+    elif local.is_nested:
+        yield no("a nested tensor; register the tensors that unbind() gives")
+    elif local.is_mkldnn:
+        yield no("an MKL-DNN tensor, whose memory is packed; register to_dense()")
     elif local.layout != torch.strided:
         yield no(f"a sparse tensor ({local.layout}); register its indices and values, or to_dense()")
     elif local.is_quantized:
         yield no("a quantized tensor; register its int_repr() and scales")
+    elif local.dtype not in dtypes.BY_NAME.values():
+        yield no(f"dtype {local.dtype} cannot be moved; register a view as uint8: view(torch.uint8)")
     elif local.is_conj() or local.is_neg():
         yield no("a conjugate or negative view; call resolve_conj() / resolve_neg() first")
     elif not home.holds(local):

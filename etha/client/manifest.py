@@ -7,7 +7,7 @@ mapping by name; both become names here, so that the rest of Etha knows one form
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
+from etha.client.arguments import check_each, check_mapping, check_placements, check_shape, shown
 from etha.client.homes import Home
 from etha.client.inspect import (
     Region,
@@ -27,8 +28,9 @@ from etha.client.inspect import (
     region_of,
     unsharded_parameters,
 )
-from etha.client.place import Place
+from etha.client.place import Place, check_mesh
 from etha.client.products import Runs, check_region, parts_of
+from etha.config import check_name
 from etha.errors import ConfigError, LayoutError
 from etha.memory.handles import fingerprint
 from etha.plan import Layout
@@ -48,6 +50,9 @@ class PairDefaults:
     @classmethod
     def of(cls, name: str, place: Place, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
         """Checked: LayoutError for a default layout that is none, ConfigError for placements without a mesh."""
+        check_placements("placements", placements)
+        if mesh is not None:
+            check_mesh(mesh)
         if placements is not None and mesh is None:
             raise ConfigError("init_pair(placements=...) needs device_mesh=")
         defaults = cls(name=name, place=place, mesh=mesh, placements=None if placements is None else tuple(placements))
@@ -131,6 +136,11 @@ def build_manifest(
     home: Home,
 ) -> Manifest:
     """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
+    check_mapping("placements", placements, "{'w': [Shard(0)]}")
+    check_each("placements", placements, check_placements)
+    check_mapping("shapes", shapes, "{'w': (4, 8)}")
+    check_mapping("regions", regions, "{'w': [[(0, 2)], [(0, 8)]]}")
+    sizes = {name: check_shape(f"shapes[{shown(name)}]", shape) for name, shape in (shapes or {}).items()}
     form, named = _entries(tensors, pair_name)
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
@@ -153,8 +163,8 @@ def build_manifest(
         shape: tuple[int, ...] | None
         key: Any
         if regions and name in regions:
-            check_region(name, tensor, placements, shapes)
-            shape = tuple(int(n) for n in shapes[name]) if shapes else None
+            check_region(name, tensor, placements, sizes)
+            shape = sizes[name]
             items += [
                 Item(name=part, pair=used.index(pair), owner=tensor, local=view, shape=shape, of=of,
                      layout=layouts.setdefault(layout, layout))
@@ -166,13 +176,13 @@ def build_manifest(
             key = (pair, id(spec.mesh), spec.placements)
             layout = layouts.get(key) or layouts.setdefault(key, defaults.layout_of_dtensor(name, tensor))
             shape = tuple(tensor.shape)
-            if shapes and name in shapes and tuple(shapes[name]) != shape:
-                raise ConfigError(f"shapes[{name!r}]={tuple(shapes[name])} but the DTensor's shape is {shape}")
+            if sizes.get(name, shape) != shape:
+                raise ConfigError(f"shapes[{name!r}]={sizes[name]} but the DTensor's shape is {shape}")
         else:
             own = (placements or {}).get(name)
             key = (pair, None if own is None else tuple(own))
             layout = layouts.get(key) or layouts.setdefault(key, defaults.layout(name, own))
-            shape = tuple(int(n) for n in shapes[name]) if shapes and name in shapes else None
+            shape = sizes.get(name)
         items.append(
             Item(name=name, pair=used.index(pair), owner=tensor, local=local_of(tensor), layout=layout, shape=shape)
         )
@@ -199,13 +209,17 @@ def _named(name: str, error: LayoutError) -> LayoutError:
     return LayoutError(f"tensor {name!r}: {error.message}")
 
 
-def _entries(
-    tensors: Sequence[tuple[torch.Tensor, str]] | Mapping[str, torch.Tensor], pair_name: str | None
-) -> tuple[Literal["list", "map"], list[tuple[str, torch.Tensor, str]]]:
+def _entries(tensors: Any, pair_name: str | None) -> tuple[Literal["list", "map"], list[tuple[str, torch.Tensor, str]]]:
+    if pair_name is not None:
+        check_name("pair", pair_name)
     if isinstance(tensors, Mapping):
         if pair_name is None:
             raise ConfigError("register_tensors with a mapping of names needs pair_name=")
         return "map", [(name, tensor, pair_name) for name, tensor in tensors.items()]
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Iterable):
+        raise ConfigError(
+            f"tensors={shown(tensors)} must be a mapping name -> tensor or a list of (tensor, pair_name) tuples"
+        )
     named = []
     counts: dict[str, int] = {}
     for position, entry in enumerate(tensors):
@@ -217,6 +231,8 @@ def _entries(
         index = counts.get(pair, 0)
         counts[pair] = index + 1
         named.append((f"{pair}[{index}]", tensor, pair))
+    if not named and pair_name is None:
+        raise ConfigError("an empty list of tensors names no pair: give pair_name=, too")
     if pair_name is not None and set(counts) - {pair_name}:
         raise ConfigError(f"pair_name={pair_name!r} but the list names the pairs {sorted(counts)}")
     return "list", named

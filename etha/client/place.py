@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from etha.client.arguments import check_rank, check_ranks, shown
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
@@ -36,11 +38,8 @@ class Place:
             world_size = dist.get_world_size() if world else (1 if env.world_size is None else env.world_size)
         if rank is None:
             rank = dist.get_rank() if world else (0 if env.rank is None else env.rank)
-        for what, value in (("rank", rank), ("expected_world_size", world_size)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{what}={value!r} is not an int")
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} is not inside a side of {world_size} ranks (0 to {world_size - 1})")
+        check_rank(rank, world_size)
+        check_ranks(ranks)
         if ranks is None and world and (shift := rank - dist.get_rank()) != 0:
             ranks = {r: r + shift for r in range(dist.get_world_size())}
         return cls(rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks)
@@ -49,7 +48,7 @@ class Place:
         """A layout over ``mesh``: a mesh or table of torch world ranks, or a plain shape over side ranks."""
         if isinstance(mesh, tuple):
             return self.check(Layout(mesh, tuple(placements)))
-        table: Any = mesh.mesh if isinstance(mesh, DeviceMesh) else mesh
+        table: Any = mesh.mesh if isinstance(mesh, DeviceMesh) else check_mesh(mesh)
         return self.translate(Layout(table.tolist(), tuple(placements)))
 
     def translate(self, layout: Layout) -> Layout:
@@ -73,5 +72,15 @@ def device_of(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r}: {error}") from None
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={shown(device)}: {str(error).splitlines()[0]}") from None
+
+
+def check_mesh(mesh: Any) -> Any:
+    """``mesh`` itself, or ConfigError: a DeviceMesh, a shape as a tuple, or ranks as a tensor or an array."""
+    if not isinstance(mesh, DeviceMesh | torch.Tensor | np.ndarray | tuple):
+        raise ConfigError(
+            f"device_mesh={shown(mesh)} must be a DeviceMesh, a tensor of ranks such as torch.tensor([0, 1]), or the "
+            f"shape of a mesh over ranks 0 to n-1 as a tuple such as (2,)"
+        )
+    return mesh

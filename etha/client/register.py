@@ -12,6 +12,7 @@ import torch
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import AttachShadows, CloseBatch, Entry, Register, Registered, Verify
+from etha.client.arguments import check_bucket_size, check_flag, shown
 from etha.client.batch import Registration
 from etha.client.connection import Connection
 from etha.client.homes import Home, Stage
@@ -22,14 +23,14 @@ from etha.memory.handles import span_nbytes
 from etha.plan import Layout
 
 
-def check_options(direction: object, bucket_size: object, verify: object) -> None:
+def check_options(direction: object, bucket_size: object, atomic: object, verify: object) -> None:
     """ConfigError for options of a registration that are wrong."""
     if direction not in (None, "send", "recv", "both"):
-        raise ConfigError(f"direction={direction!r} must be 'send', 'recv', 'both' or None")
-    if bucket_size is not None and (not isinstance(bucket_size, int) or bucket_size < 1):
-        raise ConfigError(f"bucket_size={bucket_size!r} must be a number of bytes above 0")
+        raise ConfigError(f"direction={shown(direction)} must be 'send', 'recv', 'both' or None")
+    check_bucket_size(bucket_size)
+    check_flag("atomic", atomic)
     if verify not in (None, "sample", "full"):
-        raise ConfigError(f"verify={verify!r} must be 'sample', 'full' or None")
+        raise ConfigError(f"verify={shown(verify)} must be 'sample', 'full' or None")
 
 
 async def register(

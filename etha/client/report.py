@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, cast
 
+from etha.client.arguments import shown
 from etha.client.results import Pair, TransferResult
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, TransferError
 
@@ -20,8 +21,8 @@ FAILURES = (TransferError, AgentLostError, AgentUnavailableError)
 
 def check_on_error(value: Any) -> OnError:
     """``value`` itself; ConfigError when it is none of the two."""
-    if value not in ("raise", "report"):
-        raise ConfigError(f"on_error={value!r} must be 'raise' or 'report'")
+    if not isinstance(value, str) or value not in ("raise", "report"):
+        raise ConfigError(f"on_error={shown(value)} must be 'raise' or 'report'")
     return cast(OnError, value)
 
 

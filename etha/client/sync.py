@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.client import portal
 from etha.client.aio import AsyncTensorBusClient
+from etha.client.arguments import check_flag
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
 from etha.client.homes import Mark
@@ -283,6 +284,7 @@ class TensorBusClient:
         options: Options,
         snapshot: bool,
     ) -> TransferResult | TransferFuture:
+        check_flag("blocking", blocking)
         # On this thread: the work that a device does first is that of the caller's current stream.
         mark = Mark() if self._closed else inner.mark()
         work = inner.transfer_after(mark, verb, snapshot=snapshot, **options)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
+from etha.client.arguments import check_callback, check_flag, check_version, shown
 from etha.client.batch import Registration
 from etha.client.deadline import Deadline
 from etha.client.homes import Mark, Stage
@@ -31,13 +32,16 @@ def check_call(
     verb: Literal["send", "recv"],
     version: Version,
     on_commit: Callable[[], Awaitable[None] | None] | None,
+    progress: Callable[[int, int], None] | None,
     snapshot: bool,
 ) -> None:
     """ConfigError for arguments of a transfer that are wrong."""
-    if verb not in ("send", "recv"):
-        raise ConfigError(f"transfer_type={verb!r} must be 'send' or 'recv'")
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int | str)):
-        raise ConfigError(f"version={version!r} must be an int or a str")
+    if not isinstance(verb, str) or verb not in ("send", "recv"):
+        raise ConfigError(f"transfer_type={shown(verb)} must be 'send' or 'recv'")
+    check_version(version)
+    check_callback("on_commit", on_commit)
+    check_callback("progress", progress)
+    check_flag("snapshot", snapshot)
     if on_commit is not None and not (verb == "recv" and registration.atomic):
         raise ConfigError("on_commit= needs transfer_type='recv' and a batch registered with atomic=True")
     if snapshot and verb != "send":

@@ -37,8 +37,10 @@ def named_tensors(
     - **Names without wrappers**: the prefixes of ``torch.compile``, DistributedDataParallel, activation checkpointing
       and FSDP1 are left out, inside the module as well as around it.
     - ``names``: ordered regex replacements, see :func:`etha.integrations.names.rename`.
-    - ``buffers``: persistent ones, as a checkpoint has them; False for parameters alone. A buffer that differs from
-      rank to rank (unsynchronised batch norm statistics) is sent as that of one of the ranks.
+    - ``buffers``: persistent ones, as a checkpoint has them; False for parameters alone. A plain buffer counts as the
+      same on every rank. One that differs from rank to rank (unsynchronised batch norm statistics) arrives as a mixture
+      of the ranks' values, because replicas share the sending of a large tensor: synchronise such buffers before they
+      are sent, or register those of one rank alone.
 
     Plain tensors come as they are: parameters of a module that nothing shards, those that FSDP2 or tensor parallelism
     ignores, most buffers. Their layout is the pair's default (``init_pair(..., device_mesh=(world,),

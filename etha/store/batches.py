@@ -9,12 +9,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 
-from etha.config import NAME
+from etha.config import MAX_WORLD, NAME
 from etha.errors import ConfigError, ProtocolError
 from etha.store.connect import Client
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.reading import MAX_FIELD
-from etha.store.records import MAX_WORLD
 from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
 from etha.store.session import Session
 

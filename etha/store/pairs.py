@@ -11,12 +11,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from etha.config import NAME, check_name
+from etha.config import MAX_WORLD, NAME, check_name
 from etha.errors import ConfigError
 from etha.store.connect import Client, Refused
 from etha.store.process import alive
 from etha.store.reading import Reader
-from etha.store.records import MAX_WORLD, Member, PairState, PairView, Reason, side_names
+from etha.store.records import Member, PairState, PairView, Reason, side_names
 from etha.store.session import Membership, Session
 
 

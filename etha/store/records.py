@@ -7,12 +7,9 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from etha.config import NAME
+from etha.config import MAX_WORLD, NAME
 from etha.errors import ProtocolError
 from etha.store.reading import Reader
-
-#: Ranks of one side: more is somebody's mistake.
-MAX_WORLD = 1 << 20
 
 PairStatus = Literal["forming", "formed", "lost"]
 Reason = Literal["relaunched", "closed", "died"]

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etha.config import NAME
+from etha.config import MAX_WORLD, NAME
 from etha.store.reading import Reader
-from etha.store.records import MAX_WORLD
 
 #: Tensors of one manifest, bytes of one layout: more is somebody's mistake.
 MAX_NAMES = 200_000

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from etha.client.deadline import Deadline, check_timeout
+from etha.client.arguments import check_timeout
+from etha.client.deadline import Deadline
 from etha.client.place import Place
 from etha.config import LaunchEnv
 from etha.errors import ConfigError
