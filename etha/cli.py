@@ -1,4 +1,4 @@
-"""The command line: ``etha agent | status | plan | demo | doctor``, or ``python -m etha``.
+"""The command line: ``etha agent | status | stop | plan | demo | doctor``, or ``python -m etha``.
 
 The only place that prints and configures logging; what a command does lives in the file it calls.
 """
@@ -22,7 +22,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
-from etha.config import ENVIRONMENT, Settings, check_name
+from etha.config import CUDA_AGENT, ENVIRONMENT, Settings, agent_path, check_name
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
 from etha.status import events_table, status_tables, whole
 from etha.version import __version__
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 EPILOG = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
 #: For a status call; an agent that takes longer is frozen.
 STATUS_SECONDS = 5.0
+#: For an agent that is to stop: its running transfers have half a minute.
+STOP_SECONDS = 40.0
 #: Events that --watch shows.
 EVENTS_SHOWN = 10
 NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
@@ -134,6 +136,42 @@ def status(
         typer.echo(json.dumps(whole(found)))
     else:
         out.print(status_tables(whole(found)))
+
+
+@app.command(epilog=EPILOG)
+def stop(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: all agents of the namespace")] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="do not wait for running transfers; kill what does not end")
+    ] = False,
+) -> None:
+    """Stop this host's agents of the namespace: running transfers finish, then the workers' next calls fail.
+
+    An idle agent that `init_pair` has started leaves by itself after ETHA_IDLE seconds, and so does the embedded Redis.
+    """
+    import asyncio
+
+    from etha.observer import addresses, stop
+
+    settings = Settings.from_env()
+    if device is None:
+        paths = [agent_path(address) for address in addresses(settings)]
+    else:
+        paths = [settings.socket_path(name_of_agent(device))]
+    stopped = [pid for path in paths if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS))) is not None]
+    if not stopped:
+        raise AgentUnavailableError(none_runs(settings))
+    for pid in stopped:
+        typer.echo(f"stopped the agent that was process {pid}")
+
+
+def name_of_agent(device: str) -> str:
+    """What the agent of a device is called; ConfigError for a GPU that is not here."""
+    if device == "cpu" or device.startswith(CUDA_AGENT):
+        return device
+    from etha.agent.card import name_of
+
+    return name_of(device)
 
 
 async def watch_status(settings: Settings, as_json: bool) -> None:

@@ -103,6 +103,21 @@ class Settings:
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
         )
 
+    @property
+    def wishes(self) -> dict[str, str]:
+        """What was asked for of an agent's settings, by variable; what was left to its default is no wish."""
+        found = {"ETHA_LISTEN": self.listen, "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def differ(self, wishes: Mapping[str, str]) -> str:
+        """Which ``wishes`` of others these settings do not meet, "" when they meet all."""
+        own = {"ETHA_LISTEN": self.listen or "no ETHA_LISTEN", "ETHA_STAGING": str(self.staging)}
+        return ", ".join(
+            f"{own[name] if own[name].startswith('no ') else f'{name}={own[name]}'} instead of {name}={value}"
+            for name, value in sorted(wishes.items())
+            if name in own and value != own[name]
+        )
+
     def ensure_runtime_dir(self) -> Path:
         """Create the runtime directory and the namespace's, mode 0700, and check that they are ours."""
         for path in (self.runtime_dir, self.runtime_dir / self.namespace):

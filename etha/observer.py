@@ -7,18 +7,25 @@ An agent does not list an observer and does not stay for it. Nothing here import
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+from etha.bus.channel import dial
 from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink
 from etha.bus.messages import Events, GetEvents, GetStatus, Status
-from etha.bus.process import start_time
+from etha.bus.process import Credentials, start_time
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError
 from etha.version import __version__
+
+#: Seconds that an agent which is told to leave at once has before it is killed.
+HURRY = 5.0
 
 
 class Observer:
@@ -76,6 +83,60 @@ async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
         except (AgentUnavailableError, AgentLostError):
             continue  # a socket that its agent left behind, or an agent that leaves just now
     return found
+
+
+async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
+    """End the agent at ``path`` and wait until it has; its pid, None when none was there.
+
+    It lets running transfers finish; ``now``: it does not, and one that does not react is killed. AgentUnavailableError
+    for one that is still there after ``timeout`` seconds.
+    """
+    try:
+        with dial(path) as connection:
+            who = Credentials.of_socket(connection)
+    except AgentUnavailableError:
+        return None
+    if not who.pid:
+        raise AgentUnavailableError(f"the agent at {path} lives in another PID namespace: stop it from there")
+    try:
+        process = os.pidfd_open(who.pid)
+    except ProcessLookupError:
+        return None
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):
+            signal.pidfd_send_signal(process, number)
+        if not await _ends(process, min(timeout, HURRY) if now else timeout):
+            if not now:
+                raise AgentUnavailableError(
+                    f"process {who.pid} at {path} has not ended within {timeout:g} s: is it stopped? "
+                    f"`etha stop --now` kills it"
+                )
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            await _ends(process, timeout)
+    except ProcessLookupError:
+        pass  # it has ended by itself meanwhile
+    except PermissionError:
+        raise AgentUnavailableError(
+            f"process {who.pid} at {path} belongs to uid {who.uid}: only it may stop it"
+        ) from None
+    finally:
+        os.close(process)
+    return who.pid
+
+
+async def _ends(process: int, timeout: float) -> bool:
+    """Whether the process of this pidfd ends in time."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        async with asyncio.timeout(timeout):
+            await ended.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(process)
+    return True
 
 
 class Watch:

@@ -54,15 +54,21 @@ async def serve(
     raise_descriptor_limit()
     url = redis_url or settings.redis_url
     lost: list[str] = []
+    stopped, hurry = stop or asyncio.Event(), asyncio.Event()
+
+    def leave() -> None:
+        if stopped.is_set():  # told twice: without waiting for transfers
+            hurry.set()
+        stopped.set()
+
     if stop is None:
-        stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, leave)
 
     def spoilt(text: str) -> None:
         lost.append(text)
         log.error("the context of this agent's GPU is lost and only a new process gets another: %s", text)
-        stop.set()
+        stopped.set()
 
     card = None if device == "cpu" else Card(driver(), find(driver(), device), spoilt)
     device = "cpu" if card is None else card.agent
@@ -89,12 +95,15 @@ async def serve(
         async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
-                stopping = group.create_task(stop.wait())
+                stopping = group.create_task(stopped.wait())
+                hurrying = group.create_task(hurry.wait())
+                hurrying.add_done_callback(lambda _: agent.hurry())
                 await agent.started.wait()
                 log.info("agent %s serves %s at %s, Redis %s", agent.id, device, path, store.url)
                 startup.ready()
                 await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 await agent.drain()
+                hurrying.cancel()
                 running.cancel()
                 stopping.cancel()
     if card is not None:

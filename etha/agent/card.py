@@ -13,7 +13,7 @@ import torch
 from etha.agent.session import Session
 from etha.agent.workspaces import Workspaces
 from etha.config import CUDA_AGENT
-from etha.cuda.driver import Device, DeviceError, Driver
+from etha.cuda.driver import Device, DeviceError, Driver, driver
 from etha.cuda.nccl import nccl
 from etha.cuda.reaper import reaper
 from etha.errors import ConfigError, EthaError, TransferError
@@ -167,6 +167,14 @@ def cards(driver: Driver) -> tuple[Device, ...]:
     if not found:
         raise ConfigError(f"no GPU is visible here ({driver.versions()}): `etha doctor` says more; --device cpu serves")
     return found
+
+
+def name_of(wanted: str) -> str:
+    """What the agent of "cuda:N" of this process is called; ConfigError for a GPU that is not here."""
+    try:
+        return f"{CUDA_AGENT}{find(driver(), wanted).uuid}"
+    except DeviceError as error:
+        raise ConfigError(f"device {wanted!r}: {error}") from error
 
 
 def find(driver: Driver, wanted: str) -> Device:

@@ -18,7 +18,7 @@ from etha.agent.session import Seat, Session
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
-from etha.errors import ConfigError, EthaError, PeerLostError
+from etha.errors import ConfigError, EthaError, PeerLostError, from_wire
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 from etha.store.registry import Store
@@ -125,8 +125,8 @@ class Pairs:
         if expired and known.machine.waits_for_others(key):
             self._spawn(self._expire(known, key))
         else:
-            known.asked.pop(key, None)
             self._perform(known, known.machine.expire(key, cancelled=not expired))
+            known.asked.pop(key, None)
 
     async def _expire(self, known: _Known, key: CallKey) -> None:
         """A deadline has passed: look for what this call may have missed, then end it, unless it has been let in."""
@@ -135,8 +135,8 @@ class Pairs:
         asked = known.asked[key][1]
         alone = known.machine.absent(known.machine.missing(asked))
         hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
-        known.asked.pop(key, None)
         self._perform(known, known.machine.expire(key, cancelled=False, hint=hint))
+        known.asked.pop(key, None)
 
     def _perform(self, known: _Known, effects: list[PairEffect]) -> None:
         pair = known.machine.pair
@@ -158,8 +158,8 @@ class Pairs:
                     )
                     self._calls.answer(key, message)
                 case Fail(call=key, error=error):
-                    known.asked.pop(key, None)
-                    self._calls.fail(key, error)
+                    owner, _, _ = known.asked.pop(key, (None, None, 0.0))
+                    self._calls.fail(key, error if owner is None else _with_wishes(owner, error))
                 case Sever(epoch=epoch, text=text):
                     self._spawn(self._sever(known, epoch, text))
                 case Formed(epoch=epoch):
@@ -244,3 +244,11 @@ class Pairs:
                             self._perform(known, known.machine.viewed(view))
                 except EthaError as error:
                     log.warning("pair %s could not be read: %s", name, error)
+
+
+def _with_wishes(session: Session, error: EthaError) -> EthaError:
+    """``error``, and that this agent is not the one that the worker has asked for: that may be its cause."""
+    if not session.differs or isinstance(error, ConfigError):
+        return error
+    wire = error.to_wire()
+    return from_wire({**wire, "text": f"{wire['text']}. {session.differs}"})

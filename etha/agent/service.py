@@ -16,6 +16,7 @@ import os
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from etha.agent.batches import Batches
@@ -80,6 +81,8 @@ class Agent:
         self._timer: asyncio.TimerHandle | None = None
         self._group: asyncio.TaskGroup | None = None
         self._draining = False
+        self._hurried = False
+        self._patience: asyncio.Timeout | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep = Sweep()
         self.links = Links(
@@ -148,10 +151,12 @@ class Agent:
         """Refuse new work, let running transfers finish, answer the rest, withdraw from Redis."""
         self._draining = True
         try:
-            async with asyncio.timeout(DRAIN):
+            async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
                 await self.movers.rest.wait()
         except TimeoutError:
-            log.warning("%d transfers did not end within %.0f s", self.movers.rest.running, DRAIN)
+            how = "are not waited for" if self._hurried else f"did not end within {DRAIN:.0f} s"
+            log.warning("%d transfers %s", self.movers.rest.running, how)
+        self._patience = None
         moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
         for key in self.calls:
             # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
@@ -169,6 +174,12 @@ class Agent:
             task.cancel()
         self._sweep.cancel()
         self.lane.close()
+
+    def hurry(self) -> None:
+        """Do not wait for running transfers when leaving."""
+        self._hurried = True
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task of this agent; what it raises is logged, never lost."""
@@ -220,12 +231,24 @@ class Agent:
         if hello.observer:
             self._observers.add(peer.key)
             return welcome
+        differs = self.settings.differ(hello.wants)
+        if differs and hello.starts and self._idle is not None and not self.sessions and not self._draining:
+            log.info("process %d asks for another agent, and nobody needs this one (%s): leaving", peer.pid, differs)
+            self._draining = True
+            self.done.set()
+        if self._draining:
+            return replace(welcome, leaving=_LEAVING)
+        if differs:
+            differs = (
+                f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "
+                f"or `etha stop --device {self.device}`, and try again"
+            )
         holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
         mappings = None if self.card is None else self.card.mappings
         memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
-        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory)
+        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory, differs=differs)
         self._rest()
-        return welcome
+        return replace(welcome, differs=differs)
 
     def received(self, peer: Peer, request: Request) -> None:
         """One message of a worker; every error becomes its answer."""

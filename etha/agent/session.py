@@ -40,6 +40,8 @@ class Session:
     holder: Holder
     memory: WorkerMemory
     revocation: LentPage | None = None
+    #: Which of the worker's wishes for an agent this one does not meet; or nothing.
+    differs: str = ""
     #: Why the worker copies some of its tensors through memory that it can show; or nothing.
     staged: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)

@@ -7,7 +7,7 @@ agent -> worker   Goodbye, pushed, when the agent leaves
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from etha.bus.codec import Bounds, message
@@ -30,12 +30,19 @@ class Hello:
     pid: int
     start: int
     observer: bool = False
+    #: Settings by variable that it would give an agent that it starts, and whether it would start one.
+    wants: dict[str, str] = field(default_factory=dict)
+    starts: bool = False
 
 
 @message("welcome")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """What the agent is. ``session`` is filled in by the server and opens the descriptor socket."""
+    """What the agent is. ``session`` is filled in by the server and opens the descriptor socket.
+
+    ``leaving``: why it takes no worker any more and ends the session soon. ``differs``: which of the worker's wishes
+    it does not meet, for messages.
+    """
 
     version: str
     namespace: str
@@ -43,6 +50,8 @@ class Welcome:
     redis: str | None
     pid: int
     session: str = ""
+    leaving: str = ""
+    differs: str = ""
 
 
 @message("attach")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
 from etha.version import __version__
+
+log = logging.getLogger(__name__)
 
 #: Seconds that an agent is given to let go of memory at least and, where a client's calls have no deadline, at most:
 #: it may be copying for others, and what it has not let go of is never freed.
@@ -75,6 +78,8 @@ class Connection:
             host=settings.host_id,
             pid=os.getpid(),
             start=start_time(),
+            wants=settings.wishes,
+            starts=agent is None and autostart,
         )
         starts = agent is None and autostart
         for _ in range(_ATTEMPTS if starts else 1):
@@ -111,6 +116,10 @@ class Connection:
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
         page = RevocationPage()
         try:
+            if link.welcome.leaving:
+                raise AgentUnavailableError(link.welcome.leaving)
+            if link.welcome.differs:
+                log.warning("%s", link.welcome.differs)
             connection = cls(link, page)
             await link.send_descriptors({"revocation": True}, [page.fd], timeout=deadline.left)
             if connection.home.name == "cpu":

@@ -22,10 +22,12 @@ from etha.bus.messages import LetGo, WaitOffer
 from etha.cli import main
 from etha.config import ENVIRONMENT, Settings
 from etha.doctor.machine import check_runtime_dir
-from etha.errors import ConfigError, ProtocolError
+from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from etha.observer import addresses, observe
 
-COMMANDS = ("agent", "status", "plan", "demo", "doctor")
+from .sites import started_in
+
+COMMANDS = ("agent", "status", "stop", "plan", "demo", "doctor")
 SECONDS = 60
 
 
@@ -286,3 +288,46 @@ def test_an_observer_may_only_look(runtime: Path) -> None:
 
     with agent():
         asyncio.run(ask())
+
+
+def test_an_idle_agent_with_other_settings_is_replaced_and_stop_ends_it(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TensorBusClient(timeout=SECONDS) as client:
+        first = client.status()["agent"]
+    monkeypatch.setenv("ETHA_LISTEN", "127.0.0.2:0")
+    with TensorBusClient(timeout=SECONDS) as client:
+        second = client.status()["agent"]
+    assert second["pid"] != first["pid"] and second["address"].startswith("127.0.0.2:")
+    monkeypatch.delenv("ETHA_LISTEN")
+    with TensorBusClient(timeout=SECONDS) as client:
+        assert client.status()["agent"]["pid"] == second["pid"], "what is not asked for differs from nothing"
+    assert here(monkeypatch, "stop", "--device", "cpu") == 0
+    assert capsys.readouterr().out == f"stopped the agent that was process {second['pid']}\n"
+    assert not agents_in(runtime)
+    assert here(monkeypatch, "stop") == 1
+    assert "no agent is running" in capsys.readouterr().err
+
+
+def agents_in(runtime: Path) -> list[int]:
+    return [pid for pid, command in started_in(str(runtime)).items() if "etha.agent" in command]
+
+
+def test_an_agent_with_clients_is_not_replaced_and_errors_say_so(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TensorBusClient(timeout=SECONDS) as client:
+        first = client.status()["agent"]["pid"]
+        monkeypatch.setenv("ETHA_LISTEN", "127.0.0.2:0")
+        with TensorBusClient(timeout=SECONDS) as other:
+            assert other.status()["agent"]["pid"] == first
+            told = "runs with no ETHA_LISTEN instead of ETHA_LISTEN=127.0.0.2:0, and others use it"
+            assert told in caplog.text
+            with pytest.raises(RendezvousTimeoutError, match=f"{told}: end them, or `etha stop --device cpu`"):
+                other.init_pair("p", "a", "b", 1, rank=0, timeout=0.3)
+        with pytest.raises(ConfigError, match="agent runs with Redis the embedded server"):
+            TensorBusClient(redis_url="redis://127.0.0.1:1", timeout=SECONDS).status()
+        monkeypatch.setattr("etha.observer.HURRY", 0.3)
+        os.kill(first, signal.SIGSTOP)
+        assert here(monkeypatch, "stop", "--now") == 0
+        assert not agents_in(runtime)
