@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
@@ -39,6 +39,8 @@ CONNECT_TIMEOUT = 3.0
 TRY_TIMEOUT = 8.0
 MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
+#: Times that a cluster may send one try from node to node.
+MAX_MOVES = 5
 #: Of a server that takes what it is sent and says nothing, or of a network that drops it.
 NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
 
@@ -57,6 +59,15 @@ def redact(url: str) -> str:
         return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{query}" if query else "")
     except ValueError:
         return "(malformed URL)"
+
+
+def with_host(url: str, host: str, port: int) -> str:
+    """``url`` with another host and port; "" for the host that it has."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    host = host or parts.hostname or "localhost"
+    host = f"[{host}]" if ":" in host else host
+    return urlunsplit(parts._replace(netloc=f"{user}{at}{host}:{port}"))
 
 
 def _options(url: str, **options: Any) -> dict[str, Any]:
@@ -142,6 +153,14 @@ class Unreachable(Exception):
         self.settled = settled
 
 
+class Moved(Exception):
+    """In a Redis Cluster, another node holds the namespace; ``host`` "": the same host."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"the namespace is at {host}:{port}")
+        self.host, self.port = host, port
+
+
 def _unreachable(url: str, error: BaseException) -> Unreachable:
     """Why no connection was made, in words that tell what to look at; other failures as they are."""
     place = urlsplit(url)
@@ -174,6 +193,10 @@ def translated(url: str, what: str) -> Iterator[None]:
         raise
     except redis_errors.NoPermissionError as error:
         raise _refused(url, what, error) from None
+    except redis_errors.MovedError as error:
+        raise Moved(str(error.host), int(error.port)) from None
+    except redis_errors.AskError as error:  # its slot is on the way to another node
+        raise Unreachable(str(error)) from error
     except redis_errors.InvalidResponse as error:
         raise ProtocolError(f"{redact(url)} does not speak the Redis protocol: {error}") from None
     except (ssl.SSLCertVerificationError, ssl.CertificateError) as error:
@@ -224,10 +247,18 @@ class Connection:
         self._prefix = prefix
         self._revive = revive
         self._reviving = asyncio.Lock()
-        self._pool = make_pool(url)
+        #: By URL: that of the user, and those of a cluster's nodes to which it has sent us.
+        self._clients: dict[str, Client] = {}
+        self._use(url)
         # Calls queue here, in order, and not in the pool: a try's limit begins when it has a connection.
         self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._client: Client = aioredis.Redis(connection_pool=self._pool)
+
+    def _use(self, url: str) -> None:
+        """Talk to ``url`` from now on; what runs elsewhere ends there."""
+        self._at = url
+        if url not in self._clients:
+            self._clients[url] = aioredis.Redis(connection_pool=make_pool(url))
+        self._client: Client = self._clients[url]
 
     async def call(self, what: str, work: Callable[[Client], Awaitable[T]], timeout: float) -> T:
         """``work`` with the client, again and again until it gets through; it must bear being repeated.
@@ -237,23 +268,30 @@ class Connection:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         pause = 0.02
-        cause = ""
+        cause, moves = "", 0
         while True:
             began = math.inf
             try:
                 async with asyncio.timeout_at(None if deadline == math.inf else deadline), self._turn:
                     began = loop.time()
                     async with asyncio.timeout(TRY_TIMEOUT):
-                        with translated(self.url, what):
+                        with translated(self._at, what):
                             return await work(self._client)
+            except Moved as moved:
+                cause, moves = str(moved), moves + 1
+                self._use(with_host(self._at, moved.host, moved.port))
+                if moves <= MAX_MOVES:
+                    continue  # at once: the cluster has said where
             except Unreachable as error:
                 cause = str(error)
+                self._use(self.url)  # if that was another node of a cluster: the user's own knows who has taken over
                 if error.settled and not self.patient:
                     raise RedisUnavailableError(f"Redis at {redact(self.url)}: {cause}") from error
             except TimeoutError:
                 # A try that had less than its time tells less than what an earlier one has met.
                 if loop.time() - began >= TRY_TIMEOUT or not cause:
                     cause = NO_ANSWER
+                self._use(self.url)
             left = deadline - loop.time()
             if left <= 0:
                 raise RedisUnavailableError(
@@ -299,12 +337,13 @@ class Connection:
             }
         )
         script = self._client.register_script(script_text(name))
-        return await self.call(name.replace("_", " "), lambda _: script(keys=keys, args=[argument]), timeout)
+        return await self.call(name.replace("_", " "), lambda c: script(keys=keys, args=[argument], client=c), timeout)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.aclose()
-        await self._pool.disconnect()
+        for client in self._clients.values():
+            await client.aclose()
+            await client.connection_pool.disconnect()
 
 
 class Refused(Exception):
