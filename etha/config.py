@@ -35,6 +35,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_RUNTIME_DIR": "where sockets and locks lie; default: $XDG_RUNTIME_DIR/etha",
     "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
+    "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
@@ -75,6 +76,7 @@ class Settings:
     launch_id: str | None
     idle: float
     staging: int = STAGING
+    advertise: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -98,6 +100,7 @@ class Settings:
             runtime_dir=runtime_dir,
             host_id=env.get("ETHA_HOST_ID") or _host_id(),
             listen=env.get("ETHA_LISTEN") or None,
+            advertise=env.get("ETHA_ADVERTISE") or None,
             launch_id=env.get("ETHA_LAUNCH_ID") or None,
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
@@ -106,12 +109,20 @@ class Settings:
     @property
     def wishes(self) -> dict[str, str]:
         """What was asked for of an agent's settings, by variable; what was left to its default is no wish."""
-        found = {"ETHA_LISTEN": self.listen, "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None}
+        found = {
+            "ETHA_LISTEN": self.listen,
+            "ETHA_ADVERTISE": self.advertise,
+            "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     def differ(self, wishes: Mapping[str, str]) -> str:
         """Which ``wishes`` of others these settings do not meet, "" when they meet all."""
-        own = {"ETHA_LISTEN": self.listen or "no ETHA_LISTEN", "ETHA_STAGING": str(self.staging)}
+        own = {
+            "ETHA_LISTEN": self.listen or "no ETHA_LISTEN",
+            "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
+            "ETHA_STAGING": str(self.staging),
+        }
         return ", ".join(
             f"{own[name] if own[name].startswith('no ') else f'{name}={own[name]}'} instead of {name}={value}"
             for name, value in sorted(wishes.items())

@@ -145,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--namespace")
     parser.add_argument("--redis")
     parser.add_argument("--listen", help="HOST:PORT")
+    parser.add_argument("--advertise", help="HOST:PORT[,DATAPORT]")
     parser.add_argument("--staging", help="bytes, or with a suffix KiB, MiB, GiB")
     parser.add_argument("--autostarted", action="store_true")
     parser.add_argument("--owned", action="store_true", help="leave when the process that started this one ends")
@@ -162,6 +163,8 @@ def main(argv: list[str] | None = None) -> int:
             settings = replace(settings, namespace=check_name("namespace", args.namespace))
         if args.listen:
             settings = replace(settings, listen=args.listen)
+        if args.advertise:
+            settings = replace(settings, advertise=args.advertise)
         if args.staging:
             settings = replace(settings, staging=parse_bytes("--staging", args.staging))
         if args.owned:
@@ -169,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.device == "all":
             given = {"--namespace": args.namespace, "--redis": args.redis, "--staging": args.staging}
             rest = [word for option, value in given.items() if value for word in (option, value)]
-            uvloop.run(serve_all(driver(), rest, args.listen))
+            uvloop.run(serve_all(driver(), rest, args.listen, args.advertise or settings.advertise))
             return 0
         uvloop.run(
             serve(

@@ -22,7 +22,7 @@ from etha.agent.card import cards
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, Driver
 from etha.errors import AgentUnavailableError, ConfigError
-from etha.peer.ports import format_address, parse_address
+from etha.peer.ports import Advertised, format_address, parse_address
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +87,19 @@ def leave_with_parent() -> None:
         raise ConfigError("whoever started this agent has ended")
 
 
-async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None) -> None:
+async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None, advertise: str | None = None) -> None:
     """Agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent but its device and addresses."""
     devices = cards(driver)
     host, port = ("", 0) if listen is None else parse_address(listen)
     if port and port + 2 * len(devices) > 65536:
         raise ConfigError(f"--listen {listen}: {len(devices)} agents need {2 * len(devices)} ports from {port} on")
+    shown = None if advertise is None else Advertised.parse(advertise)
 
     def command(device: Device) -> list[str]:
         own = port + 2 * devices.index(device) if port else 0
         place = [] if listen is None else ["--listen", format_address(host, own)]
+        if shown is not None:  # ports are mapped in order
+            place += ["--advertise", shown.after(2 * devices.index(device))]
         one = [sys.executable, "-m", "etha.agent", "--owned", "--device", f"{CUDA_AGENT}{device.uuid}"]
         return [*one, *place, *arguments]
 

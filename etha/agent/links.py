@@ -18,13 +18,13 @@ from typing import Self
 
 from etha.agent.card import Card
 from etha.config import STAGING
-from etha.errors import AgentUnavailableError, EthaError, PeerLostError, ProtocolError, first_of
+from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
 from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, Meet, Met
 from etha.peer.keys import Keys
-from etha.peer.ports import parse_address
+from etha.peer.ports import Advertised, format_address, parse_address
 from etha.peer.tokens import TOKEN_BYTES, Tokens
 from etha.peer.wire import Said, Scope
 from etha.store.records import AgentRecord
@@ -61,6 +61,7 @@ class Links:
         host: str,
         store: Store,
         listen: str | None,
+        advertise: str | None = None,
         said: Callable[[str, Scope, Said], None],
         gone: Callable[[str, str], None],
         staging: int = STAGING,
@@ -68,6 +69,9 @@ class Links:
     ) -> None:
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
+        self._advertised = None if advertise is None else Advertised.parse(advertise)
+        if advertise is not None and listen is None:
+            raise ConfigError(f"ETHA_ADVERTISE={advertise} says where others reach ETHA_LISTEN=HOST:PORT: set both")
         self._listen, self._said, self._gone = listen, said, gone
         self._keys = Keys.fresh()
         self._tokens = Tokens()
@@ -96,6 +100,7 @@ class Links:
                     refresh=self._refresh,
                     on_message=self._heard,
                     on_gone=self._lost,
+                    advertised=self._advertised is not None,
                 )
             )
             self.plane = DataPlane(
@@ -125,8 +130,14 @@ class Links:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the links, as published; data on PORT+1."""
-        return self.hub.address
+        """HOST:PORT of the links, as published."""
+        return self.hub.address if self._advertised is None else self._advertised.address
+
+    @property
+    def published(self) -> dict[str, str]:
+        """The addresses of this agent's record: for other hosts, and for this one."""
+        data = self.hub.data_address if self._advertised is None else self._advertised.data_address
+        return {"address": self.address, "data_address": data, "bound": self.hub.address}
 
     @property
     def public_key(self) -> str:
@@ -182,7 +193,7 @@ class Links:
         if record is None or not record.address:
             raise AgentUnavailableError(f"pair {pair!r}: agent {agent} has no address in Redis: has it ended?")
         try:
-            await self.hub.open(agent, record.address, record.public_key, MEET_TIMEOUT)
+            await self.hub.open(agent, self._reached(record)[0], record.public_key, MEET_TIMEOUT)
         except AgentUnavailableError as error:
             raise AgentUnavailableError(f"pair {pair!r}: {error.message}") from None
 
@@ -226,12 +237,22 @@ class Links:
         record = self._records.get(agent)
         if record is None:
             raise ProtocolError(f"agent {agent} has no address in Redis")
-        host, port = parse_address(record.address)
+        host, port = parse_address(self._reached(record)[1], most=65535)
 
         async def tokens(count: int) -> Sequence[bytes]:
             return await self._ask(agent, scope, count)
 
-        return DataAddress(host=host, port=port + 1, tokens=tokens)
+        return DataAddress(host=host, port=port, tokens=tokens)
+
+    def _reached(self, record: AgentRecord) -> tuple[str, str]:
+        """Where this agent reaches another: its links, and its data. What maps ports stands between hosts only."""
+        if record.host == self.host and record.bound:
+            host, port = parse_address(record.bound)
+            return record.bound, format_address(host, port + 1)
+        if record.data_address:
+            return record.address, record.data_address
+        host, port = parse_address(record.address)
+        return record.address, format_address(host, port + 1)
 
     async def _ask(self, agent: str, scope: Scope, count: int) -> Sequence[bytes]:
         self._requests += 1

@@ -34,7 +34,7 @@ def report(agent: Agent) -> dict[str, Any]:
                 for session in agent.sessions.values()
             ],
             "running": agent.movers.rest.running,
-            "address": agent.links.address,
+            **agent.links.published,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
             "links": _links(agent),
         },

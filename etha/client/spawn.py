@@ -274,6 +274,7 @@ def environment(own: dict[str, str], settings: Settings, redis_url: str | None) 
         "ETHA_NAMESPACE": settings.namespace,
         "ETHA_HOST_ID": settings.host_id,
     }
+    env |= settings.wishes
     if redis_url is not None:
         env["ETHA_REDIS_URL"] = redis_url
     # The agent's working directory is another: a clone that was imported from here must be found from there.

@@ -123,12 +123,13 @@ async def try_agent(record: AgentRecord, me: str) -> Finding:
         return fails("takes no links from other agents", f"start it again on {place}, {_listen_hint(here)}")
     try:
         host, port = split_address(record.address)
+        data_host, data_port = split_address(record.data_address) if record.data_address else (host, port + 1)
     except ValueError:
         return fails(f"its address {record.address!r} cannot be read", "no agent of Etha wrote it: look into Redis")
     troubles, seconds = [], 0.0
-    for what, number in (("links", port), ("data", port + 1)):
+    for what, there, number in (("links", host, port), ("data", data_host, data_port)):
         began = time.monotonic()
-        if (error := await _knock(host, number)) is not None:
+        if (error := await _knock(there, number)) is not None:
             troubles.append((what, number, error))
         seconds = max(seconds, time.monotonic() - began)
     if is_loopback(host):
@@ -141,7 +142,7 @@ async def try_agent(record: AgentRecord, me: str) -> Finding:
     if troubles:
         text = "; ".join(f"{what} {join_address(host, number)}: {_told(error)}" for what, number, error in troubles)
         return fails(text, _mend(troubles[0][2], host, port, place))
-    ports = f"links {join_address(host, port)} and data {join_address(host, port + 1)}"
+    ports = f"links {join_address(host, port)} and data {join_address(data_host, data_port)}"
     return Finding(name=name, ok=True, text=f"{who}: {ports} answer, {seconds * 1e3:.1f} ms")
 
 

@@ -78,7 +78,9 @@ class Hub:
         refresh: Callable[[], Awaitable[None]] | None = None,
         beat: float = BEAT,
         misses: int = MISSES,
+        advertised: bool = False,
     ) -> None:
+        self._advertised = advertised
         self._listen, self.keys = listen, keys
         self._known, self._refresh = known, refresh
         self._on_gone = on_gone
@@ -107,7 +109,7 @@ class Hub:
 
     async def __aenter__(self) -> Hub:
         self._loop = asyncio.get_running_loop()
-        self._ports = Ports.bind(self._listen)
+        self._ports = Ports.bind(self._listen, advertised=self._advertised)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._gate = Gate(self._context, self._known, self._refresh)

@@ -20,16 +20,42 @@ ATTEMPTS = 256
 LOOPBACK = "127.0.0.1"
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to 65534; ConfigError for anything else."""
+def parse_address(text: str, most: int = 65534) -> tuple[str, int]:
+    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to 65534 or ``most``; ConfigError for anything else."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65534:
+    if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > most:
         raise ConfigError(f"address {text!r} is not HOST:PORT with a port up to 65534 (PORT+1 is for data)")
     host = host[1:-1] if bracketed else host
     if not host or (":" in host) is not bracketed or any(c.isspace() or c in "/;,[]" for c in host):
         raise ConfigError(f"address {text!r} is not HOST:PORT; an IPv6 host goes in brackets, [::1]:7000")
     return host, int(port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advertised:
+    """Where others reach an agent: ``address`` and ``data_address`` are HOST:PORT each."""
+
+    address: str
+    data_address: str
+
+    @classmethod
+    def parse(cls, text: str) -> Advertised:
+        """HOST:PORT[,DATAPORT], by default PORT+1; ConfigError for anything else."""
+        address, comma, data = text.partition(",")
+        host, port = parse_address(address)
+        fine = not comma or (data.isascii() and data.isdigit() and len(data) <= 5 and 0 < int(data) < 65536)
+        if not fine or not port:
+            raise ConfigError(
+                f"ETHA_ADVERTISE={text!r} is not HOST:PORT or HOST:PORT,DATAPORT, with ports that are known"
+            )
+        number = int(data) if comma else port + 1
+        return cls(address=format_address(host, port), data_address=format_address(host, number))
+
+    def after(self, ports: int) -> str:
+        """What ``parse`` reads, for an agent whose own ports lie ``ports`` further."""
+        host, port = parse_address(self.address)
+        return f"{format_address(host, port + ports)},{parse_address(self.data_address, 65535)[1] + ports}"
 
 
 def format_address(host: str, port: int) -> str:
@@ -47,10 +73,11 @@ class Ports:
     data: socket.socket
 
     @classmethod
-    def bind(cls, listen: str | None = None) -> Ports:
+    def bind(cls, listen: str | None = None, *, advertised: bool = False) -> Ports:
         """Take the ports of HOST:PORT, or any two free ones for port 0; None: any of the loopback.
 
-        Raises ConfigError when they are taken, or for an address that says nothing to other hosts.
+        Raises ConfigError when they are taken, or for an address that says nothing to other hosts, which is fine
+        where another one is ``advertised`` to them.
         """
         name, port = (LOOPBACK, 0) if listen is None else parse_address(listen)
         try:
@@ -58,8 +85,11 @@ class Ports:
         except OSError as error:
             raise ConfigError(f"cannot listen on {listen}: no address for {name!r}: {error}") from error
         family, host = found[0][0], str(found[0][4][0])
-        if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-            raise ConfigError(f"{listen} names no one address: give the one by which other hosts reach this host")
+        if ipaddress.ip_address(host.partition("%")[0]).is_unspecified and not advertised:
+            raise ConfigError(
+                f"{listen} names no one address: give the one by which other hosts reach this host, or "
+                f"ETHA_ADVERTISE=HOST:PORT[,DATAPORT] beside it"
+            )
         for _ in range(1 if port else ATTEMPTS):
             try:
                 links = _listen(family, host, port, fixed=port != 0)
@@ -79,13 +109,21 @@ class Ports:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the links, as published."""
-        return format_address(self.host, self.port)
+        """HOST:PORT of the links, for who is on this host; for all others, too, if nothing else is advertised."""
+        return format_address(self._reached, self.port)
 
     @property
     def data_address(self) -> str:
         """HOST:PORT+1, where data connections arrive."""
-        return format_address(self.host, self.port + 1)
+        return format_address(self._reached, self.port + 1)
+
+    @property
+    def _reached(self) -> str:
+        """The host that a connection can be made to."""
+        bound = ipaddress.ip_address(self.host.partition("%")[0])
+        if not bound.is_unspecified:
+            return self.host
+        return LOOPBACK if bound.version == 4 else "::1"
 
     def close(self) -> None:
         """Give both up; idempotent."""

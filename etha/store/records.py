@@ -17,7 +17,11 @@ Reason = Literal["relaunched", "closed", "died"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecord:
-    """One live agent; ``address`` is HOST:PORT of its links, empty when it takes none."""
+    """One live agent; ``address`` is HOST:PORT of its links, empty when it takes none.
+
+    ``data_address``: of its data port; "": PORT+1. ``bound``: HOST:PORT of its links for agents of its own host, data
+    on PORT+1; "": ``address``.
+    """
 
     id: str
     host: str
@@ -27,6 +31,8 @@ class AgentRecord:
     public_key: str
     started_at: float
     version: str
+    data_address: str = ""
+    bound: str = ""
 
     def to_redis(self) -> dict[str, str]:
         """The hash, without the id, which is in the key."""
@@ -45,6 +51,8 @@ class AgentRecord:
             public_key=read.text("public_key", most=500),
             started_at=read.seconds("started_at"),
             version=read.text("version", most=100),
+            data_address=read.text("data_address", most=500) if "data_address" in values else "",
+            bound=read.text("bound", most=500) if "bound" in values else "",
         )
 
 
