@@ -37,6 +37,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
     "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
+    "ETHA_TAKEOVER": "1: a torchrun job takes over from a living launch of another run id; default: it is refused",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
 }
@@ -170,6 +171,9 @@ class LaunchEnv:
     rank: int | None
     world_size: int | None
     launch_id: str | None
+    #: torchrun's run id where the launch's id is made of it; None for an explicit one.
+    run_id: str | None = None
+    takeover: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -187,6 +191,16 @@ class LaunchEnv:
         launch = env.get("ETHA_LAUNCH_ID") or None
         run_id = env.get("TORCHELASTIC_RUN_ID")
         # Plain torchrun sets the run id to "none": no id at all, it is the same for every launch.
-        if launch is None and run_id and run_id != "none":
+        torchrun = launch is None and bool(run_id) and run_id != "none"
+        if torchrun:
             launch = f"{run_id}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return cls(rank=number("RANK"), world_size=number("WORLD_SIZE"), launch_id=launch)
+        takeover = env.get("ETHA_TAKEOVER") or "0"
+        if takeover not in ("0", "1"):
+            raise ConfigError(f"ETHA_TAKEOVER={takeover!r} is neither 0 nor 1")
+        return cls(
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            launch_id=launch,
+            run_id=run_id if torchrun else None,
+            takeover=takeover == "1",
+        )

@@ -41,6 +41,8 @@ class Asked:
     world_size: int
     launch: str | None
     holder: Holder
+    run: str | None = None
+    takeover: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,11 @@ class Pair(Machine[Standing]):
         out: list[PairEffect] = []
         formed = view.state == "formed"
         if self.state is Standing.FORMED and (not formed or view.epoch > self.epoch):
-            out += self._break(view.reason or "relaunched", view.error or "the other side was launched again")
+            # Of a later epoch Redis tells how that one ended. This one's members were displaced by it.
+            passed = view.epoch > self.epoch
+            reason = "relaunched" if passed else view.reason or "relaunched"
+            text = f"the pair is at epoch {view.epoch} now" if passed else view.error
+            out += self._break(reason, text or "the other side was launched again")
         if formed and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
             self.move(Standing.FORMED)
@@ -211,7 +217,7 @@ class Pair(Machine[Standing]):
         """Why a call of ``epoch`` cannot go on, None when it can."""
         if self.state is Standing.FORMED and epoch == self.epoch:
             return None
-        if self.lost is not None:
+        if self.lost is not None and epoch == self.epoch:
             return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
         text = f"pair {self.pair!r} is at epoch {self.epoch}, this batch belongs to epoch {epoch}"
         return PeerLostError(f"{text}; call init_pair and register_tensors again", reason="relaunched")

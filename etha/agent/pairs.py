@@ -79,6 +79,8 @@ class Pairs:
             remote=message.remote,
             world_size=message.world_size,
             launch=message.launch,
+            run=message.run,
+            takeover=message.takeover,
             holder=session.holder,
         )
         known.asked[key] = (session, asked, request.deadline)
@@ -192,6 +194,8 @@ class Pairs:
                     rank=asked.rank,
                     world_size=asked.world_size,
                     launch=asked.launch,
+                    run=asked.run,
+                    takeover=asked.takeover,
                     member=asked.holder,
                     timeout=left,
                 )

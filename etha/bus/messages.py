@@ -53,7 +53,10 @@ class Probed:
 @message("init_pair")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitPair:
-    """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed."""
+    """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed.
+
+    ``run``: torchrun's run id, where ``launch`` is made of it. ``takeover``: also from a launch that lives.
+    """
 
     pair: str
     side: str
@@ -61,6 +64,8 @@ class InitPair:
     world_size: int
     rank: int
     launch: str | None
+    run: str | None = None
+    takeover: bool = False
 
 
 @message("pair_formed")

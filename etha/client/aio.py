@@ -34,7 +34,7 @@ from etha.client.handle import BatchHandle
 from etha.client.homes import Mark, agent_of
 from etha.client.manifest import PairDefaults, build_manifest
 from etha.client.options import OnCommit, OnProgress, Options
-from etha.client.place import Place, device_of
+from etha.client.place import Place, check_takeover, device_of
 from etha.client.products import Runs
 from etha.client.register import check_options, register
 from etha.client.report import OnError, check_on_error, reported
@@ -114,13 +114,15 @@ class AsyncTensorBusClient:
         *,
         rank: int | None = None,
         ranks: Mapping[int, int] | None = None,
+        takeover: bool | None = None,
         timeout: float | None = None,
     ) -> Pair:
         """Meet the other side: returns once both sides are complete, in any order of arrival.
 
         Collective over all workers of both sides. ``expected_world_size`` and ``rank`` are of the local
         side (default: torch.distributed's, else the launcher's environment). ``device_mesh`` and
-        ``placements`` are the default layout of plain tensors. Raises ConfigError,
+        ``placements`` are the default layout of plain tensors. A torchrun job whose run id is not that of a launch
+        that lives is refused, unless it gives ``takeover`` (default: ETHA_TAKEOVER). Raises ConfigError,
         RendezvousTimeoutError (which ranks are missing), PeerLostError (this launch was superseded),
         RedisUnavailableError, AgentUnavailableError.
         """
@@ -138,6 +140,8 @@ class AsyncTensorBusClient:
             world_size=place.world_size,
             rank=place.rank,
             launch=place.launch,
+            run=place.run,
+            takeover=self._env.takeover if takeover is None else check_takeover(takeover),
         )
         known = self._pairs.get(pair_name)
         if known is not None and known[0].doomed:

@@ -29,6 +29,8 @@ class Place:
     world_size: int
     launch: str | None
     ranks: Mapping[int, int] | None
+    #: torchrun's run id, where the launch's id is made of it.
+    run: str | None = None
 
     @classmethod
     def of(cls, *, world_size: int | None, rank: int | None, ranks: Mapping[int, int] | None, env: LaunchEnv) -> Place:
@@ -42,7 +44,7 @@ class Place:
         check_ranks(ranks)
         if ranks is None and world and (shift := rank - dist.get_rank()) != 0:
             ranks = {r: r + shift for r in range(dist.get_world_size())}
-        return cls(rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks)
+        return cls(rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks, run=env.run_id)
 
     def layout_of(self, mesh: DeviceMesh | torch.Tensor | tuple[int, ...], placements: Sequence[Placement]) -> Layout:
         """A layout over ``mesh``: a mesh or table of torch world ranks, or a plain shape over side ranks."""
@@ -64,6 +66,13 @@ class Place:
                 f"give init_pair ranks={{torch world rank: rank in the side}}"
             )
         return layout
+
+
+def check_takeover(takeover: object) -> bool:
+    """``takeover`` itself; ConfigError for what is no bool."""
+    if not isinstance(takeover, bool):
+        raise ConfigError(f"takeover={takeover!r} is neither True nor False")
+    return takeover
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -91,6 +91,7 @@ class TensorBusClient:
         *,
         rank: int | None = None,
         ranks: Mapping[int, int] | None = None,
+        takeover: bool | None = None,
         timeout: float | None = None,
     ) -> Pair:
         """Meet the other side; see ``AsyncTensorBusClient.init_pair``."""
@@ -104,6 +105,7 @@ class TensorBusClient:
                 placements,
                 rank=rank,
                 ranks=ranks,
+                takeover=takeover,
                 timeout=timeout,
             )
         )

@@ -92,7 +92,7 @@ end
 
 local function held_by_other()
   return refuse('config', 'rank ' .. rank .. ' of side ' .. side .. ' on pair ' .. req.pair .. ' is held by pid '
-    .. string.format('%d', mine.pid) .. ' on host ' .. mine.host .. ', which is alive: give each worker its own rank, '
+    .. string.format('%d', mine.pid) .. ' on host ' .. (mine.name or mine.host) .. ', which is alive: give each worker its own rank, '
     .. 'or end that process first', {held = {mine}})
 end
 
@@ -103,7 +103,17 @@ if req.launch then
         .. ' was superseded by launch ' .. tostring(current), {reason = 'relaunched'})
     end
   end
-  if current ~= req.launch then opens = req.launch
+  if current ~= req.launch then
+    -- A restart of one run is what torchrun does to a job that has failed; another run may be another experiment.
+    if current and req.run ~= '' and string.match(current, '^(.*)%.%d+$') ~= req.run and not req.takeover then
+      local held = living(own_key)
+      if #held > 0 then
+        return refuse('config', 'pair ' .. req.pair .. ': launch ' .. current .. ' of side ' .. side .. ' lives ({living}), '
+          .. 'and this process belongs to another torchrun run, ' .. req.run .. ': end that job first, use another pair '
+          .. 'name, or take over from it with init_pair(takeover=True) or ETHA_TAKEOVER=1', {held = held})
+      end
+    end
+    opens = req.launch
   elseif mine and not same and not dead(mine) then return held_by_other() end
 elseif not current then
   opens = next_auto()

@@ -33,13 +33,16 @@ class Pairs(Session):
         world_size: int,
         member: Member,
         launch: str | None,
+        run: str | None = None,
+        takeover: bool = False,
         timeout: float | None = None,
     ) -> PairView:
         """Take ``rank`` of ``side`` for ``member``; the view tells whether that completed the pair.
 
         Does not wait for the others: watch ``keys.pair(pair)`` and read ``pair_state``. A repeated call of the same
         worker changes nothing. ConfigError: names or sizes disagree, or the rank's holder is alive.
-        PeerLostError("relaunched"): ``launch`` was superseded.
+        PeerLostError("relaunched"): ``launch`` was superseded. ``run``: torchrun's run id, if ``launch`` is made of it:
+        another launch that lives is refused to it, unless it has that run id, too, or ``takeover`` is given.
         """
         if side == remote:
             raise ConfigError(f"pair {pair}: local and remote name are both {side!r}, a pair links two sides")
@@ -62,6 +65,7 @@ class Pairs(Session):
         }
         if launch is not None:
             request["launch"] = launch
+            request |= {"run": run or "", "takeover": takeover}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limit(timeout)
         while True:
@@ -75,7 +79,9 @@ class Pairs(Session):
                     await self._agent("publish", record, deadline - loop.time())
                     self._forgotten = True
                     continue
-                dead = await self._dead(refusal.held, member.host, deadline)
+                dead, living = await self._dead(refusal.held, member.host, deadline)
+                if living is not None:
+                    raise ConfigError(refusal.text.replace("{living}", living)) from None
                 if not dead:
                     raise refusal.as_error() from None
                 request["dead"].update(dead)
@@ -164,8 +170,8 @@ class Pairs(Session):
         seen = [m.view.epoch for (name, _, _), m in self._owned.memberships.items() if name == pair and m.view]
         return max(seen, default=0)
 
-    async def _dead(self, held: list[dict[str, Any]], host: str, deadline: float) -> dict[str, bool]:
-        """The holders as the script names dead processes, or nothing as soon as one of them lives."""
+    async def _dead(self, held: list[dict[str, Any]], host: str, deadline: float) -> tuple[dict[str, bool], str | None]:
+        """The holders as the script names dead processes, or the first that lives, as messages name it."""
         found: dict[str, bool] = {}
         verdicts: dict[str, bool] = {}
         for holder in held:
@@ -178,9 +184,10 @@ class Pairs(Session):
                     verdicts[agent] = await self._agent_died(agent, deadline)
                 gone = verdicts[agent]
             if not gone:
-                return {}
+                rank = f"rank {holder['rank']}, " if isinstance(holder.get("rank"), int) else ""
+                return {}, f"{rank}pid {pid} on host {holder.get('name') or holder['host']}"
             found[f"{holder['host']}/{pid}/{start}"] = True
-        return found
+        return found, None
 
     async def _agent_died(self, agent: str, deadline: float) -> bool:
         """Wait until the lease of ``agent`` is renewed (False) or ends (True); False when the deadline comes first.

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
+from etha.errors import ConfigError, PeerLostError
 
 from .acts import close, init, is_lost, lost, recv, register, send
-from .jobs import Job, tell
+from .jobs import Job, Worker, WorkerFailed, tell, wait_for
 from .puppets import Puppet, Stage, together
 from .truth import whole
 
@@ -200,3 +201,43 @@ def test_replicas_with_a_pair_each_live_and_die_on_their_own(guests: Job, pair: 
     first.kill()
     assert trainer.result() == [("replica0", 1), ("replica1", 1), ("replica0", "died"), ("replica1", 2)]
     assert second.result() == 2
+
+
+def experiment(pair: str, side: str, remote: str) -> tuple[str, str]:
+    """One worker of a job that torchrun has started: how its registration ended after the others had their turn."""
+    with etha.TensorBusClient(timeout=60) as client:
+        client.init_pair(pair, side, remote, 1, (1,), [Replicate()], rank=0)
+        tell("formed")
+        wait_for("go on")
+        try:
+            client.register_tensors("b", {"w": torch.zeros(2)}, pair_name=pair)
+        except PeerLostError as error:
+            return error.reason, error.message
+    return "", ""
+
+
+@pytest.mark.ways("local", reason="launches are told apart in Redis")
+def test_a_second_experiment_is_refused_and_with_takeover_displaces_the_first(guests: Job, pair: str) -> None:
+    def start(run: str, **more: str) -> list[Worker]:
+        env = {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": "0", **more}
+        sides = (("trainer", "inference"), ("inference", "trainer"))
+        return [guests.start(experiment, pair, one, two, at=(one, 0), env=env) for one, two in sides]
+
+    first = start("one")
+    for worker in first:
+        worker.told("formed")
+    for worker in start("two"):
+        with pytest.raises(ConfigError, match=r"launch one\.0 of side \w+ lives .*ETHA_TAKEOVER=1") as caught:
+            worker.result()
+        assert any(f"pid {living.pid}" in caught.value.message for living in first)
+    second = start("two", ETHA_TAKEOVER="1")
+    for worker in second:
+        worker.told("formed")
+    for worker in second:
+        worker.kill()
+        with pytest.raises(WorkerFailed):
+            worker.result()
+    for worker in first:
+        worker.go("go on")
+        reason, text = worker.result()
+        assert reason == "relaunched", text

@@ -187,6 +187,26 @@ async def test_an_explicit_launch_evicts_the_older_and_fences_it(store: Store, o
     assert (await inference(store, here())).epoch == 2
 
 
+async def test_another_torchrun_run_is_refused_by_a_launch_that_lives(store: Store, others: list[Member]) -> None:
+    await trainer(store, dead(), rank=0, size=2, launch="one.0", run="one")
+    await trainer(store, others[0], rank=1, size=2, launch="one.0", run="one")
+    who = rf"launch one\.0 of side trainer lives \(rank 1, pid {others[0].pid} on host {others[0].host}\)"
+    with pytest.raises(ConfigError, match=f"{who}.*another torchrun run, two: .*takeover=True.*ETHA_TAKEOVER=1"):
+        await trainer(store, others[1], rank=0, size=2, launch="two.0", run="two")
+    view = await trainer(store, others[1], rank=1, size=2, launch="one.1", run="one")
+    assert view.sides["trainer"].launch == "one.1", "a restart of the same run evicts at once"
+    view = await trainer(store, others[2], rank=0, size=2, launch="two.0", run="two", takeover=True)
+    assert list(view.sides["trainer"].members) == [0], "asked for"
+    view = await trainer(store, others[1], rank=1, size=2, launch="L")
+    assert view.sides["trainer"].launch == "L", "an explicit id evicts at once"
+
+
+async def test_another_torchrun_run_follows_a_launch_that_is_dead(store: Store, others: list[Member]) -> None:
+    for number in range(3):
+        await trainer(store, dead(number + 1), launch=f"{number}.0", run=str(number))
+    assert (await trainer(store, others[0], launch="3.0", run="3")).sides["trainer"].launch == "3.0"
+
+
 async def test_retired_launches_are_bounded(store: Store) -> None:
     for number in range(20):
         await trainer(store, here(), launch=f"run-{number}")

@@ -169,6 +169,34 @@ def test_a_deadline_says_who_is_missing_and_frees_the_rank() -> None:
     assert ("t", 1) not in world.redis.members
 
 
+def test_who_was_displaced_hears_relaunched_however_the_next_epoch_ended() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    formed = world.pair.view
+    assert formed is not None
+    later = replace(formed, epoch=2, state="lost", reason="closed", error="t rank 0 was closed", sides={})
+    [broken] = [e for e in world.pair.viewed(later) if isinstance(e, Broken)]
+    assert (broken.epoch, broken.error.reason) == (1, "relaunched")
+    error = world.pair.error(1)
+    assert error is not None and error.reason == "relaunched"
+
+
+def test_a_call_of_an_older_epoch_hears_relaunched_when_the_newer_one_has_closed() -> None:
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    formed = world.pair.view
+    assert formed is not None
+    world.pair.viewed(replace(formed, epoch=2))
+    world.pair.viewed(replace(formed, epoch=2, state="lost", reason="closed", error="t rank 0 was closed", sides={}))
+    for epoch, reason in ((1, "relaunched"), (2, "closed")):
+        error = world.pair.error(epoch)
+        assert error is not None and error.reason == reason
+
+
 def test_a_deadline_before_redis_answered_is_redis_fault() -> None:
     world = World()
     key = world.ask(("t", 1))
