@@ -64,6 +64,11 @@ class Sides:
         formed = await asyncio.gather(*(self.init(m, **{**options, **own[m[0]]}) for m in self.members))
         self.pairs = dict(zip(self.members, formed, strict=True))
 
+    async def meet_each(self, options: Callable[[str, int], dict[str, Any]]) -> None:
+        """All ranks of both sides, each with options of its own."""
+        formed = await asyncio.gather(*(self.init(m, **options(*m)) for m in self.members))
+        self.pairs = dict(zip(self.members, formed, strict=True))
+
     async def register(self, batch: str, given: Callable[[str, int], tuple[Any, dict[str, Any]]]) -> dict[Member, Any]:
         """``given(side, rank)`` -> (tensors, options); a BatchHandle or the EthaError of each rank."""
 

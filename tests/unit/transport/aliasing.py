@@ -43,13 +43,15 @@ class Group:
 
 @dataclass
 class Item:
-    """One name: its layouts on both sides. ``tied``: the name whose source memory it is, too."""
+    """One name: its layouts on both sides. ``tied``: the name whose source memory it is, too (``tied_target``: and
+    whose target memory)."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, torch.dtype]
     source: list[Truth]
     target: list[Truth]
     tied: str | None = None
+    tied_target: bool = False
     window: str | None = None
     full: torch.Tensor | None = None
 
@@ -179,13 +181,14 @@ def random_cargo(
     most: int = 6,
     partial: bool = True,
     in_place: bool = False,
+    ties: bool = False,
 ) -> Cargo:
     """Some names over these groups; the same for the same ``rng``. ``fill`` before use."""
     cargo = Cargo({}, in_place=in_place)
     while len(cargo.items) < rng.randint(1, most):
         kind = rng.choice(["tied", "tied", "windows", "windows", "bits", "plain"])
         if kind == "tied":
-            _tied(rng, cargo, source, target, partial)
+            _tied(rng, cargo, source, target, partial, ties)
         elif kind == "plain":
             _plain(rng, cargo, source, target, partial)
         else:
@@ -231,12 +234,17 @@ def _plain(rng: random.Random, cargo: Cargo, source: list[Group], target: list[G
     return name
 
 
-def _tied(rng: random.Random, cargo: Cargo, source: list[Group], target: list[Group], partial: bool) -> None:
+def _tied(
+    rng: random.Random, cargo: Cargo, source: list[Group], target: list[Group], partial: bool, ties: bool
+) -> None:
     first = _plain(rng, cargo, source, target, partial)
     one = cargo.items[first]
     for _ in range(rng.randint(1, 2)):
         there = rng.choice([one.dtypes[1], one.dtypes[0]])
         name = f"w{len(cargo.items)}"
+        if ties and rng.random() < 0.3:
+            cargo.items[name] = Item(one.shape, one.dtypes, one.source, one.target, tied=first, tied_target=True)
+            continue
         cargo.items[name] = Item(
             one.shape, (one.dtypes[0], there), one.source, _ends(rng, target, one.shape), tied=first
         )
@@ -310,7 +318,7 @@ def _window(dice: random.Random, flat: torch.Tensor, shape: tuple[int, ...]) -> 
             at = max(at, strides[d] * shape[d])
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
         if extent <= room:
-            return flat.as_strided(shape, strides, dice.randint(0, room - extent))
+            return flat.as_strided(shape, strides, flat.storage_offset() + dice.randint(0, room - extent))
     return flat[: torch.Size(shape).numel()].view(shape)
 
 
@@ -345,7 +353,10 @@ def _lay_targets(rng: random.Random, cargo: Cargo, alloc: Alloc) -> None:
                 shape = tuple(map(len, truth.indices(item.shape, rank)))
                 key = (rank, shape, item.dtypes[1])
                 held = cargo.target.setdefault(rank, {})
-                if key in waiting:
+                if item.tied_target:
+                    assert item.tied is not None
+                    held[name] = held[item.tied]
+                elif key in waiting:
                     held[name] = waiting.pop(key)
                 elif shape and rng.random() < 0.15:
                     both = _dense("target", rank, (*shape, 2), item.dtypes[1], alloc)
