@@ -4,8 +4,8 @@
     agent    per piece:  enter(thread) -> False: hands off;  True: copy;  leave(thread)
 
 A slot holds a ticket (0: nothing is lent) and one busy word per lane thread. A ticket is never given
-twice, so an agent that thaws after years finds that its ticket has lapsed. ``word`` is both: ticket * 64
-+ slot. The page is a sealed memfd, so neither end can make the other fault.
+twice, so an agent that thaws after years finds that its ticket has lapsed. ``word`` is both: ticket *
+SLOTS + slot. The page is a sealed memfd, so neither end can make the other fault.
 
 **Ordering.** Agent: store busy, load ticket. Worker: store ticket = 0, load busy. At least one must see
 the other's store, and neither x86 nor arm promises that for a plain store followed by a load. The agent's
@@ -30,9 +30,10 @@ from etha.memory.pages import map_pages, sealed_memfd
 
 log = logging.getLogger(__name__)
 
-NBYTES = 4096
+#: Memory is taken for slots that are used, the first ones first.
+NBYTES = 1 << 17
 #: Slots of a page, the first one a header, so that many calls of one client may be in flight less one.
-SLOTS = 64
+SLOTS = 2048
 _WORDS = NBYTES // 4 // SLOTS
 #: Lane threads of one agent that can be told apart.
 THREADS = _WORDS - 1
@@ -61,6 +62,7 @@ class RevocationPage:
         self._words = _words(self._pages)
         self._lock = threading.Lock()
         self._free = list(range(SLOTS - 1, 0, -1))
+        self._used = 0
         self._stuck: list[int] = []
         self._ticket = 0
 
@@ -71,8 +73,11 @@ class RevocationPage:
             self._free += [s for s in self._stuck if not self._inside(s)]
             self._stuck = [s for s in self._stuck if self._inside(s)]
             if not self._free or self._ticket == _MAX_TICKET:
-                raise ConfigError(f"more than {SLOTS - 1} transfers of one client are in flight")
+                raise ConfigError(
+                    f"more than {SLOTS - 1} transfers of one client are in flight: wait for some, or use another client"
+                )
             slot = self._free.pop()
+            self._used = max(self._used, slot)
             self._ticket += 1
             self._words[slot * _WORDS] = self._ticket
             return self._ticket * SLOTS + slot
@@ -112,7 +117,7 @@ class RevocationPage:
     def close(self) -> None:
         """Revoke everything and close the descriptor; idempotent."""
         with self._lock:
-            for slot in range(1, SLOTS):
+            for slot in range(1, self._used + 1):
                 self._words[slot * _WORDS] = 0
             self._free = []
             if self.fd >= 0:

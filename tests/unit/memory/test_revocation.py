@@ -57,6 +57,14 @@ def test_a_slot_is_lent_again_with_another_ticket_only_once_it_is_empty() -> Non
     assert lent.guard(again).enter(0)
 
 
+def test_a_client_may_have_a_thousand_calls_in_flight() -> None:
+    page, lent = both()
+    words = [page.open() for _ in range(1024)]
+    assert len({word % SLOTS for word in words}) == 1024 and all(lent.lends(word) for word in words)
+    page.close()
+    assert not any(lent.lends(word) for word in words)
+
+
 def test_closing_the_page_revokes_everything() -> None:
     page, lent = both()
     guards = [lent.guard(page.open()) for _ in range(3)]
