@@ -152,9 +152,10 @@ class TransferError(EthaError):
     """A transfer failed.
 
     ``outcome`` is ``"aborted"`` (nobody got a result), ``"unknown"`` (this worker's agent or link died
-    after its vote) or ``"withdrawn"`` (the call ended before GO and consumed nothing). ``torn``: this
-    worker's target may be half-written. ``quiesced`` False: a frozen agent could not confirm that it
-    will not write any more.
+    after its vote), ``"withdrawn"`` (the call ended before GO and consumed nothing) or ``"committed"``
+    (this worker's tensors hold the new version as all others' do, but its ``on_commit`` did not return
+    by the deadline). ``torn``: this worker's target may be half-written. ``quiesced`` False: a frozen
+    agent could not confirm that it will not write any more.
     """
 
     code = "transfer"
@@ -225,6 +226,15 @@ def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaErro
     error = cls(text, **wire.get("data", {}))
     error.remote_traceback = traceback
     return error
+
+
+#: What a worker does whose pair or agent is lost.
+AGAIN = "call init_pair and register_tensors again"
+
+
+def with_again(text: str) -> str:
+    """``text`` that ends with what to do after a loss; once, also where its cause says so already."""
+    return text if AGAIN in text else f"{text}; {AGAIN}"
 
 
 def first_of(errors: BaseExceptionGroup[EthaError]) -> EthaError:

@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 from etha.agent.effects import Answer, CallKey, Fail, Member, name_members, name_ranks
 from etha.agent.machine import Machine
 from etha.bus.messages import PairFormed
-from etha.errors import AgentUnavailableError, EthaError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
+from etha.errors import (
+    AgentUnavailableError,
+    EthaError,
+    PeerLostError,
+    RedisUnavailableError,
+    RendezvousTimeoutError,
+    with_again,
+)
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 
@@ -220,7 +227,7 @@ class Pair(Machine[Standing]):
         if self.lost is not None and epoch == self.epoch:
             return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
         text = f"pair {self.pair!r} is at epoch {self.epoch}, this batch belongs to epoch {epoch}"
-        return PeerLostError(f"{text}; call init_pair and register_tensors again", reason="relaunched")
+        return PeerLostError(with_again(text), reason="relaunched")
 
     def members(self) -> dict[Member, Holder]:
         """Everybody in the view, by (side, rank)."""
@@ -282,8 +289,7 @@ class Pair(Machine[Standing]):
         Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
         """
         self.move(Standing.LOST)
-        again = "call init_pair and register_tensors again"
-        error = PeerLostError(f"pair {self.pair!r} epoch {self.epoch} is over: {text}; {again}", reason=reason)
+        error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
         self.lost = error
         fails: list[PairEffect] = []
         joins: list[PairEffect] = []

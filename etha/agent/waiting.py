@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 
 from etha.agent.doubt import Inquiry
 from etha.agent.effects import CallKey, Member, name_members
-from etha.errors import EthaError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
+from etha.errors import (
+    EthaError,
+    PeerLostError,
+    TransferAbortedError,
+    TransferError,
+    TransferTimeoutError,
+    with_again,
+)
 from etha.peer.messages import Verb, Version
-
-_AGAIN = "call init_pair and register_tensors again"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +155,7 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
     data = error.data() if isinstance(error, TransferError) else {}
     data |= {"outcome": "aborted", "torn": torn}
     text = f"{name} seq {seq} aborted: {error.message}"
-    text += f"; {_AGAIN}" if isinstance(error, PeerLostError) and _AGAIN not in text else ""
+    text = with_again(text) if isinstance(error, PeerLostError) else text
     if isinstance(error, PeerLostError) or own is not None:
         return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
     return TransferAbortedError(text, outcome="aborted", torn=torn)
@@ -159,5 +164,4 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
 def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
     """What every worker here is told about a transfer whose end nobody that this agent can reach knows."""
     text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
-    text += "" if _AGAIN in text else f"; {_AGAIN}"
-    return PeerLostError(text, reason="died", outcome="unknown", torn=torn)
+    return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn)

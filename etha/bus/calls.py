@@ -14,10 +14,13 @@ Answer = Reply | Failure
 class Call:
     """The answer is kept beside the future: a cancelled wait loses nothing and may be followed by another."""
 
-    __slots__ = ("_loop", "_waiter", "answer", "id", "on_push")
+    __slots__ = ("_loop", "_waiter", "answer", "id", "on_push", "tag", "withdrawn")
 
-    def __init__(self, id: int, on_push: Callable[[Any], None] | None, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, id: int, on_push: Callable[[Any], None] | None, loop: asyncio.AbstractEventLoop, tag: object = None
+    ) -> None:
         self.id = id
+        self.tag, self.withdrawn = tag, False
         self.on_push = on_push
         self.answer: Answer | None = None
         self._loop = loop

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from etha.bus.codec import MAX_MESSAGE, Envelope, Malformed, decode, encode
+from etha.bus.context import process_context
 from etha.bus.packets import PacketConnection, close_all
 from etha.bus.process import Credentials, is_exiting, open_pidfd
 from etha.bus.socket import LoopSocket
@@ -95,8 +96,7 @@ class Channel:
             )
         self.pid = credentials.pid
         self._packets = PacketConnection(connection, self._packet, self._disconnected)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = process_context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IMMEDIATE, 1),
@@ -111,6 +111,8 @@ class Channel:
         self._pidfd = open_pidfd(self.pid)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
+            # A channel that is collected unclosed, with its loop, leaves no descriptor behind.
+            self._unclosed = weakref.finalize(self, os.close, self._pidfd)
 
     @property
     def agent(self) -> str:
@@ -136,15 +138,16 @@ class Channel:
             raise AgentLostError(f"{self.agent} cannot be given descriptors: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close everything at once; idempotent, ``on_end`` is not called."""
+        """Close everything at once, with or without its loop; idempotent, ``on_end`` is not called."""
         if self._socket.closed:
             return
         if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._pidfd)
+            self._unclosed.detach()
             self._bury(self._pidfd)
         self._packets.close()
         self._socket.close()
-        self._context.term()
 
     def _bury(self, pidfd: int) -> None:
         """Remember whether the agent's process has ended; one that is on its way out can be waited for."""

@@ -54,7 +54,6 @@ class AgentLink:
         self._owner = os.getpid()
         self._ids = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        self._settled: asyncio.Future[None] | None = None
         self._closing = False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
@@ -99,6 +98,7 @@ class AgentLink:
         on_timeout: Callable[[], EthaError] | None = None,
         on_cancel: Callable[[Answer | None], None] | None = None,
         patient: bool = False,
+        tag: object = None,
     ) -> Any:
         """The agent's answer to ``message``, or the error that it failed with.
 
@@ -107,13 +107,13 @@ class AgentLink:
         When the awaiting task is cancelled, the agent gets a Cancel and up to a second to answer;
         ``on_cancel`` is told that answer, Reply or Failure, or None when none came, before
         CancelledError goes on; a second cancellation ends that wait, unless ``patient``. AgentLostError as
-        soon as the agent is lost.
+        soon as the agent is lost. ``tag``: for ``withdraw``.
         """
 
         def post(request: Request) -> None:
             self._channel.post(request)
 
-        return await self._call(message, timeout, post, on_push, on_timeout, on_cancel, patient)
+        return await self._call(message, timeout, post, on_push, on_timeout, on_cancel, patient, tag)
 
     async def send_descriptors(
         self,
@@ -140,16 +140,16 @@ class AgentLink:
         """Whether the agent of a lost link has ended, so that nothing of it runs; one that is ending is waited for."""
         return await self._channel.ended(DEATH)
 
-    async def settle(self) -> None:
-        """Cancel whatever is pending, and wait up to a second until it has been answered."""
-        if os.getpid() != self._owner or self.lost.done() or not self._calls:
-            return
+    def withdraw(self, tag: object) -> None:
+        """Ask the agent to end the requests of ``tag``: each gets its answer, or after a second none, as at a deadline.
+
+        Unlike a cancellation of whoever awaits it, a request that the agent has carried out meanwhile succeeds.
+        """
         for call in self._calls.values():
-            self._cancel(call)
-        self._settled = self._loop.create_future()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await self._settled
+            if call.tag is tag and not call.withdrawn:
+                call.withdrawn = True
+                self._cancel(call)
+                self._loop.call_later(GRACE, call.expire)
 
     async def close(self) -> None:
         """Say goodbye, wait up to a second until the agent has heard, and end the session; idempotent."""
@@ -164,7 +164,10 @@ class AgentLink:
             self.abort()
 
     def abort(self) -> None:
-        """End the session at once; pending requests fail. Idempotent, and nothing in a forked child."""
+        """End the session at once; pending requests fail. Idempotent, and nothing in a forked child.
+
+        Without a goodbye: the agent takes it for the worker's death. Also where the link's loop is gone.
+        """
         self._lose(_CLOSED)
 
     async def __aenter__(self) -> AgentLink:
@@ -190,10 +193,11 @@ class AgentLink:
         on_timeout: Callable[[], EthaError] | None = None,
         on_cancel: Callable[[Answer | None], None] | None = None,
         patient: bool = False,
+        tag: object = None,
     ) -> Any:
         self._check()
         endless = not timeout < _FOREVER
-        call = Call(next(self._ids), on_push, self._loop)
+        call = Call(next(self._ids), on_push, self._loop, tag)
         request = Request(call.id, None if endless else max(0.0, timeout), message)
         timer = None if endless else self._loop.call_later(max(0.0, timeout) + GRACE, call.expire)
         self._calls[call.id] = call
@@ -216,8 +220,6 @@ class AgentLink:
             raise
         finally:
             del self._calls[call.id]
-            if not self._calls and self._settled is not None and not self._settled.done():
-                self._settled.set_result(None)
             if timer is not None:
                 timer.cancel()
         if answer is None:
@@ -277,8 +279,9 @@ class AgentLink:
             return
         text = _CLOSED if self._closing else text
         log.debug("the session is over: %s", text)
-        self.lost.set_result(AgentLostError(text))
-        self._fail_calls(text)
+        with suppress(RuntimeError):  # its loop is closed: nobody is waiting
+            self.lost.set_result(AgentLostError(text))
+            self._fail_calls(text)
         self._channel.close()
 
     def _received(self, envelope: Envelope | Malformed) -> None:

@@ -80,9 +80,10 @@ class PacketConnection:
         """End the connection for every holder of it, forked children too; idempotent."""
         if self.closed:
             return
-        self._loop.remove_reader(self._connection.fileno())
-        if self._room is not None:
-            self._has_room()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._connection.fileno())
+            if self._room is not None:
+                self._has_room()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -13,7 +13,7 @@ from etha.errors import EthaError
 
 log = logging.getLogger(__name__)
 
-#: "closed": it said goodbye or let go of the bus; "died": its process is gone, or it never reads.
+#: "closed": it said goodbye; "died": its process is gone or it let go of the bus without a word, or it never reads.
 Reason = Literal["closed", "died"]
 
 #: Requests of one session that may wait for their answers.

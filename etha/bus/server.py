@@ -3,7 +3,7 @@
 Hello ------------------> uid by SO_PEERCRED, pidfd, service.hello --------> Welcome(session)
 Attach on cpu.fds ------> uid and pid by SO_PEERCRED, session -------------> Done
 requests <--------------> service.received, peer.reply
-end: Goodbye, or the descriptor connection closes ("closed"), or the process dies ("died")
+end: Goodbye ("closed"), or the descriptor connection closes without one or the process dies ("died")
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etha.bus.connections import Connection, Connections
 from etha.bus.handshake import Done, Goodbye, Hello
 from etha.bus.listen import PathLock, listen
 from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
-from etha.bus.process import Credentials, is_exiting, start_time
+from etha.bus.process import Credentials, start_time
 from etha.bus.sessions import Session
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 
@@ -235,13 +235,14 @@ class BusServer:
 
     def _disconnected(self, connection: Connection) -> None:
         if (session := self._sessions.get(connection)) is not None:
-            pid = session.peer.pid
-            self._end(session, "died" if pid and is_exiting(pid) else "closed")
+            self._end(session, "died")
 
     def _end(self, session: Session, reason: Reason) -> None:
         peer = session.peer
         if peer.gone:
             return
+        if self._closing:  # it heard our goodbye and let go
+            reason = "closed"
         peer.gone = True
         session.release()
         self._sessions.pop(session.connection, None)

@@ -10,7 +10,7 @@ from typing import Any
 from etha.bus.attachments import Attachment
 from etha.bus.connections import Connection
 from etha.bus.peer import Peer, Reason
-from etha.bus.process import is_exiting, open_pidfd
+from etha.bus.process import open_pidfd
 
 
 class Session:
@@ -58,8 +58,8 @@ class Session:
             self._attachment.close()
 
     def _disconnected(self) -> None:
-        # Descriptors close before the pidfd tells of a death: ask which of the two it is.
-        self._end("died" if self.peer.pid and is_exiting(self.peer.pid) else "closed")
+        # A client that was closed has said goodbye before. One that was dropped is as dead to its peers as a process.
+        self._end("died")
 
     def _end(self, reason: Reason) -> None:
         self._on_end(self, reason)

@@ -62,11 +62,12 @@ class LoopSocket:
         """Stop reading and close at once; idempotent."""
         if self._socket.closed:
             return
-        self._loop.remove_reader(self._fd)
-        if self._again is not None:
-            self._again.cancel()
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+            if self._again is not None:
+                self._again.cancel()
+            if self._writable is not None and not self._writable.done():
+                self._writable.set_result(None)
         self._writable = None
         self._socket.close(0)
 

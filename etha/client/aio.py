@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, Unpack, overload
+from weakref import WeakMethod, finalize
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairFormed, PairLost, Status, WaitOffer
+from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.arguments import (
     check_flag,
     check_optional_text,
@@ -42,7 +45,7 @@ from etha.client.results import Offer, Pair, TransferResult, Version
 from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
-from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError
+from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
 
 #: Seconds within which the kernel's word of a process's death has come.
 _NEWS = 1.0
@@ -93,7 +96,11 @@ class AsyncTensorBusClient:
         #: batch -> highest seq seen, and whether this worker's target may be half-written; both outlive handles.
         self._seqs: dict[str, int] = {}
         self._torn: set[str] = set()
+        self._calls = ActiveCalls(self._timeout)
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        #: Ends the connection of a client that nobody holds any more.
+        self._dropped: finalize[[], AsyncTensorBusClient] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,6 +140,7 @@ class AsyncTensorBusClient:
             raise ConfigError(f"local_name and remote_name are both {local_name!r}: a pair joins two sides")
         place = Place.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of(pair_name, place, device_mesh, placements)
+        self._check_usable()
         message = InitPair(
             pair=pair_name,
             side=local_name,
@@ -143,11 +151,12 @@ class AsyncTensorBusClient:
             run=place.run,
             takeover=self._env.takeover if takeover is None else check_takeover(takeover),
         )
-        known = self._pairs.get(pair_name)
-        if known is not None and known[0].doomed:
-            # A dead process's memory is gone a moment before the kernel tells of its death.
-            await known[0].lost.heard(min(_NEWS, deadline.left))
-        formed = await self._ask_for_pair(message, deadline)
+        with self._calls.begin(f"init_pair of {pair_name!r}"):
+            known = self._pairs.get(pair_name)
+            if known is not None and known[0].doomed:
+                # A dead process's memory is gone a moment before the kernel tells of its death.
+                await known[0].lost.heard(min(_NEWS, deadline.left))
+            formed = await self._ask_for_pair(message, deadline)
         known = self._pairs.get(pair_name)
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
             self._pairs[pair_name] = (known[0], defaults)
@@ -216,18 +225,19 @@ class AsyncTensorBusClient:
             raise RegistrationError(
                 f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
             )
-        registration = await register(
-            connection,
-            batch_id,
-            tuple(self._pairs[name][0] for name in manifest.pairs),
-            manifest,
-            direction=direction,
-            bucket_size=bucket_size,
-            atomic=atomic,
-            verify=verify,
-            seq=self._seqs.get(batch_id, 0),
-            timeout=lambda: deadline.left,
-        )
+        with self._calls.begin(f"register_tensors of {batch_id!r}"):
+            registration = await register(
+                connection,
+                batch_id,
+                tuple(self._pairs[name][0] for name in manifest.pairs),
+                manifest,
+                direction=direction,
+                bucket_size=bucket_size,
+                atomic=atomic,
+                verify=verify,
+                seq=self._seqs.get(batch_id, 0),
+                timeout=lambda: deadline.left,
+            )
         registration.torn = batch_id in self._torn
         self._batches[batch_id] = registration
         return BatchHandle(self, registration)
@@ -270,7 +280,9 @@ class AsyncTensorBusClient:
         is awaited later or by another task. All errors are raised by awaiting it.
 
         ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
-        recv, run after commit and before this worker's tensors change. ``progress``: (bytes done, bytes
+        recv, run after commit and before this worker's tensors change, until the deadline at most: then they
+        change all the same and TransferTimeoutError says so ("committed"). What it raises is raised here, once
+        they have changed. A client may have 2,047 transfers in flight. ``progress``: (bytes done, bytes
         total) of this worker. ``on_error`` (default: the client's): "report" returns a failed result
         (``.error``) where "raise" raises TransferError or a subclass (see ``.outcome`` and ``.torn``),
         AgentLostError or AgentUnavailableError; mistakes (ConfigError, RegistrationError) are always raised.
@@ -343,7 +355,7 @@ class AsyncTensorBusClient:
         check_call(registration, transfer_type, version, on_commit, progress, snapshot)
         deadline = Deadline(seconds)
 
-        async def move(edition: str = "") -> TransferResult:
+        async def move(call: ActiveCall, edition: str = "") -> TransferResult:
             self._check_served(registration)
             batch_id = registration.batch
             try:
@@ -355,6 +367,7 @@ class AsyncTensorBusClient:
                     timeout=math.inf if edition and timeout is None else deadline.left,
                     progress=progress,
                     mark=mark,
+                    call=call,
                     edition=edition,
                 )
             finally:
@@ -362,11 +375,21 @@ class AsyncTensorBusClient:
             self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
             return result
 
+        async def whole() -> TransferResult:
+            with self._calls.begin(transfer_type, registration) as call:
+                return await move(call)
+
         if snapshot:
             return await send_snapshot(
-                registration, version=version, on_error=mode, deadline=deadline, mark=mark, send=move
+                registration,
+                version=version,
+                on_error=mode,
+                deadline=deadline,
+                mark=mark,
+                calls=self._calls,
+                send=move,
             )
-        return await reported(mode, registration.pairs, transfer_type, move)
+        return await reported(mode, registration.pairs, transfer_type, whole)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send; returns at once if it already does.
@@ -381,31 +404,78 @@ class AsyncTensorBusClient:
         self._check_open(registration)
         self._check_served(registration)
         message = WaitOffer(batch=registration.batch, epoch=registration.pair.epoch)
-        offered = await registration.connection.link.request(message, timeout=seconds)
+        with self._calls.begin("wait_offer", registration):
+            offered = await registration.connection.link.request(message, timeout=seconds)
         assert isinstance(offered, Offered)
         return Offer(version=offered.version, bytes=offered.nbytes)
 
     async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
         """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
-        connection = await self._connect(deadline.left)
-        status = await connection.link.request(GetStatus(), timeout=deadline.left)
+        self._check_usable()
+        with self._calls.begin("status"):
+            connection = await self._connect(deadline.left)
+            status = await connection.link.request(GetStatus(), timeout=deadline.left)
         assert isinstance(status, Status)
         return status.report
 
     async def close(self) -> None:
-        """Leave all pairs and batches and the agent; what is under way is cancelled. Idempotent."""
+        """Leave all pairs and batches and the agent. Idempotent; nothing writes into tensors once it has returned.
+
+        Calls that are under way end first: what is committed is put in place, after its ``on_commit`` or at the
+        deadline of its call, or, where that has none, ``timeout`` of this client from now on. All others raise
+        TransferAbortedError or ConfigError. Called by a callback, it does not wait for that callback's own call.
+        """
         self._closed = True
+        if os.getpid() != self._pid:
+            return
+        if self._loop not in (None, asyncio.get_running_loop()):
+            return await self._close_elsewhere()
+        mine = self._calls.calling_back()
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(mine))
+        elif mine is not None:
+            return  # whoever closes waits for this callback
+        await asyncio.shield(self._closing)
+        if mine is None:
+            await self._calls.ended()
+
+    async def _close(self, mine: ActiveCall | None) -> None:
+        self._leave_all()
         connection, self._connection = self._connection, None
+        try:
+            self._calls.interrupt("this client was closed")
+            await self._calls.ended(but=mine)
+            connection = connection or self._connection
+            if connection is not None:
+                await connection.close(self._timeout)
+        finally:
+            if connection is not None:
+                connection.abort()
+            self._forget()
+
+    async def _close_elsewhere(self) -> None:
+        """``close`` on another loop than the client's own, which may have ended."""
+        assert self._loop is not None
+        if self._loop.is_running():
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), self._loop))
+        self._leave_all()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        self._forget()
+
+    def _leave_all(self) -> None:
         for registration in self._batches.values():
             registration.open = False
         self._batches.clear()  # a closed client that somebody keeps keeps no tensors
         for pair, _ in self._pairs.values():
-            pair.lose("closed", "this client was closed")
-        if connection is not None and os.getpid() == self._pid:
-            # Transfers that move end first: their memory is free when this returns.
-            await connection.link.settle()
-            await connection.close(self._timeout)
+            with suppress(RuntimeError):  # whoever waits for it has left with the loop
+                pair.lose("closed", "this client was closed")
+
+    def _forget(self) -> None:
+        if self._dropped is not None:
+            self._dropped.detach()
 
     def handle_of(self, batch_id: str) -> BatchHandle:
         """The handle of an open batch; RegistrationError when there is none."""
@@ -413,15 +483,35 @@ class AsyncTensorBusClient:
 
     async def close_batch(self, registration: Registration) -> None:
         """What ``BatchHandle.close`` does; local and idempotent."""
-        if not registration.open:
-            return
-        registration.open = False
-        if self._batches.get(registration.batch) is registration:
-            del self._batches[registration.batch]
+        mine = self._calls.calling_back()
+        if registration.open:
+            registration.open = False
+            if self._batches.get(registration.batch) is registration:
+                del self._batches[registration.batch]
+            try:
+                await self._end_batch(registration)
+            finally:
+                self._calls.interrupt("its handle was closed", registration)
+        await self._calls.ended(registration, but=mine)
+        if not registration.connection.lost and not self._closed:
+            with self._unless_closed():
+                await registration.connection.spare(self._timeout)
+
+    async def _end_batch(self, registration: Registration) -> None:
+        """The agent ends what waits or moves, and knows best how."""
         if not registration.connection.lost and not self._closed:
             message = CloseBatch(batch=registration.batch, epoch=registration.pair.epoch)
-            await registration.connection.link.request(message, timeout=self._timeout)
-            await registration.connection.spare(self._timeout)
+            with self._unless_closed():
+                await registration.connection.link.request(message, timeout=self._timeout)
+
+    @contextmanager
+    def _unless_closed(self) -> Iterator[None]:
+        """What the end of the client makes fail meanwhile is not told."""
+        try:
+            yield
+        except AgentLostError:
+            if not self._closed:
+                raise
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -457,8 +547,17 @@ class AsyncTensorBusClient:
                 await connection.close(self._timeout)
                 raise ConfigError("this client was closed while it connected")
             self._connection = connection
-            connection.link.lost.add_done_callback(self._agent_lost)
+            lost = WeakMethod(self._agent_lost)
+            connection.link.lost.add_done_callback(lambda error: _call(lost, error))
+            self._forget()
+            self._dropped = finalize(self, connection.drop)
+            self._dropped.atexit = False  # the end of the process says it, too
             return connection
+
+    def _hearing(self) -> Callable[[Any], None]:
+        """What hears the agent's news without holding this client: one that nobody holds any more has to end."""
+        pushed = WeakMethod(self._pushed)
+        return lambda message: _call(pushed, message)
 
     async def _open(self, timeout: float) -> Connection:
         return await Connection.open(
@@ -468,7 +567,7 @@ class AsyncTensorBusClient:
             redis_url=self._redis_url,
             autostart=self._autostart,
             timeout=timeout,
-            on_push=self._pushed,
+            on_push=self._hearing(),
             again=bool(self._pairs),
         )
 
@@ -494,9 +593,7 @@ class AsyncTensorBusClient:
         if self._connection is None:
             raise ConfigError("no pair is formed in this client: call init_pair first")
         if self._connection.lost:
-            raise AgentLostError(
-                f"{self._connection.link.lost.result().message}; call init_pair and register_tensors again"
-            )
+            raise AgentLostError(with_again(self._connection.link.lost.result().message))
         return self._connection
 
     def _registration(self, batch_id: str) -> Registration:
@@ -516,8 +613,7 @@ class AsyncTensorBusClient:
     def _check_served(self, registration: Registration) -> None:
         if registration.connection.lost or registration.connection is not self._connection:
             raise AgentLostError(
-                f"the agent with which batch {registration.batch!r} was registered is gone; "
-                f"call init_pair and register_tensors again",
+                with_again(f"the agent with which batch {registration.batch!r} was registered is gone"),
                 outcome="withdrawn",
             )
 
@@ -534,3 +630,9 @@ class AsyncTensorBusClient:
 
 async def _refused(error: EthaError) -> NoReturn:
     raise error
+
+
+def _call(method: WeakMethod[Any], argument: Any) -> None:
+    found = method()
+    if found is not None:
+        found(argument)

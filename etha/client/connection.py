@@ -17,6 +17,7 @@ from etha.bus.messages import LetGo, Probe, Probed, Released
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
 from etha.client.homes import Home, home_of
+from etha.client.loop_end import LoopEnd
 from etha.client.spawn import ensure_agent
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError
@@ -51,6 +52,9 @@ class Connection:
         self._shown: set[str] = set()
         #: What is shown again must not meet what is being forgotten.
         self._showing = asyncio.Lock()
+        self._pid, self._loop = os.getpid(), asyncio.get_running_loop()
+        # A client whose loop is gone is closed without it.
+        self._loop_end = LoopEnd(self._loop, self.abort)
 
     @classmethod
     async def open(
@@ -115,6 +119,7 @@ class Connection:
         """One session; ``patient``: with an agent that is leaving, return only once it has left."""
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
         page = RevocationPage()
+        connection: Connection | None = None
         try:
             if link.welcome.leaving:
                 raise AgentUnavailableError(link.welcome.leaving)
@@ -131,6 +136,8 @@ class Connection:
             finally:
                 link.abort()
                 page.close()
+                if connection is not None:
+                    connection.abort()
             raise
         return connection
 
@@ -159,6 +166,7 @@ class Connection:
     async def close(self, timeout: float) -> None:
         """Say goodbye and take the memory back; ``timeout``: the deadline of the client's calls."""
         self.collapser.cancel()
+        self._loop_end.cancel()
         released = False
         try:
             if self.home.lends:
@@ -172,11 +180,22 @@ class Connection:
             self.home.close(released=released or self.lost)
 
     def abort(self) -> None:
-        """Let go without a word."""
+        """Let go without a word, also where the event loop is gone; idempotent. The agent takes it for a death."""
         self.collapser.cancel()
+        self._loop_end.cancel()
+        gone = self.lost
         self.link.abort()
         self.page.close()
-        self.home.close(released=self.lost)
+        self.home.close(released=gone)
+
+    def drop(self) -> None:
+        """``abort`` from any thread and at any moment: nobody holds the client any more."""
+        if os.getpid() != self._pid or self.lost:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self.abort)
+        except RuntimeError:  # the loop is closed
+            self.abort()
 
     async def _probe(self, timeout: float) -> None:
         allow_reading()

@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from etha.client.loop_end import LoopEnd
 from etha.client.results import TransferResult
-from etha.errors import ConfigError
+from etha.errors import AgentLostError, ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Contained(Exception):
+    """SystemExit or KeyboardInterrupt of a callback, on its way to whoever called: in a task it would end the loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(repr(error))
+        self.error = error
+
+
+def contain(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> asyncio.Task[T]:
+    """``work`` as a task that no callback's exception makes end its event loop; see ``error_of``."""
+    task = loop.create_task(_contained(work))
+    task.add_done_callback(lambda _: work.close())  # cancelled before its first step it would never be awaited
+    return task
+
+
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Contained(error) from None
+
+
+def error_of(task: asyncio.Future[Any]) -> BaseException | None:
+    """What a task that has ended has raised; None when it has returned, or was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    return error.error if isinstance(error, Contained) else error
 
 
 class TransferFuture:
@@ -21,10 +56,11 @@ class TransferFuture:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Not for users: see ``of_task`` and ``of_coroutine``."""
+        """Not for users: see ``of_task``; the blocking client's is made by its portal."""
         self._loop = loop
         self._task: asyncio.Task[TransferResult] | None = None
         self._cancelled = False
+        self._loop_end: LoopEnd | None = None
         self._future: concurrent.futures.Future[TransferResult] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()  # it ends when the task has ended, not when that is asked to
 
@@ -32,14 +68,7 @@ class TransferFuture:
     def of_task(cls, task: asyncio.Task[TransferResult]) -> Self:
         """The future of a task of the running event loop, which it keeps alive."""
         future = cls(task.get_loop())
-        future._follow(task)
-        return future
-
-    @classmethod
-    def of_coroutine(cls, work: Coroutine[Any, Any, TransferResult], loop: asyncio.AbstractEventLoop) -> Self:
-        """Begin ``work`` on ``loop``, which runs in another thread."""
-        future = cls(loop)
-        loop.call_soon_threadsafe(lambda: future._follow(loop.create_task(work)))
+        future.follow(task)
         return future
 
     def done(self) -> bool:
@@ -80,8 +109,23 @@ class TransferFuture:
         return error
 
     def add_done_callback(self, function: Callable[[TransferFuture], None]) -> None:
-        """Call ``function(self)`` at the end, on the client's loop thread, or at once if it is over."""
-        self._future.add_done_callback(lambda _: function(self))
+        """Call ``function(self)`` at the end, on the client's loop thread, or at once if it is over.
+
+        What it raises on the loop thread is logged.
+        """
+        caller = threading.get_ident()
+
+        def told(_: object) -> None:
+            try:
+                function(self)
+            except (SystemExit, KeyboardInterrupt):
+                if adding and threading.get_ident() == caller:
+                    raise
+                log.exception("a done callback of a transfer raised; it does not end the event loop")
+
+        adding = True
+        self._future.add_done_callback(told)
+        adding = False
 
     def __await__(self) -> Generator[Any, None, TransferResult]:
         if not self._future.done():
@@ -104,19 +148,32 @@ class TransferFuture:
 
     # ---- on the loop of the transfer -----------------------------------------------------------
 
-    def _follow(self, task: asyncio.Task[TransferResult]) -> None:
+    def follow(self, task: asyncio.Task[TransferResult]) -> None:
+        """Not for users: it ends with ``task``."""
         self._task = task
+        # A loop that ends unfinished tells no task; whoever waits in another thread would wait for ever.
+        self._loop_end = LoopEnd(self._loop, self.abandon)
         task.add_done_callback(self._end)
+
+    def abandon(self) -> None:
+        """Not for users: the event loop has ended before the transfer."""
+        if not self._future.done():
+            text = "the event loop of this transfer's client has ended: nobody knows how the transfer did"
+            self._future.set_exception(AgentLostError(text))
 
     def _stop(self) -> None:
         assert self._task is not None
         self._task.cancel()
 
     def _end(self, task: asyncio.Task[TransferResult]) -> None:
+        if self._loop_end is not None:
+            self._loop_end.cancel()
+        if self._future.done():
+            return
         if task.cancelled():
             self._cancelled = True
             self._future.set_exception(concurrent.futures.CancelledError())
-        elif (error := task.exception()) is not None:
+        elif (error := error_of(task)) is not None:
             self._future.set_exception(error)
         else:
             self._future.set_result(task.result())

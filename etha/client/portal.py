@@ -1,38 +1,64 @@
 """The loop thread behind the blocking clients of one process: coroutines go in, results come out.
 
-One thread a process, started with the first blocking client and ended with the last. A forked child has
-no such thread: its own clients start another.
+One thread a process, started with the first blocking client and ended with the last, once all work has ended. A
+forked child has no such thread: its own clients start another. No callback ends it; if it dies all the same, what
+was under way raises, and the next client starts another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
+from weakref import finalize
 
 import uvloop
 
-from etha.client.future import TransferFuture
+from etha.client.future import TransferFuture, contain, error_of
 from etha.client.results import TransferResult
+from etha.errors import AgentLostError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Seconds that the end of the program waits for the thread: a callback may stand still on it.
+_EXIT = 1.0
 
 
 class Portal:
     """An event loop on a daemon thread. ``call`` blocks, ``submit`` does not."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="etha-portal", daemon=True)
+        #: What has not ended; a set, which several threads may change.
+        self._work: set[_Running | _Submitted] = set()
+        self._closing = self._ended = False
+        self._thread = threading.Thread(target=self._run, name="etha-portal", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._exit)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes work."""
+        return os.getpid() == self._pid and self._thread.is_alive() and not self._closing
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the portal's own thread: a callback of a client."""
+        return threading.get_ident() == self._thread.ident
 
     def submit(self, work: Coroutine[Any, Any, TransferResult]) -> TransferFuture:
         """Begin a transfer on the loop."""
-        return TransferFuture.of_coroutine(work, self._loop)
+        submitted = _Submitted(work, self)
+        self._begin(submitted)
+        return submitted.future
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for it.
@@ -40,9 +66,9 @@ class Portal:
         Ctrl-C cancels it and waits until it has really ended (the agent has confirmed that it touches
         nothing any more) before KeyboardInterrupt goes on; a second Ctrl-C does not wait.
         """
-        running = _Running(work, self._loop)
+        running = _Running(work, self)
         try:
-            running.start()
+            self._begin(running)
             running.wait()
         except BaseException:
             running.cancel()
@@ -51,75 +77,205 @@ class Portal:
         result: T = running.result()
         return result
 
-    def close(self) -> None:
-        """Stop the loop and its thread; idempotent."""
-        atexit.unregister(self.close)
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run a coroutine that nobody waits for; the loop does."""
+        self._begin(_Running(work, self))
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread once all work has ended; idempotent. ``wait`` for that, but never on that thread itself."""
+        atexit.unregister(self._exit)
+        self._retire()
+        if wait and not self.is_mine and os.getpid() == self._pid:
+            self._thread.join()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _begin(self, work: _Running | _Submitted) -> None:
+        self._work.add(work)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(work.begin)
+        if self._ended:
+            self._abandon()
+
+    def end(self, work: _Running | _Submitted) -> None:
+        """Not for users: ``work`` has ended."""
+        self._work.discard(work)
+        if self._closing:
+            self._stop()
+
+    def _retire(self) -> None:
+        self._closing = True
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if not self._work:
+            self._loop.stop()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    self._loop.run_forever()
+                except BaseException:
+                    log.exception("a callback raised on the thread of the blocking clients, which goes on")
+                if self._closing and not self._work:
+                    break
+        finally:
+            self._ended = self._closing = True
+            self._abandon()
+            self._loop.close()
+
+    def _abandon(self) -> None:
+        while self._work:
+            self._work.pop().abandon()
+
+    def _exit(self) -> None:
+        """The program ends: a thread that still runs Python while the interpreter goes away may crash it."""
+        if os.getpid() != self._pid:
+            return  # the thread stayed with the parent
+        self._closing = True
+        self._work.clear()
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_EXIT)
 
 
 class _Running:
     """A coroutine on the loop of another thread whose real end can be waited for."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], portal: Portal) -> None:
         # A bare lock that is held until the end: waking from an Event costs as much as a small transfer.
         self._ended = threading.Lock()
         self._ended.acquire()
-        self._work, self._loop = work, loop
+        self._work, self._portal = work, portal
         self._task: asyncio.Task[Any] | None = None
-
-    def start(self) -> None:
-        self._loop.call_soon_threadsafe(self._begin)
+        self._abandoned = False
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
+        with suppress(RuntimeError):  # the loop has ended, and so has this
+            self._portal._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
         with self._ended:
             return
 
-    def _begin(self) -> None:
-        if self._task is None:
-            self._task = self._loop.create_task(self._work)
-            self._task.add_done_callback(lambda _: self._ended.release())
+    def begin(self) -> None:
+        if self._task is None and not self._abandoned:
+            self._task = contain(self._work, self._portal._loop)
+            self._task.add_done_callback(self._end)
 
-    def _cancel(self) -> None:
-        self._begin()  # an interrupt may come before ``start`` has been heard
-        assert self._task is not None
-        self._task.cancel()
+    def abandon(self) -> None:
+        """The loop is gone."""
+        if self._task is None:
+            self._work.close()
+        if self._task is None or not self._task.done():
+            self._abandoned = True
+        self._release()
 
     def result(self) -> Any:
+        if self._abandoned:
+            raise AgentLostError("the event loop of this process's blocking clients has ended: create another client")
         assert self._task is not None
+        if (error := error_of(self._task)) is not None:
+            raise error
         return self._task.result()
 
+    def _cancel(self) -> None:
+        self.begin()  # an interrupt may come before the beginning has been heard
+        if self._task is not None:
+            self._task.cancel()
 
-_lock = threading.Lock()
-_shared: list[tuple[int, Portal, set[int]]] = []
+    def _end(self, _: object) -> None:
+        self._release()
+        self._portal.end(self)
 
-
-def enter(user: object) -> Portal:
-    """The process's portal, kept open until every user has left."""
-    with _lock:
-        if _shared and _shared[0][0] != os.getpid():
-            _shared.clear()  # after a fork: the thread stayed with the parent
-        if not _shared:
-            _shared.append((os.getpid(), Portal(), set()))
-        _, portal, users = _shared[0]
-        users.add(id(user))
-        return portal
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # released already
+            self._ended.release()
 
 
-def leave(user: object) -> None:
-    """``user`` needs the portal no more; the last one out closes it."""
-    with _lock:
-        if not _shared or _shared[0][0] != os.getpid():
-            return
-        _, portal, users = _shared[0]
-        users.discard(id(user))
-        if users:
-            return
-        _shared.clear()
-    portal.close()
+class _Submitted:
+    """A transfer of the loop that a TransferFuture tells of."""
+
+    def __init__(self, work: Coroutine[Any, Any, TransferResult], portal: Portal) -> None:
+        self.future = TransferFuture(portal._loop)
+        self._work, self._portal, self._begun = work, portal, False
+
+    def begin(self) -> None:
+        self._begun = True
+        task = contain(self._work, self._portal._loop)
+        self.future.follow(task)
+        task.add_done_callback(lambda _: self._portal.end(self))
+
+    def abandon(self) -> None:
+        """The loop is gone."""
+        if not self._begun:
+            self._work.close()
+        self.future.abandon()
+
+
+class _Shared:
+    """The portal of this process and who uses it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.portal: Portal | None = None
+        self.users: set[object] = set()
+
+
+_shared = _Shared()
+#: Portals of the processes that this one was forked from; destroying a loop that runs elsewhere is an error.
+_of_parents: list[Portal | None] = []
+
+
+def _forked() -> None:
+    global _shared
+    _of_parents.append(_shared.portal)
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Membership:
+    """``user``'s use of the process's portal, until ``leave``, or until ``user`` is collected."""
+
+    def __init__(self, user: object) -> None:
+        self._shared, self._token = _shared, object()
+        with _shared.lock:
+            if _shared.portal is None or not _shared.portal.alive:
+                _shared.portal, _shared.users = Portal(), set()
+            self.portal = _shared.portal
+            _shared.users.add(self._token)
+        # A finalizer runs in any thread and at any moment, also while that thread holds the lock.
+        self._finalizer = finalize(user, _drop, self.portal, self._shared, self._token)
+        self._finalizer.atexit = False
+
+    def leave(self, *, wait: bool = True) -> None:
+        """It is needed no more; the last one out ends it. Idempotent."""
+        if self._finalizer.detach() is not None and _leave(self.portal, self._shared, self._token):
+            self.portal.close(wait=wait)
+
+
+def _leave(portal: Portal, shared: _Shared, token: object) -> bool:
+    """Whether this was the last user."""
+    with shared.lock:
+        if shared.portal is not portal:
+            return False
+        shared.users.discard(token)
+        if shared.users:
+            return False
+        shared.portal = None
+    return True
+
+
+def _drop(portal: Portal, shared: _Shared, token: object) -> None:
+    def leave() -> None:
+        if _leave(portal, shared, token):
+            portal.close()
+
+    if os.getpid() == portal._pid:
+        with suppress(RuntimeError):  # the thread has ended
+            portal._loop.call_soon_threadsafe(leave)

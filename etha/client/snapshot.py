@@ -12,24 +12,32 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from etha.bus.messages import AttachSnapshot, Supersede
+from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.batch import Registration, Snapshot
 from etha.client.deadline import Deadline
-from etha.client.future import TransferFuture
+from etha.client.future import TransferFuture, contain
 from etha.client.homes import Mark
 from etha.client.register import stage
 from etha.client.report import OnError, reported
 from etha.client.results import TransferResult, Version
 from etha.client.transfer import caught_up, check_state, pull, turn
-from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
+from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError, with_again
 
-#: Sends the snapshot of this edition.
-Send = Callable[[str], Awaitable[TransferResult]]
+#: Sends the snapshot of this edition, as part of this call.
+Send = Callable[[ActiveCall, str], Awaitable[TransferResult]]
 
 
 async def send_snapshot(
-    registration: Registration, *, version: Version, on_error: OnError, deadline: Deadline, mark: Mark, send: Send
+    registration: Registration,
+    *,
+    version: Version,
+    on_error: OnError,
+    deadline: Deadline,
+    mark: Mark,
+    calls: ActiveCalls,
+    send: Send,
 ) -> TransferFuture:
-    """Returns once the tensors may change; the future is of what ``send(edition)`` returns.
+    """Returns once the tensors may change; the future is of what ``send(call, edition)`` returns.
 
     ``deadline`` is for setting aside what they hold at ``mark``. Raises what ``transfer`` raises,
     TransferTimeoutError when the snapshot before this one moves until then.
@@ -38,14 +46,16 @@ async def send_snapshot(
     snapshot = Snapshot()
 
     async def move() -> TransferResult:
-        edition = await _set_aside(registration, snapshot, version, deadline, mark)
-        aside.set_result(None)
-        try:
-            return await send(edition)
-        except TransferAbortedError as error:
-            if snapshot.superseded and error.outcome == "withdrawn":
-                raise _Superseded(error) from None
-            raise
+        with calls.begin("send of a snapshot", registration) as call:
+            edition = await _set_aside(registration, snapshot, version, deadline, mark)
+            if not aside.done():
+                aside.set_result(None)
+            try:
+                return await send(call, edition)
+            except TransferAbortedError as error:
+                if snapshot.superseded and error.outcome == "withdrawn":
+                    raise _Superseded(error) from None
+                raise
 
     async def run() -> TransferResult:
         try:
@@ -55,7 +65,7 @@ async def send_snapshot(
                 return TransferResult.failed("send", superseded.error)
             raise superseded.error from None
 
-    task = snapshot.task = asyncio.ensure_future(run())
+    task = snapshot.task = contain(run(), asyncio.get_running_loop())
     try:
         either: set[asyncio.Future[Any]] = {aside, task}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -88,8 +98,7 @@ async def _set_aside(
     mark.check()
     for pair in registration.pairs:
         if pair.lost.reason is not None:  # else only a future would say so, which a training loop may never look at
-            text = f"{pair.lost.text}; call init_pair and register_tensors again"
-            raise PeerLostError(text, reason=pair.lost.reason, outcome="withdrawn")
+            raise PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
     async with turn(registration, deadline.left):
         if registration.aside is None:
             await _attach(registration, deadline)

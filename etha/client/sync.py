@@ -9,27 +9,31 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from etha.client import portal
+from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.arguments import check_flag
+from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
 from etha.client.homes import Mark
 from etha.client.options import OnCommit, OnProgress, Options
+from etha.client.portal import Membership, Portal
 from etha.client.products import Runs
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version
 from etha.client.results import Pair as AsyncPair
 from etha.client.sync_handle import BatchHandle
 from etha.client.sync_pair import Lost, Pair
-from etha.errors import ConfigError
+from etha.errors import AgentLostError, ConfigError
 
 T = TypeVar("T")
 
@@ -68,8 +72,9 @@ class TensorBusClient:
             on_error=on_error,
         )
         self._pid = os.getpid()
-        self._portal: portal.Portal | None = None
-        self._pairs: dict[str, Pair] = {}
+        self._membership: Membership | None = None
+        #: A pair that somebody holds keeps this client, by its ``lost``, and not the other way round.
+        self._pairs: WeakValueDictionary[str, Pair] = WeakValueDictionary()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -229,21 +234,35 @@ class TensorBusClient:
         return self._run(self._aio.status(timeout=timeout))
 
     def close(self) -> None:
-        """Leave all pairs and batches and the agent; idempotent."""
-        if self._closed or os.getpid() != self._pid:
-            self._closed = True
-            return
+        """Leave all pairs and batches and the agent; see ``AsyncTensorBusClient.close``. Idempotent.
+
+        Called by ``progress`` or a done callback, on the thread that the clients' loop runs on, it only begins that.
+        """
         self._closed = True
-        if self._portal is not None:
-            try:
-                self._portal.call(self._aio.close())
-            finally:
-                self._portal = None
-                portal.leave(self)
+        membership = self._membership
+        if membership is None or os.getpid() != self._pid:
+            return
+        if membership.portal.is_mine:
+            membership.portal.spawn(self._close_behind(membership))
+            return
+        inside = in_callback()
+        try:
+            with suppress(AgentLostError):  # the thread has ended
+                membership.portal.call(self._aio.close())
+        finally:
+            self._membership = None
+            membership.leave(wait=not inside)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _enter(self) -> portal.Portal:
+    async def _close_behind(self, membership: Membership) -> None:
+        try:
+            await self._aio.close()
+        finally:
+            self._membership = None
+            membership.leave(wait=False)
+
+    def _enter(self) -> Portal:
         if os.getpid() != self._pid:
             raise ConfigError(
                 f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
@@ -259,9 +278,9 @@ class TensorBusClient:
             raise ConfigError(
                 "TensorBusClient blocks and this is a running event loop: use AsyncTensorBusClient and await its calls"
             )
-        if self._portal is None:
-            self._portal = portal.enter(self)
-        return self._portal
+        if self._membership is None:
+            self._membership = Membership(self)
+        return self._membership.portal
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -287,6 +306,8 @@ class TensorBusClient:
         snapshot: bool,
     ) -> TransferResult | TransferFuture:
         check_flag("blocking", blocking)
+        if callable(on_commit := options.get("on_commit")):  # what is none is refused below
+            options["on_commit"] = in_own_thread(on_commit)
         # On this thread: the work that a device does first is that of the caller's current stream.
         mark = Mark() if self._closed else inner.mark()
         work = inner.transfer_after(mark, verb, snapshot=snapshot, **options)

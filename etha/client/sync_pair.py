@@ -31,7 +31,7 @@ class Lost:
         return bool(self._run(self._inner.heard(timeout)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Pair:
     """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
 

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
+from etha.client.active_calls import ActiveCall
 from etha.client.arguments import check_callback, check_flag, check_version, shown
 from etha.client.batch import Registration
+from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
 from etha.client.homes import Mark, Stage
+from etha.client.options import OnCommit, OnProgress
 from etha.client.results import TransferResult, Version
+from etha.client.shield import Shield
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def check_call(
     registration: Registration,
     verb: Literal["send", "recv"],
     version: Version,
-    on_commit: Callable[[], Awaitable[None] | None] | None,
-    progress: Callable[[int, int], None] | None,
+    on_commit: OnCommit | None,
+    progress: OnProgress | None,
     snapshot: bool,
 ) -> None:
     """ConfigError for arguments of a transfer that are wrong."""
@@ -53,10 +54,11 @@ async def transfer(
     verb: Literal["send", "recv"],
     *,
     version: Version,
-    on_commit: Callable[[], Awaitable[None] | None] | None,
+    on_commit: OnCommit | None,
     timeout: float,
-    progress: Callable[[int, int], None] | None,
+    progress: OnProgress | None,
     mark: Mark,
+    call: ActiveCall,
     edition: str = "",
 ) -> TransferResult:
     """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s.
@@ -64,18 +66,18 @@ async def transfer(
     ``mark``: what the call comes after on a device. ``edition``: what was set aside is sent, and the tensors are
     left alone (``client.snapshot``).
     """
+    deadline = Deadline(timeout)
     if edition:
-        return await _once(registration, verb, version, on_commit, timeout, progress, Mark(), edition)
+        return await _once(registration, verb, version, on_commit, deadline, progress, Mark(), call, edition)
     check_state(registration, verb)
     mark.check()
     if registration.shadows is None and not registration.source.serves:
-        return await _once(registration, verb, version, on_commit, timeout, progress, mark)
-    deadline = Deadline(timeout)
+        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
     async with turn(registration, timeout):
         if verb == "send" and registration.source.serves:
             await caught_up(registration, mark, deadline)
             await pull(registration, registration.source)
-        return await _once(registration, verb, version, on_commit, deadline.left, progress, mark)
+        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
 
 
 def check_state(registration: Registration, verb: Literal["send", "recv"]) -> None:
@@ -129,7 +131,10 @@ async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) 
     left = deadline.left
     timer = None if left == math.inf else loop.call_later(left, stop.set)
     try:
-        if not await to_its_end(reached, cut=stop.set):
+        shield = Shield(cut=stop.set)
+        await shield.wait(reached)
+        shield.release()
+        if not reached.result():
             raise TransferTimeoutError(
                 f"batch {registration.batch!r}: this worker's own GPU is behind: the work that was queued on its "
                 f"stream before the call is not done by the deadline; give more time, or call later",
@@ -148,42 +153,43 @@ async def pull(registration: Registration, stage: Stage) -> None:
         stage.pull(registration.locals)
 
     if stage.quick:
-        work()
-    else:
-        await to_its_end(asyncio.to_thread(work))
+        return work()
+    shield = Shield()
+    failed: BaseException | None = None
+    try:
+        await shield.in_thread(work)
+    except EthaError as error:
+        failed = error
+    shield.release(failed)
 
 
 async def _once(
     registration: Registration,
     verb: Literal["send", "recv"],
     version: Version,
-    on_commit: Callable[[], Awaitable[None] | None] | None,
-    timeout: float,
-    progress: Callable[[int, int], None] | None,
+    on_commit: OnCommit | None,
+    deadline: Deadline,
+    on_progress: OnProgress | None,
     mark: Mark,
+    call: ActiveCall,
     edition: str = "",
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
     word = page.open()
     confirmed: list[Answer | None] = []
-
-    def tell(done: int, total: int) -> None:
-        """What the user's callback raises must not come between COMMIT and the tensors: it is called no more."""
-        nonlocal progress
-        if progress is not None:
-            try:
-                progress(done, total)
-            except Exception:
-                log.exception("batch %s: the progress callback raised and is not called again", registration.batch)
-                progress = None
+    progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
+    timeout = deadline.left
 
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):
-            tell(message.done, message.total)
+            progress.tell(message.done, message.total)
 
     def late() -> TransferError:
+        why = f"the agent did not answer by the deadline of {timeout:g} s"
+        if call.interrupted is not None:
+            why = f"{call.interrupted}, and the agent did not confirm the end of this call"
         return TransferTimeoutError(
-            f"batch {registration.batch!r}: the agent did not answer by the deadline of {timeout:g} s",
+            f"batch {registration.batch!r}: {why}",
             outcome="unknown",
             quiesced=page.revoke(word),
             torn=verb == "recv" and not registration.atomic,
@@ -195,34 +201,36 @@ async def _once(
         verb=verb,
         version=version,
         slot=word,
-        progress=progress is not None,
+        progress=progress.wanted,
         edition=edition,
         mark=mark.handle,
     )
     try:
-        moved = await link.request(
-            message,
-            timeout=timeout,
-            on_push=pushed,
-            on_timeout=late,
-            on_cancel=confirmed.append,
-            patient=True,  # until the agent has let go of the tensors
-        )
-    except asyncio.CancelledError:
+        with call.asking(link):
+            moved = await link.request(
+                message,
+                timeout=timeout,
+                on_push=pushed,
+                on_timeout=late,
+                on_cancel=confirmed.append,
+                patient=True,  # until the agent has let go of the tensors
+                tag=call,
+            )
+    except asyncio.CancelledError as cancelled:
         answer = confirmed[0] if confirmed else None
-        if isinstance(answer, Reply):
-            # COMMIT has won the race: the others hold the new version, so must this worker.
-            await to_its_end(_apply(registration, verb, answer.message, on_commit))
-        else:
+        if not isinstance(answer, Reply):
             registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
-            if answer is None and not page.revoke(word) and not await to_its_end(link.agent_ended()):
+            if answer is None and not page.revoke(word) and not await shield.finish(link.agent_ended()):
                 log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
-        raise
+            raise
+        # COMMIT has won the race: the others hold the new version, so must this worker.
+        moved, shield.cancelled = answer.message, cancelled
     except AgentLostError as error:
         torn = error.outcome == "unknown" and verb == "recv" and not registration.atomic
         registration.torn = registration.torn or torn
         # A killed agent has left its marks in the page, but it writes nothing any more.
-        quiesced = page.revoke(word) or await to_its_end(link.agent_ended())
+        quiesced = page.revoke(word) or await shield.finish(link.agent_ended())
+        shield.release()
         raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
     except TransferError as error:
         registration.torn = registration.torn or error.torn
@@ -230,11 +238,23 @@ async def _once(
     finally:
         page.revoke(word)
     assert isinstance(moved, Moved)
-    tell(moved.nbytes, moved.nbytes)
-    if on_commit is None and registration.stage.quick:
-        _take_over(registration, verb, moved)
-    else:
-        await to_its_end(_apply(registration, verb, moved, on_commit))
+    call.committed = True
+    if shield.cancelled is None:
+        progress.tell(moved.nbytes, moved.nbytes)
+    failed: BaseException | None = None
+    if on_commit is not None:
+        failed = await call_on_commit(on_commit, call, deadline, registration.batch, shield)
+    # Whatever the callback says: all the others hold the new version, so must this worker.
+    try:
+        if verb == "send" or registration.stage.quick:
+            _take_over(registration, verb, moved)
+        else:
+            await shield.in_thread(lambda: _take_over(registration, verb, moved))
+    except Exception as error:
+        if failed is not None:
+            log.error("batch %s: on_commit failed, too", registration.batch, exc_info=failed)
+        failed = error
+    shield.release(failed or progress.stop)
     return TransferResult(
         seq=moved.seq,
         version=moved.version,
@@ -244,44 +264,6 @@ async def _once(
         peers=moved.peers,
         peak_staging=moved.peak_staging,
     )
-
-
-async def to_its_end(work: Coroutine[Any, Any, T] | asyncio.Future[T], cut: Callable[[], None] | None = None) -> T:
-    """Await what must not be cut short: a cancellation goes on once it has ended, which ``cut()`` makes it do soon."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-            if cut is not None:
-                cut()
-    if cancelled is None:
-        return task.result()
-    if (failed := task.exception()) is not None:
-        log.error("failed after its call was cancelled", exc_info=failed)
-    raise cancelled
-
-
-async def _apply(
-    registration: Registration,
-    verb: Literal["send", "recv"],
-    moved: Moved,
-    on_commit: Callable[[], Awaitable[None] | None] | None,
-) -> None:
-    """After COMMIT: pause the user's engine, apply what was received, tell autograd."""
-    if verb == "recv":
-        try:
-            if on_commit is not None and inspect.isawaitable(waiting := on_commit()):
-                await waiting
-        finally:  # all the others hold the new version, so must this worker
-            if registration.stage.quick:
-                _take_over(registration, verb, moved)
-            else:
-                await asyncio.to_thread(_take_over, registration, verb, moved)
-    else:
-        _take_over(registration, verb, moved)
 
 
 def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved) -> None:

@@ -39,7 +39,7 @@ class AsyncDummyTensorBusClient(AsyncTensorBusClient):
     _bus: Bus | None = None
 
     async def _open(self, timeout: float) -> Connection:
-        return DummyConnection(self._played, self._pushed, self._served or "cpu")
+        return DummyConnection(self._played, self._hearing(), self._served or "cpu")
 
     @property
     def _played(self) -> Bus:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from etha.bus.messages import InitPair, Moved, Offered, PairFormed, PairLost, Register, Registered, Transfer, WaitOffer
-from etha.errors import EthaError, PeerLostError, RegistrationError, Violation
+from etha.errors import EthaError, PeerLostError, RegistrationError, Violation, with_again
 from etha.memory.handles import TensorHandle
 from etha.version import __version__
 
@@ -44,7 +44,7 @@ class Bus:
     def lose(self, name: str, reason: str) -> PairLost:
         """The pair's epoch is over; what its workers are told."""
         pair = self.pairs[name]
-        text = f"pair {name!r}: {pair.init.remote} rank 0 has {reason}; call init_pair and register_tensors again"
+        text = with_again(f"pair {name!r}: {pair.init.remote} rank 0 has {reason}")
         pair.lost = pair.lost or PeerLostError(text, reason=reason, outcome="withdrawn")
         return PairLost(pair=name, epoch=pair.epoch, reason=pair.lost.reason, text=pair.lost.message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from etha.bus.calls import Answer
@@ -48,6 +49,7 @@ class _Link(AgentLink):
         on_timeout: Callable[[], EthaError] | None = None,
         on_cancel: Callable[[Answer | None], None] | None = None,
         patient: bool = False,
+        tag: object = None,
     ) -> Any:
         try:
             await asyncio.sleep(0)  # an endless loop of transfers leaves the event loop to others, too
@@ -88,15 +90,16 @@ class _Link(AgentLink):
             await asyncio.sleep(0)  # the client hears it first
         raise error
 
-    async def settle(self) -> None:
-        """Nothing is ever pending."""
+    def withdraw(self, tag: object) -> None:
+        """It is answered at once."""
 
     async def close(self) -> None:
         self.abort()
 
     def abort(self) -> None:
         if not self.lost.done():
-            self.lost.set_result(AgentLostError("this client is closed"))
+            with suppress(RuntimeError):  # its loop is closed: nobody is waiting
+                self.lost.set_result(AgentLostError("this client is closed"))
 
 
 class _Page(RevocationPage):

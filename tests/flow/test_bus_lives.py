@@ -106,13 +106,13 @@ async def test_a_worker_that_ends_without_goodbye_has_died(tmp_path: Path, job: 
         await service.until("gone", "died", process.pid)
 
 
-async def test_a_worker_that_lets_go_and_lives_has_closed(tmp_path: Path, job: Job) -> None:
+async def test_a_worker_that_lets_go_without_goodbye_has_died(tmp_path: Path, job: Job) -> None:
     service = EchoService()
     async with BusServer(tmp_path / "cpu.sock", service):
         process = await worker(job, tmp_path / "cpu.sock", "let go")
         begin = time.monotonic()
         process.go("go")
-        await service.until("gone", "closed", process.pid)
+        await service.until("gone", "died", process.pid)
         assert time.monotonic() - begin < SOON
         process.go("stop")
 

@@ -104,7 +104,7 @@ async def test_a_packet_that_is_too_large_ends_the_session_that_sent_it(
     bad = await AgentLink.connect(path, hello(), timeout=5.0)
     with pytest.raises(AgentLostError):
         await bad.send_descriptors({"pad": "x" * MAX_PACKET}, [0], timeout=5.0)
-    await service.until("gone", "closed", os.getpid())
+    await service.until("gone", "died", os.getpid())
     assert len(dropped()) == 1
 
 

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from etha import AsyncTensorBusClient, TransferResult
-from etha.client import portal
 from etha.client.place import Place
+from etha.client.portal import Membership
 from etha.client.results import Pair
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, EthaError, PeerLostError, TransferError
@@ -84,7 +84,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
-        self._portal: portal.Portal | None = portal.enter(self)
+        self._membership: Membership | None = Membership(self)
         self._pair: Pair | None = None
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
@@ -117,18 +117,18 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     def shutdown(self) -> None:
         """Leave the pair; idempotent."""
-        if self._portal is not None:
-            left, self._portal = self._portal, None
+        if self._membership is not None:
+            left, self._membership = self._membership, None
             try:
-                left.call(self._bus.close())
+                left.portal.call(self._bus.close())
             finally:
-                portal.leave(self)
+                left.leave()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._portal is None:
+        if self._membership is None:
             work.close()
             raise ConfigError(f"the trainer engine of pair {self._info.pair!r} is shut down: make another")
-        return self._portal.call(work)
+        return self._membership.portal.call(work)
 
     # ---- on the loop ---------------------------------------------------------------------------
 

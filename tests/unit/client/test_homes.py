@@ -160,7 +160,9 @@ def test_an_agent_is_given_time_to_let_go(monkeypatch: pytest.MonkeyPatch, timeo
 
     class Link:
         welcome = SimpleNamespace(device="cpu")
-        lost = asyncio.new_event_loop().create_future()
+
+        def __init__(self) -> None:
+            self.lost: asyncio.Future[AgentLostError] = asyncio.get_running_loop().create_future()
 
         async def request(self, message: Any, *, timeout: float) -> None:
             asked.append((type(message), timeout))
@@ -172,7 +174,9 @@ def test_an_agent_is_given_time_to_let_go(monkeypatch: pytest.MonkeyPatch, timeo
     closed: list[bool] = []
     home = SimpleNamespace(lends=True, close=lambda *, released: closed.append(released))
     monkeypatch.setattr("etha.client.connection.home_of", lambda device: home)
-    connection = Connection(Link(), SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
-    asyncio.run(connection.close(timeout))
-    Link.lost.get_loop().close()
+
+    async def close() -> None:
+        await Connection(Link(), SimpleNamespace(close=lambda: None)).close(timeout)  # type: ignore[arg-type]
+
+    asyncio.run(close())
     assert asked == [(LetGo, given)] and closed == [False]

@@ -1,0 +1,162 @@
+"""The calls of one client that have not returned, and how ``close`` ends them.
+
+    begin --> waits, stages, asks its agent --> COMMIT --> callback, copies --> end
+              interrupt: it raises              finish: it ends by itself, its callback by the deadline at the latest
+
+A call that waits here is cancelled from inside, as ``asyncio.timeout`` does, and raises an error instead. One that
+has asked its agent gets the agent's answer, so that it knows whether it was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from etha.bus.link import AgentLink
+from etha.errors import ConfigError, EthaError, TransferAbortedError
+
+if TYPE_CHECKING:
+    from etha.client.batch import Registration
+
+#: The call whose callback this code runs in, if any.
+_callback_of: ContextVar[ActiveCall | None] = ContextVar("etha_callback_of", default=None)
+
+
+class ActiveCall:
+    """One call, from its first step to its return; used as a context manager by the task that makes it."""
+
+    def __init__(self, calls: ActiveCalls, what: str, registration: Registration | None) -> None:
+        self.registration = registration
+        #: Set once the transfer is committed: what was received has to be put in place, whatever else happens.
+        self.committed = False
+        self._calls, self._what = calls, what
+        self._link: AgentLink | None = None
+        self._why: str | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling, self._cancelled = 0, False
+        self._hurry: asyncio.Future[float] | None = None
+
+    @property
+    def interrupted(self) -> str | None:
+        """Why the call has to end, None while it need not."""
+        return self._why
+
+    @contextmanager
+    def asking(self, link: AgentLink) -> Iterator[None]:
+        """While the agent is asked, with this call as the request's tag: only the agent knows how it ends."""
+        self._link = link
+        try:
+            yield
+        finally:
+            self._link = None
+
+    def interrupt(self, why: str, seconds: float) -> None:
+        """Make the call end: at once where it waits here, as its agent says where that was asked.
+
+        A committed call ends by itself; its callback gets ``seconds`` where the call has no deadline.
+        """
+        if self._why is None:
+            self._why = why
+            if self._link is not None:
+                self._link.withdraw(self)
+            elif self.committed:
+                if self._hurry is not None and not self._hurry.done():
+                    self._hurry.set_result(seconds)
+            elif self._task is not None:
+                self._cancelled = self._task.cancel()
+
+    def hurry(self) -> asyncio.Future[float]:
+        """Done once the call has to end although it has no deadline: the seconds that its callback has left."""
+        self._hurry = asyncio.get_running_loop().create_future()
+        if self._why is not None:
+            self._hurry.set_result(self._calls.patience)
+        return self._hurry
+
+    def __enter__(self) -> ActiveCall:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        self._calls.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.remove(self)
+        assert self._task is not None
+        if self._cancelled:
+            only_us = self._task.uncancel() <= self._cancelling
+            if only_us and isinstance(error, asyncio.CancelledError):
+                assert self._why is not None
+                raise self._error(self._why) from None
+
+    def _error(self, why: str) -> EthaError:
+        if self.registration is None:
+            return ConfigError(f"{self._what} has ended: {why}")
+        return TransferAbortedError(
+            f"batch {self.registration.batch!r}: {self._what} has ended: {why}", outcome="withdrawn"
+        )
+
+
+class ActiveCalls:
+    """All of one client. ``patience``: seconds for callbacks of calls that have no deadline, once the client closes."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._active: set[ActiveCall] = set()
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def begin(self, what: str, registration: Registration | None = None) -> ActiveCall:
+        """A call of the current task, which enters it; ``registration``: of the batch that it transfers."""
+        return ActiveCall(self, what, registration)
+
+    def interrupt(self, why: str, of: Registration | None = None) -> None:
+        """Make the calls end, all of them or those of one batch."""
+        for call in self._chosen(of, None):
+            call.interrupt(why, self.patience)
+
+    async def ended(self, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
+        """Return once they have; ``but``: the one that is not waited for."""
+        while self._chosen(of, but):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def calling_back(self) -> ActiveCall | None:
+        """The call whose callback has come here."""
+        call = _callback_of.get()
+        return call if call in self._active else None
+
+    def add(self, call: ActiveCall) -> None:
+        """It begins."""
+        self._active.add(call)
+
+    def remove(self, call: ActiveCall) -> None:
+        """It has ended."""
+        self._active.discard(call)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _chosen(self, of: Registration | None, but: ActiveCall | None) -> list[ActiveCall]:
+        return [call for call in self._active if call is not but and (of is None or call.registration is of)]
+
+
+def in_callback() -> bool:
+    """Whether this code runs in a callback of any call."""
+    return _callback_of.get() is not None
+
+
+@contextmanager
+def callback_of(call: ActiveCall) -> Iterator[None]:
+    """The code inside, and tasks and threads that it starts with its context, are the call's callback."""
+    token = _callback_of.set(call)
+    try:
+        yield
+    finally:
+        _callback_of.reset(token)
