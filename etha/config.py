@@ -108,6 +108,11 @@ class Settings:
         )
 
     @property
+    def host_name(self) -> str:
+        """This host as people know it: its name, or the ETHA_HOST_ID that they gave it."""
+        return os.uname().nodename if self.host_id == _host_id() else self.host_id
+
+    @property
     def wishes(self) -> dict[str, str]:
         """What was asked for of an agent's settings, by variable; what was left to its default is no wish."""
         found = {

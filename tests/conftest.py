@@ -16,6 +16,7 @@ PACKAGES = {
     "nft": "nftables",
     "openssl": "openssl",
     "redis-server": "redis-server",
+    "unshare": "util-linux",
 }
 
 

@@ -206,7 +206,7 @@ class Pair(Machine[Standing]):
         for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
             self._forget(key)
         if self.state is Standing.FORMED and self._holds(side, rank, holder):
-            how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.host})"
+            how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.shown_host})"
             out += self._break(reason, f"{side} rank {rank} {how}")
         return out
 

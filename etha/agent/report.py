@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from etha.agent.live import Live
+from etha.agent.pair import Pair, Standing
 from etha.version import __version__
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def report(agent: Agent) -> dict[str, Any]:
         "agent": {
             "id": agent.id,
             "pid": os.getpid(),
-            "host": agent.settings.host_id,
+            "host": agent.settings.host_name,
+            "host_id": agent.settings.host_id,
             "device": agent.device,
             "namespace": agent.settings.namespace,
             "redis": agent.store.url,
@@ -41,19 +43,24 @@ def report(agent: Agent) -> dict[str, Any]:
         "pairs": [
             {
                 "pair": machine.pair,
-                "state": machine.state.name.lower(),
+                "state": "closed" if _is_closed(machine) else machine.state.name.lower(),
                 "epoch": machine.epoch,
                 "sides": {
                     name: {"world_size": side.world_size, "ranks": sorted(side.members)}
                     for name, side in (machine.view.sides.items() if machine.view is not None else ())
                 },
                 "waiting_for": machine.view.missing() if machine.view is not None else {},
-                "error": machine.lost.message if machine.lost is not None else "",
+                "error": machine.lost.message if machine.lost is not None and not _is_closed(machine) else "",
             }
             for machine in agent.pairs.machines()
         ],
         "batches": [line for live in agent.batches.live.values() for line in _batch(live)],
     }
+
+
+def _is_closed(machine: Pair) -> bool:
+    """Whether everybody of both sides has left in order."""
+    return machine.state is Standing.LOST and machine.view is not None and machine.view.state == "closed"
 
 
 def _links(agent: Agent) -> list[dict[str, Any]]:
@@ -64,7 +71,7 @@ def _links(agent: Agent) -> list[dict[str, Any]]:
         lines.append(
             {
                 "agent": peer.agent,
-                "host": record.host if record is not None else "",
+                "host": record.shown_host if record is not None else "",
                 "address": peer.address,
                 "state": peer.state,
                 "silent": round(peer.silent, 3),

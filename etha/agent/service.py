@@ -127,6 +127,7 @@ class Agent:
         return AgentRecord(
             id=self.id,
             host=self.settings.host_id,
+            host_name=self.settings.host_name,
             device=self.device,
             pid=os.getpid(),
             **self.links.published,
@@ -244,7 +245,21 @@ class Agent:
                 f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "
                 f"or `etha stop --device {self.device}`, and try again"
             )
-        holder = Holder(agent=self.id, host=self.settings.host_id, pid=peer.pid, start=peer.start)
+        if peer.pid <= 0:
+            raise ConfigError(
+                f"this process runs in a PID namespace that the agent of {self.device} on host "
+                f"{self.settings.host_name} cannot see: the agent could neither reach this process's memory nor notice "
+                f"its death. Let both share one PID namespace (docker run --pid=host or "
+                f"--pid=container:NAME, shareProcessNamespace: true in a Kubernetes pod), or give each container an "
+                f"ETHA_RUNTIME_DIR of its own and all of them one ETHA_REDIS_URL: then each starts its own agent"
+            )
+        holder = Holder(
+            agent=self.id,
+            host=self.settings.host_id,
+            pid=peer.pid,
+            start=peer.start,
+            name=self.settings.host_name,
+        )
         mappings = None if self.card is None else self.card.mappings
         memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
         self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory, differs=differs)

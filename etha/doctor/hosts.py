@@ -112,7 +112,7 @@ async def try_agents(settings: Settings) -> list[Finding]:
 async def try_agent(record: AgentRecord, me: str) -> Finding:
     """Connect to an agent's two ports; ``me`` is this host's id."""
     here = record.host == me
-    place = "this host" if here else f"host {record.host}"
+    place = "this host" if here else f"host {record.shown_host}"
     who = f"{record.device} agent of {place}, pid {record.pid}"
     name = f"agent {record.id[:8]}"
 

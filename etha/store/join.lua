@@ -92,7 +92,7 @@ end
 
 local function held_by_other()
   return refuse('config', 'rank ' .. rank .. ' of side ' .. side .. ' on pair ' .. req.pair .. ' is held by pid '
-    .. string.format('%d', mine.pid) .. ' on host ' .. (mine.name or mine.host) .. ', which is alive: give each worker its own rank, '
+    .. string.format('%d', mine.pid) .. ' on host ' .. ((mine.name or '') ~= '' and mine.name or mine.host) .. ', which is alive: give each worker its own rank, '
     .. 'or end that process first', {held = {mine}})
 end
 
@@ -166,12 +166,15 @@ if state == 'formed' then
   event('lost', 'pair', req.pair, 'epoch', epoch, 'reason', reason, 'text', why)
 end
 
+if state == 'closed' then state = 'lost' end  -- in order, until somebody came again
+
 -- 5. Take the rank.
 local waits = mine and same and mine.agent == me.agent and mine.epoch == epoch + 1
 me.launch, me.epoch = launches[side], epoch + 1
 redis.call('HSET', own_key, rank, json(me))
 if not waits then
-  event('joined', 'pair', req.pair, 'side', side, 'rank', rank, 'launch', me.launch, 'pid', me.pid, 'host', me.host)
+  event('joined', 'pair', req.pair, 'side', side, 'rank', rank, 'launch', me.launch, 'pid', me.pid, 'host',
+    (me.name or '') ~= '' and me.name or me.host)
 end
 
 -- 6. Complete? Waiting members whose agent has gone meanwhile are let go first.

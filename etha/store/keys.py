@@ -79,6 +79,7 @@ TABLE: tuple[KeyKind, ...] = (
         kept=f"renewed every {AGENT_BEAT:g} s",
         fields={
             "host": "what counts as one host (ETHA_HOST_ID)",
+            "host_name": "its name, for people",
             "device": "`cpu` or `cuda-GPU-<uuid>`",
             "pid": "process id on its host",
             "address": "HOST:PORT of its links, for other hosts (ETHA_ADVERTISE, else where it listens)",
@@ -107,7 +108,8 @@ TABLE: tuple[KeyKind, ...] = (
         lease=HISTORY_LEASE,
         kept=_HELD,
         fields={
-            "state": "`forming` (never formed), `formed`, or `lost` (waits for its members to call init_pair again)",
+            "state": "`forming` (never formed), `formed`, `lost` (waits for its members to call init_pair again), "
+            "or `closed` (lost because its members have left in order, the last one, too)",
             "epoch": "number of the last forming, 0 before the first; never goes back",
             "sides": "JSON list of the two side names",
             "world_sizes": "JSON object side -> ranks of its current launch",
@@ -127,8 +129,8 @@ TABLE: tuple[KeyKind, ...] = (
         lease=HISTORY_LEASE,
         kept=_HELD,
         fields={
-            "RANK": "JSON object: agent, host, pid, start (clock ticks after boot), launch, "
-            "epoch (which epoch this member waits for or is in)"
+            "RANK": "JSON object: agent, host, name (of the host, for people), pid, start (clock ticks after boot), "
+            "launch, epoch (which epoch this member waits for or is in)"
         },
         doc="Who holds which rank of a side.",
     ),

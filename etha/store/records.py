@@ -11,7 +11,7 @@ from etha.config import MAX_WORLD, NAME
 from etha.errors import ProtocolError
 from etha.store.reading import Reader
 
-PairStatus = Literal["forming", "formed", "lost"]
+PairStatus = Literal["forming", "formed", "lost", "closed"]
 Reason = Literal["relaunched", "closed", "died"]
 
 
@@ -33,6 +33,13 @@ class AgentRecord:
     version: str
     data_address: str = ""
     bound: str = ""
+    #: Name of its host, for people; ``host`` tells hosts apart.
+    host_name: str = ""
+
+    @property
+    def shown_host(self) -> str:
+        """Its host, as messages name it."""
+        return self.host_name or self.host
 
     def to_redis(self) -> dict[str, str]:
         """The hash, without the id, which is in the key."""
@@ -51,6 +58,7 @@ class AgentRecord:
             public_key=read.text("public_key", most=500),
             started_at=read.seconds("started_at"),
             version=read.text("version", most=100),
+            host_name=read.text("host_name", most=500, default=""),
             data_address=read.text("data_address", most=500) if "data_address" in values else "",
             bound=read.text("bound", most=500) if "bound" in values else "",
         )
@@ -69,6 +77,13 @@ class Member:
     start: int
     launch: str = ""
     epoch: int = 0
+    #: Name of its host, for people.
+    name: str = ""
+
+    @property
+    def shown_host(self) -> str:
+        """Its host, as messages name it."""
+        return self.name or self.host
 
     def is_same(self, other: Member | None) -> bool:
         """The same process behind the same agent, whatever launch and epoch."""
@@ -76,7 +91,7 @@ class Member:
 
     def holder(self) -> dict[str, Any]:
         """Who it is, without launch and epoch."""
-        return {"agent": self.agent, "host": self.host, "pid": self.pid, "start": self.start}
+        return {"agent": self.agent, "host": self.host, "pid": self.pid, "start": self.start, "name": self.name}
 
     @classmethod
     @lru_cache(maxsize=1 << 16)  # a pair of many ranks is read often and changes little
@@ -88,6 +103,7 @@ class Member:
             host=read.text("host", most=500),
             pid=read.integer("pid", least=1),
             start=read.integer("start"),
+            name=read.text("name", most=500, default=""),
             launch=read.text("launch", most=500),
             epoch=read.integer("epoch"),
         )
@@ -123,7 +139,7 @@ class PairState:
         reason = read.one_of("reason", ("", "relaunched", "closed", "died"), "")
         return cls(
             name=name,
-            state=read.one_of("state", ("forming", "formed", "lost")),  # type: ignore[arg-type]
+            state=read.one_of("state", ("forming", "formed", "lost", "closed")),  # type: ignore[arg-type]
             epoch=read.integer("epoch"),
             reason=reason or None,  # type: ignore[arg-type]
             error=read.text("error", default=""),

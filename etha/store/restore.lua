@@ -42,7 +42,7 @@ if not state or epoch < known.epoch then
   redis.call('SADD', PREFIX .. 'pairs', req.pair)
   event('restored', 'pair', req.pair, 'epoch', known.epoch)
   epoch = known.epoch
-elseif epoch == known.epoch and state == 'formed' and known.state == 'lost' then
+elseif epoch == known.epoch and state == 'formed' and known.state ~= 'formed' then
   state = 'lost'
   redis.call('HSET', pair_key, 'state', state, 'reason', known.reason, 'error', known.error)
 end

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from etha.observer import addresses, observe
 
-from .sites import started_in
+from .sites import Site, started_in
 
 COMMANDS = ("agent", "status", "stop", "plan", "demo", "doctor")
 SECONDS = 60
@@ -331,3 +332,23 @@ def test_an_agent_with_clients_is_not_replaced_and_errors_say_so(
         os.kill(first, signal.SIGSTOP)
         assert here(monkeypatch, "stop", "--now") == 0
         assert not agents_in(runtime)
+
+
+def test_status_of_a_pair_whose_sides_have_closed_in_order(served: Site, pair: str) -> None:
+    with TensorBusClient(timeout=SECONDS) as watcher:
+        first, second = TensorBusClient(timeout=SECONDS), TensorBusClient(timeout=SECONDS)
+        with ThreadPoolExecutor() as threads:
+            met = [
+                threads.submit(first.init_pair, pair, "a", "b", 1, rank=0),
+                threads.submit(second.init_pair, pair, "b", "a", 1, rank=0),
+            ]
+        assert {done.result().epoch for done in met} == {1}
+        agent = watcher.status()["agent"]
+        assert agent["host"] == served.at("a").get("ETHA_HOST_ID", os.uname().nodename)
+        first.close()
+        second.close()
+        states = {"lost"}
+        while "lost" in states:
+            found = [one for one in watcher.status()["pairs"] if one["pair"] == pair]
+            states = {one["state"] for one in found}
+        assert all((one["state"], one["error"]) == ("closed", "") for one in found)

@@ -249,6 +249,25 @@ async def test_leaving_a_formed_pair_loses_it(store: Store, others: list[Member]
     assert view.state == "lost" and view.missing() == {"trainer": (0,)}
 
 
+async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others: list[Member]) -> None:
+    await trainer(store, others[0], rank=0, size=2)
+    await trainer(store, others[1], rank=1, size=2)
+    await inference(store, others[2])
+    for side, rank, member in (("trainer", 1, others[1]), ("inference", 0, others[2]), ("trainer", 0, others[0])):
+        view = await store.pair("w")
+        assert view is not None and view.state != "closed"
+        await store.leave("w", side, rank, member, "closed")
+    view = await store.pair("w")
+    assert view is not None and (view.state, view.reason, view.error) == ("closed", "closed", "")
+    assert (await inference(store, others[2])).state == "lost"
+    await trainer(store, others[0], rank=0, size=2)
+    assert (await trainer(store, others[1], rank=1, size=2)).epoch == 2
+    await store.leave("w", "trainer", 1, others[1], "died")
+    await store.leave("w", "trainer", 0, others[0], "closed")
+    await store.leave("w", "inference", 0, others[2], "closed")
+    assert (await store.pair("w")).state == "lost"  # type: ignore[union-attr]
+
+
 async def test_leaving_while_it_forms_frees_the_rank(store: Store, others: list[Member]) -> None:
     await trainer(store, others[0], size=2)
     await store.leave("w", "trainer", 0, others[0], "died")
