@@ -235,5 +235,6 @@ def registered(evaluation: Evaluation, member: Member) -> Registered:
         shadows=evaluation.atomic and recv,
         send=send,
         recv=recv,
+        receives=recv and other in evaluation.asked,
         summary=summary,
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 
 from etha.agent.batch import BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.agent.calls import Calls
@@ -24,6 +25,7 @@ from etha.agent.planning import plan
 from etha.agent.roster import Manifest, Record
 from etha.agent.session import Session
 from etha.agent.snapshots import show
+from etha.agent.sweep import Sweep
 from etha.agent.verdict import Terms
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, AttachSnapshot, CloseBatch, Ok, Register
@@ -34,6 +36,9 @@ from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
+
+#: Seconds that a worker which has closed a batch waits at most until its agent has unmapped the memory of it.
+_PATIENCE = 1.0
 
 
 class Batches:
@@ -48,14 +53,17 @@ class Batches:
         calls: Calls,
         pairs: Pairs,
         movers: Movers,
+        sweep: Sweep,
         spawn: Spawn,
         hints: Hints,
     ) -> None:
         self._hints = hints
         self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
-        self._movers, self._spawn = movers, spawn
+        self._movers, self._sweep, self._spawn = movers, sweep, spawn
         self._library = Library(store)
         self.live: dict[Key, Live] = {}
+        #: Those that are over but hold workers' memory still.
+        self._releasing: dict[Key, Live] = {}
         self._mailbox = Mailbox()
 
     def register(self, session: Session, request: Request, message: Register) -> None:
@@ -118,6 +126,8 @@ class Batches:
             error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
             self._movers.withdraw(live, member, error)
             self._perform(live, live.machine.close(member))
+        if not live.over and live.machine.state is Standing.REGISTERED:  # others here have it open still
+            self._let_go(live)
 
     def gone(self, session: Session, reason: str) -> None:
         """A worker is gone. Its pairs break too, unless its process holds them through another client."""
@@ -295,15 +305,39 @@ class Batches:
         closed = live.machine.state is Standing.CLOSED and self.live.get(live.key) is live
         if closed:
             del self.live[live.key]
-        if closed or live.machine.state is Standing.LOST:
-            self._spawn(self._release(live, closed))
-
-    async def _release(self, live: Live, closed: bool) -> None:
-        """Let go of the memory of other agents' workers, and of a card's tables, once no lane can be inside it."""
         if closed and not live.machine.alone:
             self._mailbox.keep(live)
-        await self._movers.rest.wait()
-        await live.release()
+        if closed or (live.machine.state is Standing.LOST and not live.over):
+            self._let_go(live)
+
+    def _let_go(self, live: Live) -> None:
+        """No transfer of it begins again."""
+        live.over = True
+        self._releasing[live.key] = live
+        self._spawn(self._release(live))
+
+    async def _release(self, live: Live) -> None:
+        """Let go of workers' memory, and of a card's tables, once no lane can be inside it."""
+        await self._movers.rest.wait_for([live])
+        try:
+            await live.release()
+        finally:
+            self._releasing.pop(live.key, None)
+            live.released.set()
+        if live.machine.state is Standing.CLOSED:
+            live.forget()
+        self._sweep.soon()
+
+    async def released(self, session: Session) -> None:
+        """Return when the batches that a worker has left hold no memory of it, but for those whose transfer runs.
+
+        They have let go of it a moment after ``leave``, unless their streams are slow to close: not for long.
+        """
+        left = [live for live in self._releasing.values() if live.serves(session) and live.current is None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                for live in left:
+                    await live.released.wait()
 
     async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
         try:

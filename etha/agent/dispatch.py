@@ -21,7 +21,6 @@ from etha.bus.messages import (
     Probe,
     Probed,
     Register,
-    Released,
     Status,
     Supersede,
     Transfer,
@@ -62,10 +61,8 @@ def dispatch(agent: Agent, session: Session, request: Request) -> None:
             peer.reply(request.id, Probed(reaches=not text, text=text))
         case LetGo(all=True):
             agent.spawn(agent.let_go(session, request))
-        case LetGo():
-            spare = session.memory.spare({s for live in agent.batches.live.values() for s in live.segments(session)})
-            agent.spawn(agent.unmap(list(spare.values())))
-            peer.reply(request.id, Released(segments=tuple(spare)))
+        case LetGo(segments=segments):
+            agent.spawn(agent.unmap(session, request, segments))
         case _:
             show(agent, peer, request)
 

@@ -50,6 +50,8 @@ class Evaluation:
     seq: int
     tensors: int
     sizes: Mapping[str, int]
+    #: Source sides of the directions that some rank has asked for.
+    asked: frozenset[str] = frozenset()
     #: Name of each part of a region -> its tensor's: the source's ranks hold that.
     parts: Mapping[str, str] = field(default_factory=dict)
 
@@ -84,6 +86,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         specs[side], wrong = describe_side(side, members[side])
         common += wrong + clashes(members[side], side, named)
     common += _forms(ordered) + _pairs(ordered, manifests)
+    asked = _asked(ordered, sides)
     plans: dict[str, Plan] = {}
     violations: dict[str, tuple[Violation, ...]] = {}
     for source, target in ((first, second), (second, first)):
@@ -113,7 +116,8 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         plans=plans,
         digests={source: plan.digest() for source, plan in plans.items()},
         violations=violations,
-        refused=_refused(ordered, (first, second), violations),
+        refused=_refused(sides, asked, violations),
+        asked=asked,
         # Who only sends has nothing to keep whole, so only a receiver's wish counts.
         atomic=any(record.atomic and record.direction != "send" for record in records.values()),
         bucket_size=min(sizes, default=None),
@@ -269,18 +273,20 @@ def _pairs(records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Man
     return wrong
 
 
-def _refused(
-    records: Sequence[tuple[Member, Record]], sides: tuple[str, str], violations: Mapping[str, tuple[Violation, ...]]
-) -> tuple[Violation, ...]:
-    """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
-    first, second = sides
+def _asked(records: Sequence[tuple[Member, Record]], sides: tuple[str, ...]) -> frozenset[str]:
+    """Source sides of the directions that some rank has asked for."""
     asked = set()
     for (side, _), record in records:
-        other = second if side == first else first
         if record.direction in ("send", "both"):
             asked.add(side)
         if record.direction in ("recv", "both"):
-            asked.add(other)
-    if not asked and all(violations.values()):
-        asked = set(sides)
-    return tuple(dict.fromkeys(v for source in sides if source in asked for v in violations[source]))
+            asked.update(other for other in sides if other != side)
+    return frozenset(asked)
+
+
+def _refused(
+    sides: tuple[str, ...], asked: frozenset[str], violations: Mapping[str, tuple[Violation, ...]]
+) -> tuple[Violation, ...]:
+    """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
+    wanted = asked or (sides if all(violations.values()) else ())
+    return tuple(dict.fromkeys(v for source in sides if source in wanted for v in violations[source]))

@@ -128,6 +128,9 @@ class Exhibition:
                 return False
         try:
             self._memories |= open_shown(parts, self.mappings)
+            if self.closed:  # meanwhile: who has released the others may not have seen these
+                self.release()
+                return False
         except (ReachError, EthaError, OSError) as error:
             log.info("the tensors of agent %s cannot be copied from here and will be sent: %s", agent, error)
             return False

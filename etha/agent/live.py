@@ -47,18 +47,28 @@ class Tensors:
     order: tuple[str, ...]
     shadows: Mapping[str, TensorHandle] | None = None
     snapshot: Mapping[str, TensorHandle] | None = None
+    #: Those that the handles name.
+    segments: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.segments = _segments(self.handles)
 
     def attach(self, message: AttachShadows | AttachSnapshot) -> None:
         """More of the worker's memory; ProtocolError for what does not fit its tensors or comes twice."""
         if len(message.handles) != len(self.order):
             raise ProtocolError(f"{len(message.handles)} handles for {len(self.order)} tensors")
         handles = dict(zip(self.order, message.handles, strict=True))
+        self.segments |= _segments(handles)
         if isinstance(message, AttachShadows):
             self.shadows = handles
         elif self.snapshot is not None:
             raise ProtocolError("a registration sets its tensors aside in one place only")
         else:
             self.snapshot = handles
+
+
+def _segments(handles: Mapping[str, TensorHandle]) -> set[str]:
+    return {handle.segment for handle in handles.values() if handle.segment is not None}
 
 
 #: (primary pair, batch, generation)
@@ -120,6 +130,10 @@ class Live:
     parts: dict[tuple[str, bool], Part] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
     current: Current | None = None
+    #: Whether no transfer can begin any more: a rank of this agent has left, or a pair is lost.
+    over: bool = False
+    #: Set once it holds no worker's memory any more.
+    released: asyncio.Event = field(default_factory=asyncio.Event)
     #: Ranks that the oldest waiting call waits for, as a status report last heard.
     missing: tuple[Member, ...] = ()
     offers: dict[CallKey, str] = field(default_factory=dict)
@@ -246,13 +260,13 @@ class Live:
                 del session.batches[self.name]
 
     def segments(self, session: Session) -> set[str]:
-        """Those of a worker in which this registration's tensors lie, or what stands for them."""
-        found: set[str] = set()
-        for held in self.tensors.values():
-            if held.session is session:
-                for handles in (held.handles, held.shadows or {}, held.snapshot or {}):
-                    found |= {handle.segment for handle in handles.values() if handle.segment is not None}
-        return found
+        """Those of a worker in which its tensors lie, or what stands for them, while it has the batch open."""
+        held = [t for member, t in self.tensors.items() if t.session is session and member in self.machine.open]
+        return set().union(*(tensors.segments for tensors in held))
+
+    def serves(self, session: Session) -> bool:
+        """Whether a worker's tensors are among this registration's."""
+        return any(tensors.session is session for tensors in self.tensors.values())
 
     def take(self, agent: str, message: Sums | UniqueId) -> None:
         """What another agent says for a transfer of this batch to go on."""
@@ -272,11 +286,16 @@ class Live:
         wire, self.wire = self.wire, None  # keeps views of it, too
         if wire is not None:
             await wire.close()
-        # A card's allocations are unmapped here, which may wait for what the card does.
-        await asyncio.to_thread(self.exhibition.release)
-        await asyncio.to_thread(self.snapshots.release)
-        while self.parts:
-            self.parts.popitem()[1].near.release()
+        parts, self.parts = list(self.parts.values()), {}
+        if self.last_error is not None:  # what raised it may have had views in its hands
+            self.last_error.__cause__ = self.last_error.__traceback__ = None
+        # Not on the loop: large memory takes seconds to unmap, a card's until it has done what it does.
+        await asyncio.to_thread(_drop, parts, self.exhibition, self.snapshots)
+
+    def forget(self) -> None:
+        """Closed: what others may still ask is how its last transfer has ended."""
+        self.evaluation, self.tensors = None, {}
+        self.early.clear()
 
     def other(self, side: str) -> str:
         """The side opposite ``side``."""
@@ -289,3 +308,11 @@ class Live:
         registration that has begun since.
         """
         return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
+
+
+def _drop(parts: list[Part], exhibition: Exhibition, snapshots: Snapshots) -> None:
+    """The last references to views of workers' memory."""
+    while parts:
+        parts.pop().near.release()
+    exhibition.release()
+    snapshots.release()

@@ -218,4 +218,5 @@ class Move:
         if self._inspection is not None:
             # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
             self.peak_staging = max(self.peak_staging, self._inspection.close())
+        self._running = None  # which knows this move
         self._tell(self._error, self._touched)

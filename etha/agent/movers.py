@@ -177,7 +177,7 @@ class Movers:
         self._perform(live, live.transfers.undecided(seq))
 
     def _begin(self, live: Live, start: StartMove) -> None:
-        self.rest.begin()
+        self.rest.begin(live)
         current = live.current = Current(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
@@ -200,6 +200,10 @@ class Movers:
 
     async def _compile(self, live: Live, current: Current) -> None:
         """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
+        if live.over:  # GO was on its way when a rank here left: its vote ends the transfer
+            text = f"batch {live.name!r}: a rank of this agent has left it"
+            self._over(live, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
+            return
         try:
             part = await self.parts.compile(live, current)
         except EthaError as error:
@@ -259,7 +263,7 @@ class Movers:
 
     def _settled(self, live: Live, effect: Settled) -> None:
         current, live.current = live.current, None
-        assert current is not None and live.evaluation is not None
+        assert current is not None
         if effect.error is not None:
             live.fail(effect.seq, effect.error)
         seconds = time.monotonic() - current.started
@@ -273,7 +277,9 @@ class Movers:
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
             self.chronicle.tell(pair, live.name, fields)
-        self.rest.end()
+        # The move knows its end and its end the move: undone here, workers' memory does not wait for the collector.
+        current.part = current.move = current.gauge = None
+        self.rest.end(live)
 
     def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
         part = current.part

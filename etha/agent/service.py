@@ -37,7 +37,6 @@ from etha.bus.messages import GetStatus, Released
 from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
-from etha.memory.cuda import Mapping
 from etha.memory.mapping import WorkerMemory
 from etha.store.connect import redact
 from etha.store.records import AgentRecord, Reason
@@ -117,6 +116,7 @@ class Agent:
             calls=self.calls,
             pairs=self.pairs,
             movers=self.movers,
+            sweep=self._sweep,
             spawn=self.spawn,
             hints=hints,
         )
@@ -203,11 +203,24 @@ class Agent:
             await self._release(session)
         session.peer.reply(request.id, Released(segments=()))
 
-    async def unmap(self, allocations: Sequence[Mapping]) -> None:
-        """Close GPU memory that nobody uses any more, once no lane can be inside it."""
-        await self.movers.rest.wait()
-        for allocation in allocations:  # which may wait for all that the card does
-            await asyncio.to_thread(allocation.close)
+    async def unmap(self, session: Session, request: Request, segments: Sequence[str]) -> None:
+        """Close memory of a worker that no registration uses any more, once no lane can be inside it."""
+        used = [live.segments(session) for live in self.batches.live.values()]
+        unused = set(segments).difference(*used)
+        spared = session.memory.spare(unused)
+        released = Released(segments=tuple(sorted(unused)))
+        if session.memory.on_device:  # the worker need not wait for all that the card does
+            session.peer.reply(request.id, released)
+            await self._at_rest(session)
+        else:
+            await self.batches.released(session)
+        await asyncio.to_thread(spared.release)  # views keep a segment of the CPU's while a lane is inside it
+        if not session.memory.on_device:
+            session.peer.reply(request.id, released)
+
+    async def _at_rest(self, session: Session) -> None:
+        """Return when no transfer moves a worker's memory."""
+        await self.movers.rest.wait_for(live for live in self.movers.rest.moving if live.serves(session))
 
     # ---- the bus's Service --------------------------------------------------------------------
 
@@ -311,12 +324,10 @@ class Agent:
 
     async def _release(self, session: Session) -> None:
         """Let go of a worker's memory, once no lane can be inside it."""
-        await self.movers.rest.wait()
-        if self.card is None:
-            session.memory.close()
-        else:  # unmapping may wait for all that the card does, also for others
+        await self._at_rest(session)
+        if self.card is not None:
             self.card.release(session)
-            await asyncio.to_thread(session.memory.close)
+        await asyncio.to_thread(session.memory.close)
         session.revocation = None  # ended registrations remember their sessions for a while
         self._sweep.soon()
 

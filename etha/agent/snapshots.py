@@ -29,9 +29,9 @@ _PARTS = 32
 
 async def show(live: Live, links: Links, member: Member) -> None:
     """Tell the agents that copy from ``member`` where its snapshots are."""
-    tensors = live.tensors[member]
+    tensors = live.tensors.get(member)  # none: the batch was closed at once
     readers = live.read_by(member[0])
-    if not readers or tensors.snapshot is None:
+    if not readers or tensors is None or tensors.snapshot is None:
         return
     shown = {member: (tensors.session, tensors.snapshot)}
     for message in await asyncio.to_thread(exhibits, shown, snapshot=True):

@@ -146,9 +146,10 @@ class Register:
 @message("registered")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows next).
+    """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows before it receives).
 
-    ``send`` and ``recv`` tell which verbs can work; ``summary`` is the plan in short.
+    ``send`` and ``recv`` tell which verbs can work; ``receives``: some rank has asked for the direction in which
+    this one receives. ``summary`` is the plan in short.
     """
 
     seq: int
@@ -156,6 +157,7 @@ class Registered:
     shadows: bool
     send: bool
     recv: bool
+    receives: bool
     summary: dict[str, Any]
 
 
@@ -263,12 +265,13 @@ class CloseBatch:
 @message("let_go")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetGo:
-    """Close what is open of this worker's memory and used by no registration. -> Released.
+    """Close those of this worker's ``segments`` that no registration here uses. -> Released.
 
     ``all``: this worker's last request; the answer comes once everything is closed.
     """
 
     all: bool
+    segments: tuple[str, ...]
 
 
 @message("released")

@@ -164,6 +164,7 @@ class AsyncTensorBusClient:
             return known[0]
         if known is not None:
             known[0].lose("relaunched", f"pair {pair_name!r} is at epoch {formed.epoch} now")
+            self._lost(known[0])
         pair = Pair(
             name=pair_name,
             local_name=local_name,
@@ -219,12 +220,15 @@ class AsyncTensorBusClient:
             home=connection.home,
         )
         known = self._batches.get(batch_id)
-        if known is not None and known.connection is connection and not known.pair.lost.is_set():
+        if known is not None and known.connection is connection and known.lost is None:
             if known.manifest.same_tensors(manifest):
                 return BatchHandle(self, known)
             raise RegistrationError(
                 f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
             )
+        if known is not None:  # its memory is given back before more is taken
+            await self._retire(known)
+            known.left = True  # a call of it that has not ended must not close what is registered now
         with self._calls.begin(f"register_tensors of {batch_id!r}"):
             registration = await register(
                 connection,
@@ -357,19 +361,21 @@ class AsyncTensorBusClient:
 
         async def move(call: ActiveCall, edition: str = "") -> TransferResult:
             self._check_served(registration)
+            registration.check_stands()
             batch_id = registration.batch
             try:
-                result = await transfer(
-                    registration,
-                    transfer_type,
-                    version=version,
-                    on_commit=on_commit,
-                    timeout=math.inf if edition and timeout is None else deadline.left,
-                    progress=progress,
-                    mark=mark,
-                    call=call,
-                    edition=edition,
-                )
+                with self._using(registration):
+                    result = await transfer(
+                        registration,
+                        transfer_type,
+                        version=version,
+                        on_commit=on_commit,
+                        timeout=math.inf if edition and timeout is None else deadline.left,
+                        progress=progress,
+                        mark=mark,
+                        call=call,
+                        edition=edition,
+                    )
             finally:
                 (self._torn.add if registration.torn else self._torn.discard)(batch_id)
             self._seqs[batch_id] = max(self._seqs.get(batch_id, 0), result.seq)
@@ -380,16 +386,27 @@ class AsyncTensorBusClient:
                 return await move(call)
 
         if snapshot:
-            return await send_snapshot(
-                registration,
-                version=version,
-                on_error=mode,
-                deadline=deadline,
-                mark=mark,
-                calls=self._calls,
-                send=move,
-            )
+            with self._using(registration):  # until ``move`` does
+                return await send_snapshot(
+                    registration,
+                    version=version,
+                    on_error=mode,
+                    deadline=deadline,
+                    mark=mark,
+                    calls=self._calls,
+                    send=move,
+                )
         return await reported(mode, registration.pairs, transfer_type, whole)
+
+    @contextmanager
+    def _using(self, registration: Registration) -> Iterator[None]:
+        """A call of this worker uses the batch's tensors and what stands for them."""
+        registration.calls += 1
+        try:
+            yield
+        finally:
+            registration.calls -= 1
+            self._look_after(registration)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send; returns at once if it already does.
@@ -403,6 +420,7 @@ class AsyncTensorBusClient:
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         self._check_open(registration)
         self._check_served(registration)
+        registration.check_stands()
         message = WaitOffer(batch=registration.batch, epoch=registration.pair.epoch)
         with self._calls.begin("wait_offer", registration):
             offered = await registration.connection.link.request(message, timeout=seconds)
@@ -441,7 +459,7 @@ class AsyncTensorBusClient:
             await self._calls.ended()
 
     async def _close(self, mine: ActiveCall | None) -> None:
-        self._leave_all()
+        registrations = self._leave_all()
         connection, self._connection = self._connection, None
         try:
             self._calls.interrupt("this client was closed")
@@ -453,6 +471,8 @@ class AsyncTensorBusClient:
             if connection is not None:
                 connection.abort()
             self._forget()
+            for registration in registrations:
+                registration.let_go()
 
     async def _close_elsewhere(self) -> None:
         """``close`` on another loop than the client's own, which may have ended."""
@@ -465,13 +485,16 @@ class AsyncTensorBusClient:
             connection.abort()
         self._forget()
 
-    def _leave_all(self) -> None:
-        for registration in self._batches.values():
+    def _leave_all(self) -> list[Registration]:
+        """Nothing is open any more; what was, whose handles keep no tensors either once their calls have ended."""
+        registrations = list(self._batches.values())
+        for registration in registrations:
             registration.open = False
         self._batches.clear()  # a closed client that somebody keeps keeps no tensors
         for pair, _ in self._pairs.values():
             with suppress(RuntimeError):  # whoever waits for it has left with the loop
                 pair.lose("closed", "this client was closed")
+        return registrations
 
     def _forget(self) -> None:
         if self._dropped is not None:
@@ -493,16 +516,26 @@ class AsyncTensorBusClient:
             finally:
                 self._calls.interrupt("its handle was closed", registration)
         await self._calls.ended(registration, but=mine)
-        if not registration.connection.lost and not self._closed:
-            with self._unless_closed():
-                await registration.connection.spare(self._timeout)
+        await self._release(registration)
 
     async def _end_batch(self, registration: Registration) -> None:
-        """The agent ends what waits or moves, and knows best how."""
-        if not registration.connection.lost and not self._closed:
-            message = CloseBatch(batch=registration.batch, epoch=registration.pair.epoch)
-            with self._unless_closed():
-                await registration.connection.link.request(message, timeout=self._timeout)
+        """The agent ends what waits or moves, and knows best how. Whoever comes second waits for the first."""
+        async with registration.leaving:
+            if not (registration.left or registration.connection.lost or self._closed):
+                registration.left = True
+                message = CloseBatch(batch=registration.batch, epoch=registration.pair.epoch)
+                with self._unless_closed():
+                    await registration.connection.link.request(message, timeout=self._timeout)
+
+    async def _release(self, registration: Registration) -> None:
+        """Give back the memory of a batch that was left, here and in the agent."""
+        try:
+            if not registration.connection.lost and not self._closed:
+                registration.released = True
+                with self._unless_closed():
+                    await registration.segments.release(self._timeout)
+        finally:
+            registration.let_go()
 
     @contextmanager
     def _unless_closed(self) -> Iterator[None]:
@@ -622,10 +655,33 @@ class AsyncTensorBusClient:
             known = self._pairs.get(message.pair)
             if known is not None and known[0].epoch == message.epoch:
                 known[0].lose(message.reason, message.text)
+                self._lost(known[0])
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         for pair, _ in self._pairs.values():
             pair.lose("died", lost.result().message, AgentLostError(lost.result().message))
+            self._lost(pair)
+
+    # ---- giving memory back -------------------------------------------------------------------
+
+    def _lost(self, pair: Pair) -> None:
+        """A pair's epoch is over, and its batches with it."""
+        for registration in list(self._batches.values()):
+            if any(one is pair for one in registration.pairs):
+                self._look_after(registration)
+
+    def _look_after(self, registration: Registration) -> None:
+        """Give back what a batch that is over holds, here and in the agent, once no call of it runs."""
+        registration.let_go()
+        if registration.lost is not None and not (registration.calls or registration.released or self._closed):
+            registration.connection.spawn(self._retire(registration))
+
+    async def _retire(self, registration: Registration) -> None:
+        """Leave a batch whose pair is lost; what the agent says to that is nobody's."""
+        if not registration.calls:
+            with suppress(EthaError):
+                await self._end_batch(registration)
+                await self._release(registration)
 
 
 async def _refused(error: EthaError) -> NoReturn:

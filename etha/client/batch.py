@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from etha.client.homes import Stage
 from etha.client.inspect import memory_of
 from etha.client.manifest import Manifest
 from etha.client.results import Pair, TransferResult, Version
-from etha.errors import RegistrationError
+from etha.client.segments import SegmentUse
+from etha.errors import PeerLostError, RegistrationError, with_again
 from etha.memory.handles import Fingerprint, fingerprint, moved
 
 
@@ -37,13 +38,24 @@ class Registration:
     pairs: tuple[Pair, ...]
     connection: Connection
     manifest: Manifest
+    #: What the agent has mapped for this batch.
+    segments: SegmentUse
     source: Stage
     shadows: Stage | None = None
     atomic: bool = False
+    #: Whether this worker receives into shadows, which it may not have yet.
+    shadowed: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     version: Version = None
     torn: bool = False
     open: bool = True
+    #: Calls of this worker that have not ended, snapshots that are offered among them.
+    calls: int = 0
+    #: Whether the agent has been told that this worker is done with the batch, or hears it with the next registration.
+    left: bool = False
+    #: Whether the agent has been told to unmap what only this batch used.
+    released: bool = False
+    leaving: asyncio.Lock = field(default_factory=asyncio.Lock)
     fingerprints: tuple[Fingerprint, ...] = ()
     #: Held while a call stages or applies, so that two calls of one worker never mix versions.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -87,6 +99,28 @@ class Registration:
                 + ("The transfer is committed, and this worker alone has not received it. " if committed else "")
                 + "Give the memory back (wake the engine up), then transfer again"
             )
+
+    @property
+    def lost(self) -> Pair | None:
+        """The first of its pairs whose epoch is over, and the batch with it; None while all stand."""
+        return next((pair for pair in self.pairs if pair.lost.is_set()), None)
+
+    def check_stands(self) -> None:
+        """PeerLostError where the epoch of one of its pairs is over."""
+        if (pair := self.lost) is not None:
+            raise PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
+
+    def let_go(self) -> None:
+        """Drop tensors and what stands for them, once the batch is over here and no call uses them.
+
+        A handle that somebody keeps, and the client's own record of a batch whose pair is lost, keep no memory.
+        """
+        if self.calls or (self.open and self.lost is None):
+            return
+        self.manifest = replace(self.manifest, items=(), refusals=())
+        self.fingerprints = ()
+        self.source = Stage(home=self.source.home, tensors=[])
+        self.shadows = self.aside = self.snapshot = None
 
     def received(self) -> None:
         """Autograd must see that the tensors have changed."""

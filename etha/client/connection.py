@@ -7,21 +7,21 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink, AgentRefusedError
-from etha.bus.messages import LetGo, Probe, Probed, Released
+from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
 from etha.client.deadline import Deadline
 from etha.client.homes import Home, home_of
 from etha.client.loop_end import LoopEnd
+from etha.client.segments import SharedSegments
 from etha.client.spawn import ensure_agent
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError
-from etha.memory.handles import TensorHandle
 from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
@@ -49,9 +49,9 @@ class Connection:
         self.why_not = ""
         #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.
         self.collapser = Collapser()
-        self._shown: set[str] = set()
-        #: What is shown again must not meet what is being forgotten.
-        self._showing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: What the agent has mapped of this process's memory.
+        self.segments = SharedSegments(link, self.home)
         self._pid, self._loop = os.getpid(), asyncio.get_running_loop()
         # A client whose loop is gone is closed without it.
         self._loop_end = LoopEnd(self._loop, self.abort)
@@ -141,27 +141,19 @@ class Connection:
             raise
         return connection
 
-    async def show(self, handles: list[TensorHandle], timeout: float) -> None:
-        """Let the agent map every segment that the handles name and that it has not seen."""
-        async with self._showing:
-            for name in dict.fromkeys(h.segment for h in handles if h.segment is not None):
-                if name not in self._shown:
-                    header, descriptors = self.home.show(name)
-                    await self.link.send_descriptors(header, descriptors, timeout=timeout)
-                    self._shown.add(name)
-
-    async def spare(self, timeout: float) -> None:
-        """Have the agent unmap what no registration uses any more, where memory is only lent to it."""
-        if self.home.lends and self._shown:
-            async with self._showing:
-                released = await self.link.request(LetGo(all=False), timeout=timeout)
-                assert isinstance(released, Released)
-                self._shown.difference_update(released.segments)
-
     @property
     def lost(self) -> bool:
         """Whether the agent is gone."""
         return self.link.lost.done()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what no caller waits for; it ends with the connection at the latest, because its requests fail then."""
+        if self._loop.is_closed():
+            work.close()
+            return
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self, timeout: float) -> None:
         """Say goodbye and take the memory back; ``timeout``: the deadline of the client's calls."""
@@ -171,10 +163,12 @@ class Connection:
         try:
             if self.home.lends:
                 with contextlib.suppress(EthaError):
-                    await self.link.request(LetGo(all=True), timeout=_let_go(timeout))
+                    await self.link.request(LetGo(all=True, segments=()), timeout=_let_go(timeout))
                     released = True
             with contextlib.suppress(AgentLostError):
                 await self.link.close()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
         finally:
             self.page.close()
             self.home.close(released=released or self.lost)

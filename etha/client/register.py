@@ -18,6 +18,7 @@ from etha.client.connection import Connection
 from etha.client.homes import Home, Stage
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
+from etha.client.segments import SegmentUse
 from etha.errors import ConfigError, EthaError
 from etha.memory.handles import span_nbytes
 from etha.plan import Layout
@@ -47,16 +48,50 @@ async def register(
     timeout: Callable[[], float],
 ) -> Registration:
     """Register ``manifest`` with the agent; ``timeout()`` is what is left. Raises what the agent refuses with."""
+    segments = connection.segments.use()
+    try:
+        return await _register(
+            connection,
+            batch,
+            pairs,
+            manifest,
+            segments,
+            direction=direction,
+            bucket_size=bucket_size,
+            atomic=atomic,
+            verify=verify,
+            seq=seq,
+            timeout=timeout,
+        )
+    except BaseException:
+        with contextlib.suppress(EthaError):  # what failed is told, and the end of the session unmaps as well
+            await segments.release(0)
+        raise
+
+
+async def _register(
+    connection: Connection,
+    batch: str,
+    pairs: tuple[Pair, ...],
+    manifest: Manifest,
+    segments: SegmentUse,
+    *,
+    direction: Literal["send", "recv", "both"] | None,
+    bucket_size: int | None,
+    atomic: bool,
+    verify: Verify | None,
+    seq: int,
+    timeout: Callable[[], float],
+) -> Registration:
     pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
     home = connection.home
-    await connection.spare(timeout())
     live = [home.describe(tensor) for tensor in locals_]
     # What the agent cannot reach is staged by this process in memory that it can.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
     source = await stage(home, locals_, hidden)
     handles = source.handles(live)
-    await connection.show(handles, timeout())
+    await segments.show(handles, timeout())
     layouts: dict[Layout, int] = {}
     entries = tuple(
         Entry(
@@ -99,29 +134,48 @@ async def register(
         pairs=pairs,
         connection=connection,
         manifest=manifest,
+        segments=segments,
         source=source,
         atomic=registered.atomic,
+        shadowed=registered.shadows,
         plan=registered.summary,
     )
     private = [t for t, handle in zip(locals_, handles, strict=True) if handle.segment is None and not t.is_cuda]
     connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
-    if registered.shadows:
+    if registered.shadows and registered.receives:
         try:
-            shadows = await stage(home, locals_, [tensor.numel() > 0 for tensor in locals_])
-            there = shadows.handles(live)
-            await connection.show(there, timeout())
-            attach = AttachShadows(batch=batch, epoch=pair.epoch, handles=tuple(there))
-            await connection.link.request(attach, timeout=timeout())
+            await attach_shadows(registration, timeout)
         except BaseException as error:
-            why = f"it has no place to receive in: {error or type(error).__name__}"
-            await _leave(connection, batch, pair, why)
+            await leave(registration, no_place(error))
             raise
-        registration.shadows = shadows
     return registration
 
 
-async def _leave(connection: Connection, batch: str, pair: Pair, why: str) -> None:
+async def attach_shadows(registration: Registration, timeout: Callable[[], float]) -> None:
+    """Allocate the memory into which an atomic batch is received here, and let the agent know it.
+
+    A worker that may never receive has none until it does.
+    """
+    connection, tensors = registration.connection, registration.locals
+    shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
+    handles = shadows.handles([connection.home.describe(tensor) for tensor in tensors])
+    await registration.segments.show(handles, timeout())
+    message = AttachShadows(batch=registration.batch, epoch=registration.pair.epoch, handles=tuple(handles))
+    await connection.link.request(message, timeout=timeout())
+    registration.shadows = shadows
+
+
+def no_place(error: BaseException) -> str:
+    """What all ranks hear of one that cannot receive."""
+    return f"it has no place to receive in: {error or type(error).__name__}"
+
+
+async def leave(registration: Registration, why: str) -> None:
     """Take back a registration that stands but that this worker cannot use; all others hear ``why``."""
+    await _leave(registration.connection, registration.batch, registration.pair, why)
+
+
+async def _leave(connection: Connection, batch: str, pair: Pair, why: str) -> None:
     with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
         await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000]), timeout=0)
 

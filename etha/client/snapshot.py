@@ -21,7 +21,7 @@ from etha.client.register import stage
 from etha.client.report import OnError, reported
 from etha.client.results import TransferResult, Version
 from etha.client.transfer import caught_up, check_state, pull, turn
-from etha.errors import PeerLostError, TransferAbortedError, TransferTimeoutError, with_again
+from etha.errors import TransferAbortedError, TransferTimeoutError
 
 #: Sends the snapshot of this edition, as part of this call.
 Send = Callable[[ActiveCall, str], Awaitable[TransferResult]]
@@ -96,9 +96,7 @@ async def _set_aside(
     """Copy what the tensors hold; returns the edition, which is the same on all ranks."""
     check_state(registration, "send")
     mark.check()
-    for pair in registration.pairs:
-        if pair.lost.reason is not None:  # else only a future would say so, which a training loop may never look at
-            raise PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
+    registration.check_stands()  # else only a future would say so, which a training loop may never look at
     async with turn(registration, deadline.left):
         if registration.aside is None:
             await _attach(registration, deadline)
@@ -121,7 +119,7 @@ async def _attach(registration: Registration, deadline: Deadline) -> None:
     connection = registration.connection
     place = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
     handles = place.handles([connection.home.describe(tensor) for tensor in tensors])
-    await connection.show(handles, deadline.left)
+    await registration.segments.show(handles, deadline.left)
     message = AttachSnapshot(batch=registration.batch, epoch=registration.pair.epoch, handles=tuple(handles))
     await connection.link.request(message, timeout=deadline.left)
     registration.aside = place

@@ -21,9 +21,10 @@ from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
 from etha.client.homes import Mark, Stage
 from etha.client.options import OnCommit, OnProgress
+from etha.client.register import attach_shadows, leave, no_place
 from etha.client.results import TransferResult, Version
 from etha.client.shield import Shield
-from etha.errors import AgentLostError, ConfigError, EthaError, TransferError, TransferTimeoutError
+from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,17 @@ async def transfer(
         return await _once(registration, verb, version, on_commit, deadline, progress, Mark(), call, edition)
     check_state(registration, verb)
     mark.check()
-    if registration.shadows is None and not registration.source.serves:
+    aside = verb == "recv" and registration.shadowed
+    if not aside and registration.shadows is None and not registration.source.serves:
         return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
     async with turn(registration, timeout):
+        if aside and registration.shadows is None:
+            registration.check_stands()
+            try:
+                await attach_shadows(registration, lambda: deadline.left)
+            except (ConfigError, RegistrationError) as error:
+                await leave(registration, no_place(error))
+                raise
         if verb == "send" and registration.source.serves:
             await caught_up(registration, mark, deadline)
             await pull(registration, registration.source)

@@ -12,7 +12,8 @@ import ctypes
 import fcntl
 import os
 import re
-from collections.abc import Container
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,20 @@ def map_sealed(fd: int, nbytes: int) -> ctypes.Array[Any]:
         raise RegistrationError(f"mapping {nbytes} bytes of a worker failed: {error.strerror}") from None
 
 
+@dataclass(slots=True, kw_only=True)
+class Spared:
+    """What a worker's memory does not hold any more; ``release`` may take long, so not on an event loop."""
+
+    pages: list[ctypes.Array[Any]]
+    allocations: list[Mapping]
+
+    def release(self) -> None:
+        """Unmap it: a segment with the last view of it. Idempotent."""
+        self.pages.clear()
+        while self.allocations:
+            self.allocations.pop().close()
+
+
 class WorkerMemory:
     """All memory of one worker that this agent can reach.
 
@@ -81,20 +96,18 @@ class WorkerMemory:
         finally:
             os.close(fd)
 
-    def spare(self, used: Container[str]) -> dict[str, Mapping]:
-        """Forget the GPU allocations that are not ``used``, by segment: for the caller to close when nothing runs."""
-        return {name: self._allocations.pop(name) for name in list(self._allocations) if name not in used}
+    def spare(self, segments: Iterable[str]) -> Spared:
+        """Forget these segments, unknown ones aside: for the caller to release when nothing runs."""
+        names = set(segments)
+        return Spared(
+            pages=[self._segments.pop(name) for name in names & self._segments.keys()],
+            allocations=[self._allocations.pop(name) for name in names & self._allocations.keys()],
+        )
 
     @property
     def on_device(self) -> bool:
         """Whether this is of a GPU's agent."""
         return self._mappings is not None
-
-    def detach(self, segment: str) -> None:
-        """Forget a segment; unknown ones are fine."""
-        self._segments.pop(segment, None)
-        if (found := self._allocations.pop(segment, None)) is not None:
-            found.close()
 
     def attach_allocation(self, header: dict[str, Any]) -> None:
         """Open a GPU allocation of the worker, as its client describes it; RegistrationError says what is wrong."""
@@ -194,7 +207,5 @@ class WorkerMemory:
 
     def close(self) -> None:
         """Forget all segments and the process; idempotent. No lane may be using it any more."""
-        self._segments.clear()
-        while self._allocations:
-            self._allocations.popitem()[1].close()
+        self.spare([*self._segments, *self._allocations]).release()
         self.process.close()

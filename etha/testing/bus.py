@@ -93,7 +93,9 @@ class Bus:
             "directions": {name: {"bytes": nbytes, "digest": ""} for name in names},
         }
         # Without shadows: there is nothing that could come into them.
-        return Registered(seq=seq, atomic=register.atomic, shadows=False, send=True, recv=True, summary=summary)
+        return Registered(
+            seq=seq, atomic=register.atomic, shadows=False, send=True, recv=True, receives=receives, summary=summary
+        )
 
     def transfer(self, call: Transfer) -> Moved:
         """GO and COMMIT in one; a receiver that gives no label gets that of the last send."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +25,7 @@ from etha.bus.messages import (
     WaitOffer,
 )
 from etha.client.connection import Connection
+from etha.client.segments import SegmentUse, SharedSegments
 from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError, TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import RevocationPage
@@ -118,6 +119,16 @@ class _Page(RevocationPage):
         return
 
 
+class _Segments(SharedSegments):
+    """Of nobody's."""
+
+    async def show(self, use: SegmentUse, handles: Iterable[TensorHandle], timeout: float) -> None:
+        return
+
+    async def release(self, use: SegmentUse, timeout: float) -> None:
+        return
+
+
 class DummyConnection(Connection):
     """Shows nothing to anybody. ``device``: what its agent would be called."""
 
@@ -125,6 +136,4 @@ class DummyConnection(Connection):
         super().__init__(_Link(bus, on_push, device), _Page())
         self.reaches = True
         self.collapser.cancel()
-
-    async def show(self, handles: list[TensorHandle], timeout: float) -> None:
-        return
+        self.segments = _Segments(self.link, self.home)

@@ -255,7 +255,11 @@ async def test_a_device_that_fails_after_commit(cards: Cards) -> None:
 
 @pytest.mark.parametrize(
     ("method", "options", "kind"),
-    [("extent", {}, RegistrationError), ("allocate", {"atomic": True}, ConfigError), ("tensor", {}, ConfigError)],
+    [
+        ("extent", {}, RegistrationError),
+        ("allocate", {"atomic": True, "direction": "recv"}, ConfigError),
+        ("tensor", {}, ConfigError),
+    ],
 )
 async def test_a_device_that_fails_at_registration(cards: Cards, method: str, options: Any, kind: Any) -> None:
     async with cards.client("cuda:0") as a, cards.client("cuda:0") as b:
