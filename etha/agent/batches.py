@@ -20,7 +20,7 @@ from etha.agent.links import Links
 from etha.agent.live import Field, Key, Live, Tensors
 from etha.agent.mailbox import Mailbox
 from etha.agent.movers import Movers
-from etha.agent.pairs import Pairs, Spawn
+from etha.agent.pairs import Pairs, Spawn, outage
 from etha.agent.planning import plan
 from etha.agent.roster import Manifest, Record
 from etha.agent.session import Session
@@ -278,7 +278,7 @@ class Batches:
                     roster = await self._store.roster(primary, batch, generation)
                     self._perform(live, live.machine.rostered(roster.entries, roster.verdicts))
                 except EthaError as error:
-                    log.warning("batch %s: the roster could not be read: %s", batch, error)
+                    outage(log, "batch %s: the roster could not be read: %s", batch, error)
                 if live.machine.state in states:
                     await changed()
 

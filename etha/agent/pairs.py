@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from etha.agent.session import Seat, Session
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
-from etha.errors import ConfigError, EthaError, PeerLostError, from_wire
+from etha.errors import ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 from etha.store.registry import Store
@@ -26,6 +27,19 @@ from etha.store.registry import Store
 log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+#: Seconds after which all pairs are read again although nothing was heard of them, in one request.
+LOOK_AGAIN = 60.0
+#: Pairs that status shows although nobody here belongs to them any more.
+_MAX_ENDED = 64
+
+
+def outage(to: logging.Logger, text: str, *args: object) -> None:
+    """Log that a request to Redis failed; the last of ``args`` is the error.
+
+    While Redis is away everything fails: the lease says so once, and each of the others is a detail.
+    """
+    to.log(logging.DEBUG if isinstance(args[-1], RedisUnavailableError) else logging.WARNING, text, *args)
 
 
 @dataclass(slots=True)
@@ -35,6 +49,13 @@ class _Known:
     machine: Pair
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     asked: dict[CallKey, tuple[Session, Asked, float]] = field(default_factory=dict)
+    #: Set when the pair may have changed, or is forgotten.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    forgotten: bool = False
+    #: Tasks that have not ended, but for the one that reads it.
+    working: int = 0
+    #: Whether Redis may still hold for formed what this agent knows to be over.
+    ahead: bool = False
 
 
 class Pairs:
@@ -55,6 +76,8 @@ class Pairs:
         self._store, self._links, self._calls = store, links, calls
         self._sessions, self._spawn, self._broken = sessions, spawn, broken
         self._known: dict[str, _Known] = {}
+        self._ended: OrderedDict[str, Pair] = OrderedDict()
+        self._looking = False
 
     def init(self, session: Session, request: Request, message: InitPair) -> None:
         """A worker calls ``init_pair``."""
@@ -70,8 +93,12 @@ class Pairs:
         known = self._known.get(message.pair)
         if known is None:
             known = self._known[message.pair] = _Known(Pair(message.pair, self._store.url))
+            self._ended.pop(message.pair, None)
             self._spawn(self._follow(known))
-        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(known, key, expired))
+            if not self._looking:
+                self._looking = True
+                self._spawn(self._look_again())
+        key = self._calls.open(session.peer, request, lambda key, expired: self._over(known, key, expired))
         asked = Asked(
             key=key,
             side=message.side,
@@ -97,8 +124,9 @@ class Pairs:
         return view
 
     def machines(self) -> tuple[Pair, ...]:
-        """All pairs known here, for the status report."""
-        return tuple(self._known[name].machine for name in sorted(self._known))
+        """All pairs known here and the last ones that were, for the status report."""
+        found = self._ended | {name: known.machine for name, known in self._known.items()}
+        return tuple(found[name] for name in sorted(found))
 
     def lose(self, agent: str, text: str) -> None:
         """The link to an agent is lost, and with it every pair that it takes part in."""
@@ -122,10 +150,13 @@ class Pairs:
         for name, side, rank in sorted(held - kept):
             known = self._known[name]
             self._perform(known, known.machine.depart(side, rank, session.holder, reason))
+        for name in {name for name, _, _ in held}:
+            if (left := self._known.get(name)) is not None:
+                self._forget_unused(left)
 
-    def _ended(self, known: _Known, key: CallKey, expired: bool) -> None:
+    def _over(self, known: _Known, key: CallKey, expired: bool) -> None:
         if expired and known.machine.waits_for_others(key):
-            self._spawn(self._expire(known, key))
+            self._work(known, self._expire(known, key))
         else:
             self._perform(known, known.machine.expire(key, cancelled=not expired))
             known.asked.pop(key, None)
@@ -140,14 +171,40 @@ class Pairs:
         self._perform(known, known.machine.expire(key, cancelled=False, hint=hint))
         known.asked.pop(key, None)
 
+    def _work(self, known: _Known, work: Coroutine[Any, Any, None]) -> None:
+        """A task that needs the pair; after it the pair may be needed no more."""
+
+        async def working() -> None:
+            try:
+                await work
+            finally:
+                known.working -= 1
+                self._forget_unused(known)
+
+        known.working += 1
+        self._spawn(working())
+
+    def _forget_unused(self, known: _Known) -> None:
+        """Follow a pair no longer once nobody here belongs to it or wants to, and Redis knows that."""
+        name = known.machine.pair
+        needed = known.asked or known.machine.waiting or known.working or known.ahead
+        if needed or known.forgotten or any(name in session.seats for session in self._sessions()):
+            return
+        known.forgotten = True
+        known.changed.set()
+        del self._known[name]
+        self._ended[name] = known.machine
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
     def _perform(self, known: _Known, effects: list[PairEffect]) -> None:
         pair = known.machine.pair
         for effect in effects:
             match effect:
                 case Join(asked=asked):
-                    self._spawn(self._join(known, asked))
+                    self._work(known, self._join(known, asked))
                 case Leave(side=side, rank=rank, holder=holder, reason=reason):
-                    self._spawn(self._leave(known, side, rank, holder, reason))
+                    self._work(known, self._leave(known, side, rank, holder, reason))
                 case Answer(call=key, message=message):
                     session, asked, _ = known.asked.pop(key)
                     session.seats[pair] = Seat(
@@ -163,12 +220,12 @@ class Pairs:
                     owner, _, _ = known.asked.pop(key, (None, None, 0.0))
                     self._calls.fail(key, error if owner is None else _with_wishes(owner, error))
                 case Sever(epoch=epoch, text=text):
-                    self._spawn(self._sever(known, epoch, text))
+                    self._work(known, self._sever(known, epoch, text))
                 case Formed(epoch=epoch):
                     log.info("pair %s formed, epoch %d", pair, epoch)
                     agents = {holder.agent for holder in known.machine.members().values()}
                     if len(agents) > 1:
-                        self._spawn(self._meet(known, epoch, agents))
+                        self._work(known, self._meet(known, epoch, agents))
                     else:
                         self._perform(known, known.machine.met(epoch))
                 case Broken(epoch=epoch, error=error):
@@ -220,7 +277,8 @@ class Pairs:
                 await self._store.sever(known.machine.pair, epoch, "died", text)
         except EthaError as error:
             # Whoever joins next finds the epoch standing in Redis, and says it again.
-            log.warning("pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
+            known.ahead = True
+            outage(log, "pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
 
     async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
         try:
@@ -228,26 +286,53 @@ class Pairs:
                 await self._store.leave(known.machine.pair, side, rank, holder, reason)
         except EthaError as error:
             # The lease of this agent, or the next join, will find the holder dead.
-            log.warning("pair %s: %s rank %d could not be taken out: %s", known.machine.pair, side, rank, error)
+            known.ahead = True
+            outage(log, "pair %s: %s rank %d could not be taken out: %s", known.machine.pair, side, rank, error)
 
     async def _follow(self, known: _Known) -> None:
-        """Read the pair after every wake-up, for as long as this agent lives."""
+        """Read the pair after every wake-up, as long as somebody here belongs to it.
+
+        Who waits for others looks at every tick, too; a pair that stands is read when it has changed.
+        """
         name = known.machine.pair
-        async with self._store.changes(self._store.keys.pair(name)) as changed:
+        with self._store.watch(
+            self._store.keys.pair(name), known.changed.set, ticks=lambda: bool(known.machine.waiting)
+        ):
             while True:
-                await changed()
+                await known.changed.wait()
+                known.changed.clear()
+                if known.forgotten:
+                    return
                 try:
                     async with known.order:
                         # The members of a large side are read only when somebody waits or something changed.
                         state, seen = await self._store.pair_state(name), known.machine.view
                         same = state is not None and seen is not None and state.same_as(seen)
-                        if same and not known.machine.waiting:
-                            continue
-                        view = await self._store.pair(name)
-                        if view is not None:
-                            self._perform(known, known.machine.viewed(view))
+                        if not same or known.machine.waiting:
+                            view = await self._store.pair(name)
+                            if view is not None:
+                                self._perform(known, known.machine.viewed(view))
+                    known.ahead = known.ahead and state is not None and state.state == "formed"
+                    self._forget_unused(known)
                 except EthaError as error:
-                    log.warning("pair %s could not be read: %s", name, error)
+                    outage(log, "pair %s could not be read: %s", name, error)
+
+    async def _look_again(self) -> None:
+        """A wake-up may be lost: whoever differs from what Redis holds is read again."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN)
+            names = sorted(self._known)
+            try:
+                states = await self._store.pair_states(names)
+            except EthaError as error:
+                log.debug("the pairs could not be read: %s", error)
+                continue
+            for name, state in states.items():
+                known = self._known.get(name)
+                seen = known.machine.view if known is not None else None
+                same = state is not None and seen is not None and state.same_as(seen)
+                if known is not None and (known.ahead or not same):
+                    known.changed.set()
 
 
 def _with_wishes(session: Session, error: EthaError) -> EthaError:

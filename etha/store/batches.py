@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from etha.config import MAX_WORLD, NAME
 from etha.errors import ConfigError, ProtocolError
-from etha.store.connect import Client
+from etha.store.connect import Client, Connection
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.reading import MAX_FIELD
 from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
@@ -192,6 +192,12 @@ class Batches(Session):
         self._owned.remember_batch(pair, batch, text)
         await self._write_batch(pair, batch, text, self._limit(timeout))
 
+    async def report_batch(
+        self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float
+    ) -> None:
+        """As ``set_batch``, after ``note_batch``, over the connection for reports, which nothing else waits for."""
+        await self._write_batch(pair, batch, batch_text(fields), timeout, self._reporter)
+
     def note_batch(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
         """As ``set_batch`` without writing: what this agent knows, should Redis ever lose it."""
         self._owned.remember_batch(pair, batch, batch_text(fields))
@@ -240,9 +246,11 @@ class Batches(Session):
                 found.setdefault(side, []).append(rank)
         return found
 
-    async def _write_batch(self, pair: str, batch: str, text: Mapping[str, str], timeout: float) -> None:
+    async def _write_batch(
+        self, pair: str, batch: str, text: Mapping[str, str], timeout: float, over: Connection | None = None
+    ) -> None:
         request = {"pair": pair, "batch": batch, "fields": dict(text)}
-        await self._script("batch", [self.keys.batch(pair, batch)], request, timeout)
+        await self._script("batch", [self.keys.batch(pair, batch)], request, timeout, over)
 
 
 def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -144,6 +145,25 @@ class Pairs(Session):
             return PairState.from_redis(key, pair, {k: v for k, v in values.items() if v is not None})
 
         return await self._connection.call(f"read {key}", read, self._limit(timeout))
+
+    async def pair_states(self, pairs: Sequence[str], *, timeout: float | None = None) -> dict[str, PairState | None]:
+        """Many pairs without their members, in one request."""
+        names = ("state", "epoch", "reason", "error")
+
+        async def read(client: Client) -> list[Any]:
+            pipe = client.pipeline(transaction=False)
+            for pair in pairs:
+                pipe.hmget(self.keys.pair(pair), list(names))
+            return list(await pipe.execute())
+
+        found: dict[str, PairState | None] = dict.fromkeys(pairs)
+        if pairs:
+            rows = await self._connection.call(f"read {len(pairs)} pairs", read, self._limit(timeout))
+            for pair, row in zip(pairs, rows, strict=True):
+                values = {name: value for name, value in zip(names, row, strict=True) if value is not None}
+                if "state" in values or "epoch" in values:
+                    found[pair] = PairState.from_redis(self.keys.pair(pair), pair, values)
+        return found
 
     async def pairs(self, *, timeout: float | None = None) -> list[PairView]:
         """All pairs of the namespace, by name."""

@@ -55,7 +55,8 @@ class Store(Lease):
         keys = Keys(namespace)
         connection = Connection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
         keeper = Connection(url, keys.prefix, revive)
-        store = cls(connection, keeper, keys, Watches(url), timeout)
+        reporter = Connection(url, keys.prefix)  # the others revive what it needs
+        store = cls(connection, keeper, reporter, keys, Watches(url), timeout)
         try:
             store.identity = await _identify(connection, keys, timeout)
         except BaseException:
@@ -89,10 +90,13 @@ class Store(Lease):
         finally:
             await self._connection.close()
             await self._keeper.close()
+            await self._reporter.close()
 
-    def watch(self, key: str, callback: Callback) -> AbstractContextManager[None]:
-        """While entered, ``callback()`` is called once subscribed, at every change of ``key`` and every 2 s."""
-        return self._watches.watch(key, callback)
+    def watch(
+        self, key: str, callback: Callback, *, ticks: Callable[[], bool] = lambda: True
+    ) -> AbstractContextManager[None]:
+        """While entered, call ``callback()`` once subscribed, when ``key`` changes, and every 2 s if ``ticks()``."""
+        return self._watches.watch(key, callback, ticks=ticks)
 
     def changes(self, key: str) -> AbstractAsyncContextManager[Callable[[], Any]]:
         """``async with store.changes(key) as changed:`` read, decide, ``await changed()``, read again."""

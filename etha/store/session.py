@@ -70,13 +70,21 @@ class Session:
     _forgotten: bool = False
 
     def __init__(
-        self, connection: Connection, keeper: Connection, keys: Keys, watches: Watches, timeout: float
+        self,
+        connection: Connection,
+        keeper: Connection,
+        reporter: Connection,
+        keys: Keys,
+        watches: Watches,
+        timeout: float,
     ) -> None:
         self.keys = keys
         self.timeout = timeout
         self._connection = connection
         # The lease has its own: it must not wait behind a thousand calls.
         self._keeper = keeper
+        # And what is written for people to read: a rendezvous must not wait behind that.
+        self._reporter = reporter
         self._watches = watches
         self._owned = Owned()
         # Putting back a membership must not overtake its leaving.
@@ -85,9 +93,16 @@ class Session:
     def _limit(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
-    async def _script(self, name: str, keys: list[str], request: dict[str, Any], timeout: float | None) -> Any:
+    async def _script(
+        self,
+        name: str,
+        keys: list[str],
+        request: dict[str, Any],
+        timeout: float | None,
+        over: Connection | None = None,
+    ) -> Any:
         try:
-            return await self._connection.script(name, keys, request, self._limit(timeout))
+            return await (over or self._connection).script(name, keys, request, self._limit(timeout))
         except Refused as refusal:
             raise refusal.as_error() from None
 

@@ -29,27 +29,32 @@ MAX_PAUSE = 1.0
 Callback = Callable[[], None]
 
 
+def _always() -> bool:
+    return True
+
+
 class Watches:
     """Callbacks by key, served by ``run`` over one pub/sub connection."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._callbacks: dict[str, list[Callback]] = {}
+        self._callbacks: dict[str, list[tuple[Callback, Callable[[], bool]]]] = {}
         self._wanted = asyncio.Event()  # the set of keys changed
         self._acknowledged: set[str] = set()
         self._connected = False
 
     @contextmanager
-    def watch(self, key: str, callback: Callback) -> Iterator[None]:
-        """Call ``callback`` (plain, quick) once subscribed, at every change, re-subscription and tick."""
-        self._callbacks.setdefault(key, []).append(callback)
+    def watch(self, key: str, callback: Callback, *, ticks: Callable[[], bool] = _always) -> Iterator[None]:
+        """Call ``callback`` (plain, quick) when subscribed (again), at every change, and at ticks if ``ticks()``."""
+        entry = (callback, ticks)
+        self._callbacks.setdefault(key, []).append(entry)
         self._wanted.set()
         if key in self._acknowledged:
             callback()
         try:
             yield
         finally:
-            self._callbacks[key].remove(callback)
+            self._callbacks[key].remove(entry)
             if not self._callbacks[key]:
                 del self._callbacks[key]
                 self._wanted.set()
@@ -116,7 +121,7 @@ class Watches:
             except TimeoutError:
                 tick = loop.time() + TICK
                 await connection.send_command("PING", check_health=False)
-                self._call_all()
+                self._call_all(tick=True)
             self._wanted.clear()
             wanted = set(self._callbacks)
             if new := wanted - subscribed:
@@ -136,12 +141,14 @@ class Watches:
                     self._acknowledged.add(str(answer[1]))
                 self._call(str(answer[1]))
 
-    def _call_all(self) -> None:
+    def _call_all(self, *, tick: bool = False) -> None:
         for key in list(self._callbacks):
-            self._call(key)
+            self._call(key, tick=tick)
 
-    def _call(self, key: str) -> None:
-        for callback in list(self._callbacks.get(key, ())):
+    def _call(self, key: str, *, tick: bool = False) -> None:
+        for callback, ticks in list(self._callbacks.get(key, ())):
+            if tick and not ticks():
+                continue
             try:
                 callback()
             except Exception:

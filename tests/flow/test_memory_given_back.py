@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +64,12 @@ def test_who_only_sends_allocates_no_shadows(stage: Stage) -> None:
 
 def held(site: Site) -> int:
     """Bytes of shared memory of this process and of the site's agent."""
-    agents = [pid for pid, command in started_in(str(site.directory)).items() if "agent" in command]
-    return shared_bytes([os.getpid(), *agents])
+    return shared_bytes([os.getpid(), *agents(site)])
+
+
+def agents(site: Site) -> list[int]:
+    """Processes."""
+    return [pid for pid, command in started_in(str(site.directory)).items() if "agent" in command]
 
 
 class Batch:
@@ -119,7 +122,7 @@ async def test_a_refused_registration_leaves_nothing_mapped(site: Site, pair: st
     """Staged tensors and etha.empty are shown before the batch is judged."""
     async with Sides(site, pair) as sides:
         await sides.meet(device_mesh=(1,))
-        before = held(site)
+        before = shared_bytes(agents(site))
         for _ in range(3):
 
             def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -128,6 +131,4 @@ async def test_a_refused_registration_leaves_nothing_mapped(site: Site, pair: st
             found = await sides.register("b", given)
             assert all(isinstance(error, etha.RegistrationError) for error in found.values())
             del found
-        while gc.collect():  # tracebacks hold frames, and these the tensors
-            continue
-        assert held(site) == before
+        assert shared_bytes(agents(site)) == before
