@@ -42,6 +42,26 @@ class PathLock:
             self._fd = None
 
 
+class Entry:
+    """A name that was bound just now, told from what may come to the same path later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._own = self._look()
+
+    def remove(self) -> None:
+        """Remove it if it is still the same: its directory may have been removed, and another agent be there now."""
+        if self._own is not None and self._look() == self._own:
+            self._path.unlink(missing_ok=True)
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.lstat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 def listen(path: Path, kind: socket.SocketKind, backlog: int = 1024) -> socket.socket:
     """A listening AF_UNIX socket at ``path``, mode 0600; the caller holds the lock that guards it."""
     check_socket_path(path)

@@ -24,7 +24,7 @@ from etha.bus.attachments import Attachment, Attachments
 from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
 from etha.bus.connections import Connection, Connections
 from etha.bus.handshake import Done, Goodbye, Hello
-from etha.bus.listen import PathLock, listen
+from etha.bus.listen import Entry, PathLock, listen
 from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
 from etha.bus.process import Credentials, start_time
 from etha.bus.sessions import Session
@@ -72,6 +72,7 @@ class BusServer:
         except BaseException:
             self._lock.release()
             raise
+        self._entries = [Entry(path) for path in (self._path, self._path.with_suffix(".fds"))]
         self._connections = Connections(
             listener,
             on_message=self._received,
@@ -106,8 +107,8 @@ class BusServer:
         self._connections.abort()
         self._complaints.close()
         self._refusals.close()
-        for path in (self._path, self._path.with_suffix(".fds")):
-            path.unlink(missing_ok=True)
+        for entry in self._entries:
+            entry.remove()
         self._lock.release()
 
     # What arrives on the bus ---------------------------------------------------------------------

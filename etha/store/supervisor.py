@@ -2,6 +2,9 @@
 
     python supervisor.py RUNTIME_DIR --binary PATH [--grace S] [--timeout S] [--report FD]
 
+It also leaves as soon as its socket is not found at its path any more, because whoever comes next would start another
+server there: agents that lose this one find that one, so that there are never two for long.
+
 One line goes to FD, then it is closed: ``running PID`` or ``failed TEXT``. Two locks: ``redis.start`` is held
 while somebody starts a server, so late comers block until that is decided; ``redis.lock`` for as long as a
 supervisor lives, its pid inside. Standard library only, and run by its path: no import of the package.
@@ -27,6 +30,8 @@ from pathlib import Path
 
 SOCKET, LOCK, START = "redis.sock", "redis.lock", "redis.start"
 _PR_SET_PDEATHSIG = 1
+#: Of inotify: what may end or replace an entry of a directory, or the directory.
+_IN_REMOVED = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 _COUNT_AGENTS = b"""
 local count, cursor = 0, '0'
 repeat
@@ -123,8 +128,49 @@ def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], dequ
     return server, tail
 
 
-def serve(server: subprocess.Popen[bytes], path: Path, grace: float, ready: Callable[[], None]) -> int:
-    """Stay until told to go (SIGTERM), the server ends, or no agent has had a lease for ``grace`` seconds.
+class Place:
+    """A server's socket in its directory, told from another that came to the same path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._own = identity(os.stat(path.name, dir_fd=self._folder))
+        #: Readable when something was removed from the directory, or -1 where the kernel tells no such thing.
+        self.changes = watch(path.parent)
+
+    @property
+    def stands(self) -> bool:
+        """Whether the path still leads to our socket."""
+        try:
+            return identity(self.path.stat()) == self._own
+        except OSError:
+            return False
+
+    def clear(self) -> None:
+        """Remove the socket if it is ours; in a directory that has taken the place of ours nothing is touched."""
+        with contextlib.suppress(OSError):
+            if identity(os.stat(self.path.name, dir_fd=self._folder)) == self._own:
+                os.unlink(self.path.name, dir_fd=self._folder)
+
+
+def identity(found: os.stat_result) -> tuple[int, int]:
+    """What tells a file from any other that lives at the same time."""
+    return found.st_dev, found.st_ino
+
+
+def watch(folder: Path) -> int:
+    """A descriptor that is readable when something was removed from ``folder``; -1 where there is none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    if handle >= 0 and libc.inotify_add_watch(handle, os.fsencode(folder), ctypes.c_uint32(_IN_REMOVED)) < 0:
+        os.close(handle)
+        return -1
+    return handle
+
+
+def serve(server: subprocess.Popen[bytes], place: Place, grace: float, ready: Callable[[], None]) -> int:
+    """Stay until told to go (SIGTERM), the server ends or is not found at its path any more, or no agent has had a
+    lease for ``grace`` seconds.
 
     ``ready`` is called as soon as a SIGTERM would be heard.
     """
@@ -140,22 +186,24 @@ def serve(server: subprocess.Popen[bytes], path: Path, grace: float, ready: Call
     with selectors.DefaultSelector() as inputs:
         inputs.register(wake_read, selectors.EVENT_READ)
         inputs.register(server.stdout, selectors.EVENT_READ)
+        if place.changes >= 0:
+            inputs.register(place.changes, selectors.EVENT_READ)
         last_needed = time.monotonic()
         look = min(5.0, grace / 4)
         next_look = last_needed + look
-        while not stop and server.poll() is None:
+        while not stop and server.poll() is None and place.stands:
             for key, _ in inputs.select(max(0.0, next_look - time.monotonic())):
                 # The log is read so that the server never blocks on it; nobody needs it any more.
                 if not os.read(key.fd, 65536):
                     inputs.unregister(key.fileobj)
             if time.monotonic() < next_look:
                 continue
-            if needed(path):
+            if needed(place.path):
                 last_needed = time.monotonic()
             elif time.monotonic() - last_needed >= grace:
                 break
             next_look = time.monotonic() + look
-    return end(server, path)
+    return end(server, place)
 
 
 def needed(path: Path) -> bool:
@@ -166,17 +214,15 @@ def needed(path: Path) -> bool:
         return True
 
 
-def end(server: subprocess.Popen[bytes], path: Path) -> int:
-    """Stop the server, gently at first; 0 when it was running until now."""
+def end(server: subprocess.Popen[bytes], place: Place) -> int:
+    """Stop the server; 0 when it was running until now.
+
+    By SIGKILL: it has nothing to save, and a gentle end would remove whatever is at its path then.
+    """
     was_running = server.poll() is None
-    if was_running:
-        server.terminate()
-        try:
-            server.wait(3)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-    path.unlink(missing_ok=True)
+    server.kill()
+    server.wait()
+    place.clear()
     return 0 if was_running else 1
 
 
@@ -221,6 +267,12 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
         return 1
     with deadline(until - time.monotonic(), f"starting {binary}"):
         server, _ = start_server(binary, path)
+    try:
+        place = Place(path)
+    except OSError as error:
+        server.kill()
+        server.wait()
+        raise Failed(f"{path} was removed while its server started: {error.strerror}") from None
     os.ftruncate(held, 0)
     os.write(held, b"%d\n" % os.getpid())
 
@@ -229,7 +281,7 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
         report.close()
         os.close(starting)
 
-    return serve(server, path, grace, ready)
+    return serve(server, place, grace, ready)
 
 
 def main(arguments: list[str]) -> int:

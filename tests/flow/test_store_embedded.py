@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -215,3 +217,46 @@ def test_the_supervisor_runs_as_a_module_in_the_foreground(tmp_path: Path) -> No
     ]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=20, check=False)
     assert done.returncode == 0 and not (tmp_path / "redis.sock").exists()
+
+
+async def test_a_removed_runtime_directory_ends_its_server_and_leaves_one_world(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent is connected when somebody removes the directory; a third process comes: all meet at one server."""
+    monkeypatch.setattr("etha.store.lease.AGENT_BEAT", 0.3)
+    from tests.unit.store.server import agent_record
+
+    url = await ensure_embedded(settings, 20)
+    first = processes(settings.runtime_dir)
+
+    async def revive() -> None:
+        await ensure_embedded(settings, 20)
+
+    async with await Store.open(url, "default", timeout=20, revive=revive) as store:
+        await store.publish_agent(agent_record("a"))
+        shutil.rmtree(settings.runtime_dir)
+        async with agent(await ensure_embedded(settings, 20), "default", "third") as third:
+            await gone(first["server"])
+            await gone(first["supervisor"])
+            async with asyncio.timeout(20), third.changes(third.keys.agent("a")) as changed:
+                while [record.id for record in await third.agents()] != ["a", "third"]:
+                    await changed()
+            assert [record.id for record in await store.agents()] == ["a", "third"]
+            assert len(processes(settings.runtime_dir)) == 2
+
+
+async def test_a_supervisor_leaves_a_socket_that_is_not_its_own(settings: Settings) -> None:
+    """Somebody else serves at its path by now: it goes, and what it finds there stays."""
+    await ensure_embedded(settings, 20)
+    found, path = processes(settings.runtime_dir), settings.runtime_dir / "redis.sock"
+    other = settings.runtime_dir / "other.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(other))
+        os.kill(found["supervisor"], signal.SIGSTOP)
+        other.rename(path)
+        os.kill(found["supervisor"], signal.SIGTERM)
+        os.kill(found["supervisor"], signal.SIGCONT)
+        await gone(found["supervisor"])
+        await gone(found["server"])
+        assert path.exists()
+    path.unlink()
