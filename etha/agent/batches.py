@@ -354,7 +354,7 @@ class Batches:
 
     def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
         wire = None if live.machine.alone else self._movers.parts.wire(live, terms)
-        live.stand(evaluation, terms, wire, lambda: self._movers.turns.hold(live))
+        live.stand(evaluation, terms, wire, lambda source: self._movers.turns.hold(live, source))
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports

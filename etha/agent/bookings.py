@@ -1,82 +1,154 @@
-"""Whose turn it is on an agent's lane, over all of its batches; pure.
+"""What transfers between agents may use of one agent at once, over all of its batches; pure.
 
-A transfer over several agents books the lane of each before GO, and holds it to its end. Two that book
-the same lanes cannot wait for each other (wound-wait): tickets are totally ordered and a booking keeps
-its ticket until GO. Look at the oldest ticket that has not begun. Whoever holds a lane that it wants has
-either begun, and then needs no other lane to end, or is younger, and then is recalled and queues behind
-it. So it gets every lane, begins and ends; then the next is the oldest. None is overtaken for ever,
-for of all tickets ever made only finitely many are older.
+A transfer over several agents books what it needs of each before GO, and holds it to its end: staging memory, one
+of the places on the way to each peer, on a card the order of NCCL. Threads that copy are not booked: whoever has one
+never waits for anything but memory of this machine while he has it.
+
+Two that book the same agents cannot wait for each other (wound-wait): tickets are totally ordered and a booking keeps
+its ticket until GO. Look at the oldest ticket that has not begun. What it lacks anywhere is held by transfers that
+have begun, and those book nothing more to end, or by younger ones, which are recalled and queue behind it; nobody
+younger gets any of it in between. So it gets all that it needs, which is never more than there is, begins and ends;
+then the next is the oldest. None is overtaken for ever, for of all tickets ever made only finitely many are older.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from etha.peer.messages import Ticket
 
-#: Of a lane that is held for calls which may wait for hours: gives way to every ticket.
+#: Of what is held for calls that may wait for hours: gives way to every ticket.
 YOUNGEST: Ticket = (1 << 62, "", "")
+
+#: How much of each resource, by its name.
+Need = Mapping[str, int]
+#: All of an agent that has nothing but one lane.
+LANE: Need = MappingProxyType({"lane": 1})
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The lane is ``key``'s."""
+    """``key`` has all that it needs here."""
 
     key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """An older ticket wants the lane that ``key`` was granted and has not begun on; said once a grant."""
+    """An older ticket wants what ``key`` was granted and has not begun on; said once a grant."""
 
     key: Hashable
 
 
+@dataclass(slots=True, kw_only=True)
+class _Booking:
+    ticket: Ticket
+    need: Need
+    held: bool = False
+    recalled: bool = False
+    begun: bool = False
+
+
 class Bookings:
-    """One lane: at most one ``holder``; the others queue by ticket."""
+    """``limit`` tells how much there is of a resource: one of each where nothing else is said."""
 
-    def __init__(self) -> None:
-        self.holder: Hashable | None = None
-        self.begun = False
-        self._recalled = False
-        self._tickets: dict[Hashable, Ticket] = {}
+    def __init__(self, limit: Callable[[str], int] = lambda resource: 1) -> None:
+        self._limit = limit
+        self._bookings: dict[Hashable, _Booking] = {}
 
-    def want(self, key: Hashable, ticket: Ticket) -> list[Granted | Recalled]:
-        """``key`` asks for the lane; whatever it had or wanted before is given up."""
+    @property
+    def holders(self) -> frozenset[Hashable]:
+        """Who has what it needs."""
+        return frozenset(key for key, booking in self._bookings.items() if booking.held)
+
+    def want(self, key: Hashable, ticket: Ticket, need: Need = LANE) -> list[Granted | Recalled]:
+        """``key`` asks for what it needs; whatever it had or wanted before is given up."""
         before = self.free(key)
-        self._tickets[key] = ticket
-        return [*before, *self._turn()]
+        self._bookings[key] = _Booking(ticket=ticket, need=self._within(need))
+        return [*before, *self._decide()]
 
-    def hold(self, key: Hashable) -> bool:
-        """Take the lane for ``key`` if nobody has or wants it, younger than any ticket; whether it was free."""
-        if self._tickets:
+    def hold(self, key: Hashable, need: Need = LANE) -> bool:
+        """Take it for ``key`` if nobody older wants it and it is there, younger than any ticket; whether it was."""
+        if key in self._bookings:
             return False
-        self._tickets[key] = YOUNGEST
-        self.holder, self.begun, self._recalled = key, False, False
+        booking = _Booking(ticket=YOUNGEST, need=self._within(need))
+        left = self._left()
+        for other in self._bookings.values():
+            if not other.held:
+                self._take(left, other.need)
+        if self._short(left, booking.need):
+            return False
+        booking.held = True
+        self._bookings[key] = booking
         return True
 
-    def begin(self, key: Hashable) -> None:
+    def begin(self, key: Hashable) -> list[Granted | Recalled]:
         """GO was said to ``key``: it runs to its end now."""
-        if key == self.holder:
-            self.begun = True
+        booking = self._bookings.get(key)
+        if booking is None or not booking.held:
+            return []
+        booking.begun = True
+        return self._decide()  # it may have been recalled in vain
 
     def free(self, key: Hashable) -> list[Granted | Recalled]:
-        """``key`` has ended or wants the lane no longer; nothing where it never did."""
-        if self._tickets.pop(key, None) is None:
+        """``key`` has ended or wants nothing any longer; nothing where it never did."""
+        if self._bookings.pop(key, None) is None:
             return []
-        if key == self.holder:
-            self.holder = None
-        return self._turn()
+        return self._decide()
 
-    def _turn(self) -> list[Granted | Recalled]:
-        if not self._tickets:
-            return []
-        oldest = min(self._tickets, key=self._tickets.__getitem__)
-        if self.holder is None:
-            self.holder, self.begun, self._recalled = oldest, False, False
-            return [Granted(oldest)]
-        if self.begun or self._recalled or self._tickets[oldest] >= self._tickets[self.holder]:
-            return []
-        self._recalled = True
-        return [Recalled(self.holder)]
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _within(self, need: Need) -> Need:
+        return {name: min(amount, self._limit(name)) for name, amount in need.items() if amount > 0}
+
+    def _left(self) -> dict[str, int]:
+        """What nobody holds, of the resources that somebody has named."""
+        left: dict[str, int] = {}
+        for booking in self._bookings.values():
+            if booking.held:
+                self._take(left, booking.need)
+        return left
+
+    def _take(self, left: dict[str, int], need: Need) -> None:
+        for name, amount in need.items():
+            left[name] = left.get(name, self._limit(name)) - amount
+
+    def _give(self, left: dict[str, int], need: Need) -> None:
+        for name, amount in need.items():
+            left[name] = left.get(name, self._limit(name)) + amount
+
+    def _short(self, left: Mapping[str, int], need: Need) -> set[str]:
+        return {name for name, amount in need.items() if left.get(name, self._limit(name)) < amount}
+
+    def _decide(self) -> list[Granted | Recalled]:
+        """In the order of tickets: who finds what it needs is granted it, who does not keeps younger ones from it."""
+        changes: list[Granted | Recalled] = []
+        left = self._left()
+        waiting = [(key, booking) for key, booking in self._bookings.items() if not booking.held]
+        for key, booking in sorted(waiting, key=lambda item: item[1].ticket):
+            if self._short(left, booking.need):
+                changes += self._recall(left, booking)
+            else:
+                booking.held, booking.recalled, booking.begun = True, False, False
+                changes.append(Granted(key))
+            self._take(left, booking.need)
+        return changes
+
+    def _recall(self, left: Mapping[str, int], booking: _Booking) -> list[Granted | Recalled]:
+        """Call back from younger ones that have not begun, the youngest first, until it is enough for ``booking``."""
+        coming = dict(left)
+        idle = [(key, other) for key, other in self._bookings.items() if other.held and not other.begun]
+        for _, other in idle:
+            if other.recalled:
+                self._give(coming, other.need)
+        changes: list[Granted | Recalled] = []
+        for key, other in sorted(idle, key=lambda item: item[1].ticket, reverse=True):
+            if other.recalled or other.ticket <= booking.ticket:
+                continue
+            if self._short(coming, booking.need) & other.need.keys():
+                other.recalled = True
+                self._give(coming, other.need)
+                changes.append(Recalled(key))
+        return changes

@@ -1,4 +1,4 @@
-"""The coordinator of one direction of one batch: collects READY, books lanes, says GO, collects votes, decides.
+"""The coordinator of one direction of one batch: collects READY, books, says GO, collects votes, decides.
 
 Pure. It lives in the agent of source rank 0 and speaks only ``peer.messages``; the agent itself is
 one of its participants and is told by the same messages. A batch on one agent books nothing.
@@ -186,7 +186,7 @@ class Coordinator(Machine[Phase]):
         return [*self._collect(), (agent, stood), *self._offer()]
 
     def _collect(self) -> Letters:
-        """Back from BOOKING: no lane is held for calls that may not come again."""
+        """Back from BOOKING: nothing is held for calls that may not come again."""
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
@@ -194,7 +194,7 @@ class Coordinator(Machine[Phase]):
         return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.gone]
 
     def _give_way(self, agent: str, message: Recall) -> Letters:
-        """An agent wants a lane back that came with its READY: another transfer can begin before this one."""
+        """An agent wants back what came with its READY: another transfer can begin before this one."""
         for key, found in self.ready.items():
             if key[0] == agent and found.lane and found.held_number == message.number:
                 self.ready[key] = replace(found, lane=False)
@@ -215,7 +215,7 @@ class Coordinator(Machine[Phase]):
         return found[0] if found else None
 
     def _next(self) -> Letters:
-        """Begin if all are ready: by booking their lanes, or at once where there is one agent only."""
+        """Begin if all are ready: by booking at their agents, or at once where there is one agent only."""
         if self.state is not Phase.COLLECTING or self.gone or self.missing():
             return self._offer()
         if len(self.peers) == 1:

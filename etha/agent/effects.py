@@ -119,16 +119,17 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class WantLane:
-    """Ask this agent's ``Bookings`` for the lane; ``granted()`` and ``recalled()`` are fed back."""
+    """Book what a transfer from side ``source`` needs of this agent; ``granted()`` and ``recalled()`` are fed back."""
 
     ticket: Ticket
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class BeginLane:
-    """GO was said: the lane is not to be recalled from now on."""
+    """GO was said: what is booked is not to be recalled from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeLane:
-    """The lane is held or wanted no longer."""
+    """What was booked or wanted is needed no longer."""

@@ -42,6 +42,37 @@ class _Pass:
         return 0
 
 
+class Readers:
+    """Of a lane: a reader for each of its threads, whatever transfers they check, and while they check any."""
+
+    def __init__(self, lane: Lane, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self.lane, self._budget, self._memory = lane, budget, memory
+        self._passes = 0
+        self._readers: dict[int, Reader] = {}
+
+    def of(self, thread: int, guards: Mapping[Member, Guard]) -> Reader:
+        """The calling lane thread's, for one piece of a transfer with these guards."""
+        found = self._readers.get(thread)
+        if found is None:
+            # Streams and device memory are the thread's, not made anew for each transfer.
+            work = self.lane.workspaces.mine() if self.lane.workspaces.device else None
+            found = self._readers[thread] = Reader(thread, self._budget, guards, self._memory, work)
+        found.guards = guards
+        return found
+
+    def enter(self) -> None:
+        """Some transfer's pass begins; loop thread only, as ``leave``."""
+        self._passes += 1
+
+    def leave(self) -> int:
+        """It is over: with the last one all memory is given back. The bytes that readers have, or had."""
+        self._passes -= 1
+        if self._passes:
+            return sum(reader.nbytes for reader in list(self._readers.values()))
+        readers, self._readers = self._readers, {}
+        return sum(reader.close() for reader in readers.values())
+
+
 class Inspection:
     """Of one transfer. ``tell(agent, message)`` sends to another agent; ``close`` when it is over."""
 
@@ -51,17 +82,14 @@ class Inspection:
         seq: int,
         guards: Mapping[Member, Guard],
         *,
-        lane: Lane,
-        budget: Budget,
+        readers: Readers,
         tally: Tally,
         tell: Callable[[str, Sums], None],
-        memory: StagingMemory | None = None,
     ) -> None:
         self._checks, self._seq, self._guards = checks, seq, guards
-        self._lane, self._budget, self._tally, self._tell = lane, budget, tally, tell
-        self._memory = memory
+        self._readers, self._tally, self._tell = readers, tally, tell
         self._book: Book | None = None
-        self._readers: dict[int, Reader] = {}
+        self._most = 0
         self._running: Running | None = None
         self._error: BaseException | None = None
         self._news = asyncio.Event()
@@ -93,32 +121,25 @@ class Inspection:
         self._news.set()
 
     def close(self) -> int:
-        """Give its memory back; the bytes that it had."""
+        """Nobody waits for sums any more; the most bytes that lane threads had for checks meanwhile."""
         self._tally.forget(self._seq)
         self._tally.watch = None
-        readers, self._readers = self._readers, {}
-        return sum(reader.close() for reader in readers.values())
+        return self._most
 
     # ---- inside -------------------------------------------------------------------------------
 
     async def _run(self, pieces: Sequence[Piece]) -> None:
         if self._error is None and pieces:
             over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-            job = _Pass(self._checks, pieces, self._reader)
-            self._running = self._lane.submit(job, on_done=over.set_result)
+            job = _Pass(self._checks, pieces, lambda thread: self._readers.of(thread, self._guards))
+            self._readers.enter()
+            self._running = self._readers.lane.submit(job, on_done=over.set_result)
             error = await over
+            self._most = max(self._most, self._readers.leave())
             self._running = None
             self._error = self._error or error
         if self._error is not None:
             raise self._error
-
-    def _reader(self, thread: int) -> Reader:
-        found = self._readers.get(thread)
-        if found is None:
-            # Streams and device memory are the thread's, not made anew for each transfer.
-            work = self._lane.workspaces.mine() if self._lane.workspaces.device else None
-            found = self._readers[thread] = Reader(thread, self._budget, self._guards, self._memory, work)
-        return found
 
     async def _told(self, agent: str, count: int) -> list[int]:
         """The sums that another agent found, waited for; its loss or the call's end stops this."""

@@ -1,9 +1,10 @@
-"""A lane: the threads that touch memory, one job after the other, so that the event loop never does.
+"""A lane: the threads that touch memory, so that the event loop never does.
 
-    event loop --submit--> queue --> threads pull pieces of the first job --call_soon_threadsafe--> callbacks
+    event loop --submit--> jobs --> threads pull pieces, of each job in turn --call_soon_threadsafe--> callbacks
 
-Threads sleep on a condition; nothing polls. ``on_done`` fires when no thread touches the job's memory
-any more, whatever ended it.
+Piece by piece all jobs get the same share, so a small one is soon over beside a big one. A piece waits for nothing
+but memory of this machine. Threads sleep on a condition; nothing polls. ``on_done`` fires when no thread touches the
+job's memory any more, whatever ended it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def lane_threads() -> int:
 
 
 class Lane:
-    """Threads and their queue. Submit on the event loop; close() when no job runs any more.
+    """Threads and their jobs. Submit on the event loop; close() when no job runs any more.
 
     ``workspaces``: the scratch memory of its threads, closed with it.
     """
@@ -105,7 +106,7 @@ class Lane:
         self.workspaces = Workspaces() if workspaces is None else workspaces
         self.threads = lane_threads() if threads is None else threads
         self._changed = threading.Condition(threading.Lock())
-        self._queue: deque[Running] = deque()
+        self._jobs: deque[Running] = deque()
         self._closed = False
         self._workers = [
             threading.Thread(target=self._work, args=(i,), name=f"etha-lane-{i}", daemon=True)
@@ -121,7 +122,7 @@ class Lane:
         on_progress: Callable[[int], None] | None = None,
         on_done: Callable[[BaseException | None], None],
     ) -> Running:
-        """Queue a job behind those before it. Callbacks come on the running event loop.
+        """Begin a job beside those that run. Callbacks come on the running event loop.
 
         ``on_progress(bytes done)`` at most ten times a second; ``on_done(None or the error)`` once, after
         the last progress, when nothing of the job runs any more.
@@ -130,25 +131,29 @@ class Lane:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the lane is closed")
-            self._queue.append(running)
-            if self._queue[0] is running:
-                self._begin()
+            self._jobs.append(running)
+            if running.over:  # it has nothing to do
+                self._finish(running)
+            else:
+                self._changed.notify(min(running.pieces, self.threads))
         return running
 
     @property
     def idle(self) -> bool:
         """Whether no job runs or waits."""
-        return not self._queue
+        return not self._jobs
 
-    def _begin(self) -> None:
-        """Wake threads for the first job; jobs that have nothing to do are over."""
-        while self._queue and self._queue[0].over:
-            self._finish(self._queue[0])
-        if self._queue:
-            self._changed.notify(min(self._queue[0].pieces, self.threads))
+    def _next(self) -> Running | None:
+        """The job whose turn it is of those that have a piece to run now; the others come before its next one."""
+        for running in self._jobs:
+            if running.ready:
+                self._jobs.remove(running)
+                self._jobs.append(running)
+                return running
+        return None
 
     def _finish(self, running: Running) -> None:
-        self._queue.remove(running)
+        self._jobs.remove(running)
         running.finished = True
         self._tell(running, running.on_done, running.error)
 
@@ -159,10 +164,7 @@ class Lane:
             if running.error is None:
                 running.error = cause
             if running.over:
-                first = self._queue[0] is running
                 self._finish(running)
-                if first:
-                    self._begin()
 
     def _tell(self, running: Running, callback: Callable[..., Any], *args: Any) -> None:
         try:
@@ -180,11 +182,10 @@ class Lane:
                 if running is not None:
                     self._account(running, n, error)
                     running = error = None  # a thread that waits keeps nothing of the last job alive
-                while not (self._queue and self._queue[0].ready):
+                while (running := self._next()) is None:
                     if self._closed:
                         return
                     self._changed.wait()
-                running = self._queue[0]
                 piece = running.next
                 running.next += 1
                 running.active += 1
@@ -201,7 +202,6 @@ class Lane:
             running.error = error
         if running.over:
             self._finish(running)
-            self._begin()
             return
         if running.active == 0 and running.barriers and running.error is None:
             self._changed.notify_all()
@@ -211,12 +211,12 @@ class Lane:
             self._tell(running, running.on_progress, running.bytes)
 
     def close(self) -> None:
-        """Abort what is queued or running and end the threads; waits for the pieces that run. Idempotent."""
+        """Abort what runs or waits and end the threads; waits for the pieces that run. Idempotent."""
         with self._changed:
             self._closed = True
-            queued = list(self._queue)
+            jobs = list(self._jobs)
             self._changed.notify_all()
-        for running in reversed(queued):  # the last first: none of them begins in between
+        for running in jobs:
             running.abort(RuntimeError("the lane was closed"))
         for worker in self._workers:
             worker.join()

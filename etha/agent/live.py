@@ -221,7 +221,7 @@ class Live:
                     found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, hold: Callable[[], bool]) -> None:
+    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, hold: Callable[[str], bool]) -> None:
         """The registration is agreed: its transfers can begin. ``wire`` where several agents take part."""
         self.evaluation, self.terms, self.wire = evaluation, terms, wire
         self.transfers = Transfers(

@@ -21,6 +21,7 @@ from etha.memory.revocation import Guard
 from etha.transport.flows import WireProgram
 from etha.transport.plane import DataPlane, WireRun
 from etha.transport.program import Member, Program
+from etha.transport.staging import Peak
 
 #: Bytes up to which a program is run on the loop itself, some ten microseconds.
 _SHORT = 64 << 10
@@ -79,6 +80,7 @@ class Move:
         self._error: BaseException | None = None
         self._inspection = inspection
         self._inspected = inspection is None
+        self._peak: Peak | None = None
         self.peak_staging = 0
 
     def start(self) -> None:
@@ -118,7 +120,7 @@ class Move:
         if part.wire is not None and (part.joins or not part.wire.empty):
             assert self._plane is not None and self._wire is not None
             run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
-            self._plane.budget.restart()
+            self._peak = self._plane.budget.watch()
             if part.wire.aliased:  # what lies under targets is read before anything is written
                 self._left = 1
                 self._spawn(self._in_turn(run, job, self._wire))
@@ -213,8 +215,8 @@ class Move:
         """Nothing touches memory any more."""
         if self._running is not None and self._running.next > 0:
             self._touched = True
-        if self._part.wire is not None and self._plane is not None:
-            self.peak_staging += self._plane.peak_staging
+        if self._peak is not None and self._plane is not None:
+            self.peak_staging += self._plane.budget.seen(self._peak)
         if self._inspection is not None:
             # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
             self.peak_staging = max(self.peak_staging, self._inspection.close())

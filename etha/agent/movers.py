@@ -29,6 +29,7 @@ from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Ask, Current, Live
 from etha.agent.move import Move, Part
+from etha.agent.needs import Needs
 from etha.agent.offers import Offers
 from etha.agent.pace import Pace
 from etha.agent.pairs import Spawn
@@ -56,7 +57,7 @@ GRACE = 0.3
 
 
 class Movers:
-    """All transfers of this agent, on one lane."""
+    """All transfers of this agent; their copies share one lane."""
 
     def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn, behind: Behind) -> None:
         self._behind = behind
@@ -64,8 +65,9 @@ class Movers:
         self.parts = Parts(links)
         self.offers = Offers(calls)
         self.inquiries = Inquiries(links)
-        self.turns = Turns(self._perform)
+        self.turns = Turns(self._perform, self._needs)
         self.chronicle = Chronicle(store, spawn)
+        self._known_needs: Needs | None = None
         self.pace = Pace(links, calls)
         self.rest = Rest()
 
@@ -165,12 +167,17 @@ class Movers:
                     self._links.tell(agent, live.scope, message)
                 case Doubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
-                case WantLane(ticket=ticket):
-                    self.turns.want(live, ticket)
+                case WantLane(ticket=ticket, source=source):
+                    self.turns.want(live, ticket, source)
                 case BeginLane():
                     self.turns.begin(live)
                 case FreeLane():
                     self.turns.free(live)
+
+    def _needs(self) -> Needs:
+        if self._known_needs is None:  # its links are opened after this was made
+            self._known_needs = Needs(self._links.plane, self._lane.threads)
+        return self._known_needs
 
     def _undecided(self, live: Live, seq: int) -> None:
         assert live.transfers is not None
@@ -270,6 +277,8 @@ class Movers:
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             live.version, live.last_seconds, live.last_error = effect.version, seconds, None
+            if live.wire is not None:
+                live.wire.settled()
             self._answer(live, effect, current, seconds)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
         else:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from etha.agent.inspection import Inspection
+from etha.agent.inspection import Inspection, Readers
 from etha.agent.lane import Lane
 from etha.agent.links import Links
 from etha.agent.live import Current, Live
@@ -37,6 +37,7 @@ class Parts:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._readers: Readers | None = None
 
     async def compile(self, live: Live, current: Current) -> Part | None:
         """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
@@ -66,13 +67,13 @@ class Parts:
         """The checks of transfer ``seq``, None where nothing is verified."""
         if part.checks is None:
             return None
+        if self._readers is None:
+            self._readers = Readers(lane, self._links.plane.budget, self._links.plane.memory)
         return Inspection(
             part.checks,
             seq,
             guards,
-            lane=lane,
-            budget=self._links.plane.budget,
-            memory=self._links.plane.memory,
+            readers=self._readers,
             tally=live.tally,
             tell=lambda agent, message: self._links.tell(agent, live.scope, message),
         )

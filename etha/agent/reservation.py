@@ -1,6 +1,6 @@
-"""A coordinator's booking of the lane of every agent of its batch, from all READY to GO; pure.
+"""A coordinator's bookings at every agent of its batch, from all READY to GO; pure.
 
-READY with a lane, or Book --> Booked    all booked: GO
+READY with a booking, or Book --> Booked    all booked: GO
 Recall --> Unbook, Book (same ticket)    an older transfer goes first on that agent
 """
 
@@ -26,25 +26,25 @@ class Reservation:
 
     @property
     def complete(self) -> bool:
-        """Every agent that was asked has granted its lane."""
+        """Every agent that was asked has granted it."""
         return bool(self._numbers) and self._booked == self._numbers.keys()
 
     def ask(
         self, agents: Iterable[str], ticket: Ticket, held: Mapping[str, int] = _NOBODY
     ) -> list[tuple[str, Book | Unbook]]:
-        """Book the lanes of ``agents`` under ``ticket``; those ``held`` (agent -> number) came with READY."""
+        """Book at ``agents`` under ``ticket``; those ``held`` (agent -> number) came with READY."""
         self.ticket = ticket
         self._numbers |= held
         self._booked |= held.keys()
         return [(agent, self._book(agent, ticket)) for agent in agents if agent not in held]
 
     def booked(self, agent: str, message: Booked) -> None:
-        """An agent granted its lane, if it is the one that was asked for last."""
+        """An agent granted it, if it is the one that was asked for last."""
         if self._numbers.get(agent) == message.number:
             self._booked.add(agent)
 
     def recall(self, agent: str, message: Recall) -> list[tuple[str, Book | Unbook]]:
-        """An agent wants its lane back for an older one: queue behind that, as old as before."""
+        """An agent wants it back for an older one: queue behind that, as old as before."""
         if self.ticket is None or self._numbers.get(agent) != message.number:
             return []
         self._booked.discard(agent)
@@ -52,7 +52,7 @@ class Reservation:
         return [(agent, back), (agent, self._book(agent, self.ticket))]
 
     def cancel(self) -> list[tuple[str, Book | Unbook]]:
-        """Give every lane back."""
+        """Give everything back."""
         out: list[tuple[str, Book | Unbook]] = [
             (agent, Unbook(side=self.side, number=number)) for agent, number in self._numbers.items()
         ]

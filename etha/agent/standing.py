@@ -77,7 +77,7 @@ class Standing(Machine[Moving]):
         seq: int,
         atomic: bool,
         now: Callable[[], int] = time.time_ns,
-        hold: Callable[[], bool] = lambda: False,
+        hold: Callable[[str], bool] = lambda source: False,
     ) -> None:
         super().__init__(f"batch {name}", Moving.IDLE)
         self.me, self.agents, self.digests, self.atomic = me, agents, digests, atomic
@@ -187,7 +187,8 @@ class Standing(Machine[Moving]):
         state.standing = verb
         digest = self.digests.get(side if verb == "send" else self.other[side], "")
         version = next(iter(labels.values()), None)
-        lane = len(self.members) > 1 and self.booking is None and self._hold()
+        source = side if verb == "send" else self.other[side]
+        lane = len(self.members) > 1 and self.booking is None and self._hold(source)
         message = Ready(
             side=side,
             verb=verb,
@@ -198,7 +199,6 @@ class Standing(Machine[Moving]):
             lane=lane,
         )
         if lane:
-            source = side if verb == "send" else self.other[side]
             self.booking = Booking(
                 agent=self.agents[source][0], side=source, number=message.held_number, ready=side, granted=True
             )
@@ -258,14 +258,14 @@ class Standing(Machine[Moving]):
                 self._drop(call, self.queues.named(call, call.cause, missing))
         self._ready(name)
 
-    # ---- the lane -----------------------------------------------------------------------------
+    # ---- the booking --------------------------------------------------------------------------
 
     def _book(self, agent: str, message: Book) -> None:
         if self.broken is not None or self.gone:
             return  # READY has been taken back, which ends the booking
         self._unbook()
         self.booking = Booking(agent=agent, side=message.side, number=message.number)
-        self._want = WantLane(message.ticket)
+        self._want = WantLane(message.ticket, message.side)
 
     def _let_go(self, side: str) -> None:
         """READY of ``side`` stands no more, nor does the booking that came with it."""

@@ -1,4 +1,4 @@
-"""One agent's part in the transfers of one batch: its workers' waiting calls, its lane, and the vote.
+"""One agent's part in the transfers of one batch: its workers' waiting calls, its booking, and the vote.
 
 Pure. Calls wait in a queue a rank; when every local rank of a side waits, the agent says READY. What
 it says to itself (it may be the coordinator of one or both directions) is delivered before ``handle``
@@ -65,7 +65,8 @@ class Transfers(Standing):
 
     ``agents``: side -> agent of each rank; ``digests``: source side -> plan digest; ``seq``: the last
     number given; ``atomic``: targets are shadows, so an abort never tears a live tensor; ``now``: ns of
-    a clock that all agents share roughly, for the order in which transfers get their lanes.
+    a clock that all agents share roughly, for the order in which transfers get what they book; ``hold(source)``:
+    book it at once for a transfer from that side, if it is there.
     """
 
     # ---- events -------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Transfers(Standing):
         return self._flush()
 
     def granted(self) -> list[TransferEffect]:
-        """The lane that was wanted is this batch's."""
+        """What was wanted is booked for this batch."""
         booking = self.booking
         if booking is not None and not booking.granted:
             booking.granted = True
@@ -191,7 +192,7 @@ class Transfers(Standing):
         return self._flush()
 
     def recalled(self) -> list[TransferEffect]:
-        """An older transfer wants the lane that was granted."""
+        """An older transfer wants what was granted."""
         booking = self.booking
         if booking is not None and booking.granted and not booking.begun:
             self._tell(booking.agent, Recall(side=booking.side, number=booking.number))

@@ -1,4 +1,4 @@
-"""Whose turn it is on this agent's lane: the shell around ``Bookings``, over all batches with several agents."""
+"""Whose turn it is at this agent: the shell around ``Bookings``, over all batches with several agents."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from collections.abc import Callable, Hashable
 
 from etha.agent.bookings import Bookings, Granted, Recalled
 from etha.agent.live import Live
+from etha.agent.needs import Needs
 from etha.agent.transfer import TransferEffect
 from etha.peer.messages import Ticket
 
 
 class Turns:
-    """``perform`` takes what a batch's transfers make of a grant or a recall."""
+    """``perform`` takes what a batch's transfers make of a grant or a recall; ``needs`` is asked once it is used."""
 
-    def __init__(self, perform: Callable[[Live, list[TransferEffect]], None]) -> None:
-        self._perform = perform
-        self._bookings = Bookings()
+    def __init__(self, perform: Callable[[Live, list[TransferEffect]], None], needs: Callable[[], Needs]) -> None:
+        self._perform, self._needs = perform, needs
+        self._bookings = Bookings(lambda resource: needs().limit(resource))
         self._booked: dict[Hashable, Live] = {}
 
-    def want(self, live: Live, ticket: Ticket) -> None:
-        """A batch's coordinator asks for this lane."""
+    def want(self, live: Live, ticket: Ticket, source: str) -> None:
+        """A batch's coordinator books for a transfer from side ``source``."""
         self._booked[live.key] = live
-        self._tell(self._bookings.want(live.key, ticket))
+        self._tell(self._bookings.want(live.key, ticket, self._needs().of(live, source)))
 
-    def hold(self, live: Live) -> bool:
-        """A batch's calls are ready here: its lane, if it is free."""
-        held = self._bookings.hold(live.key)
+    def hold(self, live: Live, source: str) -> bool:
+        """A batch's calls are ready here: what they need, if it is there."""
+        held = self._bookings.hold(live.key, self._needs().of(live, source))
         if held:
             self._booked[live.key] = live
         return held
 
     def begin(self, live: Live) -> None:
-        """GO: the lane is this batch's until it is freed."""
-        self._bookings.begin(live.key)
+        """GO: what it has booked is this batch's until it is freed."""
+        self._tell(self._bookings.begin(live.key))
 
     def free(self, live: Live) -> None:
-        """The batch needs the lane no more."""
+        """The batch needs it no more."""
         self._booked.pop(live.key, None)
         self._tell(self._bookings.free(live.key))
 

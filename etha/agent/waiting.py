@@ -67,7 +67,7 @@ class Current:
 
 @dataclass(slots=True, kw_only=True)
 class Booking:
-    """This agent's lane as ``agent``, coordinator of the direction from ``side``, has it under ``number``.
+    """What ``agent``, coordinator of the direction from ``side``, has booked here under ``number``.
 
     ``ready``: the side with whose READY it was held, None where the coordinator asked for it.
     """

@@ -37,6 +37,10 @@ class Wire(Protocol):
         """Exchange everything of one transfer; its payload in bytes, sent and received."""
         ...
 
+    def settled(self) -> None:
+        """The last transfer is committed; idempotent."""
+        ...
+
     def stop(self, cause: BaseException) -> None:
         """The transfer is aborted; returns at once, idempotent."""
         ...
@@ -92,6 +96,9 @@ class NcclWire:
             return 0
         self._programs.add(bucket.program)
         return await transport.run(bucket, on_progress)
+
+    def settled(self) -> None:
+        """As of a Wire: the communicator is this batch's own."""
 
     def stop(self, cause: BaseException) -> None:
         """As of a Wire; the next run forms another communicator."""

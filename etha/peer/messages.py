@@ -17,7 +17,7 @@ from etha.errors import EthaError
 
 Verb = Literal["send", "recv"]
 Version = int | str | None
-#: Whose lane comes first, the smaller the sooner: (start in ns, coordinator's agent, batch).
+#: Whose booking comes first, the smaller the sooner: (start in ns, coordinator's agent, batch).
 Ticket = tuple[int, str, str]
 #: What an agent says of a transfer: its end, or that it will take no COMMIT any more.
 Known = Literal["committed", "aborted", "fenced"]
@@ -28,7 +28,7 @@ class Ready:
     """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
 
     ``edition`` names the snapshot that they send, "" what their tensors hold; only equal ones go together.
-    ``lane``: my lane was free and is booked for this already, as young as can be; see ``held_number``.
+    ``lane``: what this needs of me was free and is booked already, as young as can be; see ``held_number``.
     """
 
     side: str
@@ -82,7 +82,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book:
-    """All of the direction from ``side`` are ready: give me your lane. ``number`` is never used twice."""
+    """All of the direction from ``side`` are ready: book what it needs of you. ``number`` is never used twice."""
 
     side: str
     number: int
@@ -91,7 +91,7 @@ class Book:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booked:
-    """My lane is yours until Go and the end of its transfer, or Unbook."""
+    """It is booked until Go and the end of its transfer, or Unbook."""
 
     side: str
     number: int
@@ -99,7 +99,7 @@ class Booked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """An older ticket wants my lane: give it back, unless you have said GO."""
+    """An older ticket wants what is booked here: give it back, unless you have said GO."""
 
     side: str
     number: int
@@ -107,7 +107,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unbook:
-    """I want your lane no longer under ``number``."""
+    """I want what is booked under ``number`` no longer."""
 
     side: str
     number: int

@@ -32,12 +32,15 @@ from etha.transport.reduce import clip
 from etha.transport.segments import Op
 from etha.transport.staging import Budget, Desk, StagingMemory, dense_view
 from etha.transport.staging import Chunk as Buffer
+from etha.transport.tiles import BOUNCE_BYTES
 from etha.transport.ways import Ways
 
 #: Bytes that are gathered before they are summed.
 GATHER = 2 << 20
 #: What casts and reductions of one thread use besides.
 _TEMPORARY = 4 << 20
+#: All that one thread may come to: also what it bounces, and a part of a slot that it reduces once more.
+READER = GATHER + _TEMPORARY + 2 * BOUNCE_BYTES + (4 << 20)
 _ALIGN = 64
 
 
@@ -174,7 +177,8 @@ class Reads(Laying):
 class Reader:
     """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back.
 
-    ``work`` is the thread's own workspace, which stays its own; without it there is another one.
+    ``guards``: of the calls whose memory is read next. ``work`` is the thread's own workspace, which stays its own;
+    without it there is another one.
     """
 
     def __init__(
@@ -187,8 +191,13 @@ class Reader:
     ) -> None:
         self._desk = Desk(number, budget, memory, work)
         self._buffer = Buffer(budget, memory)
-        self._budget, self._guards = budget, guards
+        self._budget, self.guards = budget, guards
         budget.take(_TEMPORARY)
+
+    @property
+    def nbytes(self) -> int:
+        """What it has."""
+        return self._desk.grown + _TEMPORARY + self._buffer.nbytes
 
     def close(self) -> int:
         """Give the memory back; its bytes."""
@@ -216,7 +225,7 @@ class Reader:
             self._buffer.reserve(need)
         found = [0] * len(reads)
         gathered, ops = [], []
-        with self._desk.inside(self._guards, sorted({read.owner for read in reads})):
+        with self._desk.inside(self.guards, sorted({read.owner for read in reads})):
             for i, (read, place) in enumerate(zip(reads, places, strict=True)):
                 memory = read.straight
                 if memory is not None:
@@ -245,7 +254,7 @@ class Reader:
                 for owner, some in terms:
                     given = torch.empty(chunk.numel, dtype=source)
                     dense = dense_view(given)
-                    with self._desk.inside(self._guards, [owner]):
+                    with self._desk.inside(self.guards, [owner]):
                         self._desk.run(
                             [Op(t, r.laid[0], dense, o, at) for r in some if r.laid[0] for t, o, at in r.laid[1]]
                         )

@@ -26,7 +26,7 @@ from etha.transport.flows import WireProgram
 from etha.transport.program import Member
 from etha.transport.relays import Ledger
 from etha.transport.segments import Op
-from etha.transport.staging import Budget, Desk, Desks, dense_view
+from etha.transport.staging import Budget, Chunk, Desk, Desks, dense_view
 
 #: Least seconds between two progress callbacks of one run.
 PROGRESS_EVERY = 0.1
@@ -65,15 +65,15 @@ class Exchange:
         *,
         desks: Desks,
         budget: Budget,
-        slabs: tuple[torch.Tensor, torch.Tensor],
+        slabs: Sequence[Chunk],
         on_progress: Progress | None,
-        on_fail: Callable[[Exchange], None],
+        on_fail: Callable[[], None],
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
         self.error: BaseException | None = None
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self.loop.create_future()
-        self._desks, self._budget, self._slabs = desks, budget, slabs
+        self._desks, self._budget, self.slabs = desks, budget, slabs
         self._on_progress, self._on_fail = on_progress, on_fail
         self._changed = threading.Condition(threading.Lock())
         self._streams: set[Shuttable] = set()
@@ -121,7 +121,7 @@ class Exchange:
             streams = list(self._streams)
         for stream in streams:
             stream.shut()
-        self._on_fail(self)
+        self._on_fail()
         with self._changed:
             self._settle()
 
@@ -176,7 +176,7 @@ class Exchange:
     def room(self, part: Part, place: int, nbytes: int) -> torch.Tensor:
         """The bytes of the part's memory at ``part.places[place]``."""
         at = part.places[place]
-        return self._slabs[part.wave % 2][at : at + nbytes]
+        return self.slabs[part.wave % 2].flat[at : at + nbytes]
 
     def arrived(self, part: Part) -> None:
         """A contribution is in its place; the last one has this thread reduce the part."""

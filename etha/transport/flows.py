@@ -155,6 +155,12 @@ class WireProgram:
         return sum(f.nbytes for flows in (self.sends, self.receives) for f in flows.values())
 
     @property
+    def packed(self) -> int:
+        """Lanes of streams that pack or unpack, each through a chunk of ``chunk`` bytes."""
+        flows = (*self.sends.values(), *self.receives.values())
+        return sum(any(span.pieces for span in lane) for flow in flows for lane in flow.lanes)
+
+    @property
     def empty(self) -> bool:
         """Whether nothing crosses."""
         return not self.sends and not self.receives

@@ -7,9 +7,9 @@ import select
 import socket
 from typing import Protocol
 
-from etha.errors import PeerLostError, ProtocolError
+from etha.errors import ProtocolError, TransferError
 from etha.transport.exchange import Exchange
-from etha.transport.flows import CHUNK, Flow, Span
+from etha.transport.flows import Flow, Span
 from etha.transport.header import HEADER_BYTES, Header
 from etha.transport.segments import Op
 from etha.transport.streams import CALL, Hall, Stream
@@ -51,7 +51,7 @@ class Inlet(Stream):
             try:
                 self._fill(data)
                 header = Header.unpack(bytes(data))
-            except (OSError, PeerLostError, ProtocolError) as error:
+            except (OSError, TransferError, ProtocolError) as error:
                 if not self.closed:
                     self._left(error)
                 return
@@ -126,11 +126,11 @@ class Inlet(Stream):
         self._skip(span)
 
     def _unpacked(self, exchange: Exchange, span: Span) -> None:
-        memory = self.chunk.reserve(max(span.wire, min(CHUNK, exchange.program.chunk)))[: span.wire]
-        self._fill(memory)
+        chunk = self.chunk(exchange)
+        self._fill(chunk.reserve(exchange.program.chunk)[: span.wire])
         ops = []
         for place, piece in span.pieces:
-            dense, base = self.chunk.view(piece.dtype), place // piece.dtype.itemsize
+            dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
             for end in piece.ends:
                 assert end.view is not None, "a target that lies nowhere"
                 ops += [Op(tile, dense, end.view, base + at, offset) for tile, offset, at in end.steps]

@@ -8,7 +8,7 @@ import socket
 from queue import SimpleQueue
 
 from etha.transport.exchange import Exchange
-from etha.transport.flows import CHUNK, Flow, Piece, Span
+from etha.transport.flows import Flow, Piece, Span
 from etha.transport.header import Header
 from etha.transport.segments import Op
 from etha.transport.staging import dense_view
@@ -139,12 +139,13 @@ class Outlet(Stream):
     def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
         """Where the span's bytes go, and the copies that fill them; waits for the parts whose values it sends."""
         values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
-        memory = self.chunk.reserve(max(span.wire, min(CHUNK, exchange.program.chunk)))[: span.wire]
+        chunk = self.chunk(exchange)
+        memory = chunk.reserve(exchange.program.chunk)[: span.wire]
         ops = []
         for place, piece in span.pieces:
             end = piece.ends[0]
             source = end.view if end.view is not None else values[_part_of(piece)]
-            dense, base = self.chunk.view(piece.dtype), place // piece.dtype.itemsize
+            dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
             ops += [Op(tile, source, dense, offset, base + at) for tile, offset, at in end.steps]
         return memory, ops
 

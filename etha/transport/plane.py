@@ -1,6 +1,8 @@
 """DataPlane: the data half of an agent: its port, its streams by peer, its staging and its counters.
 
-Streams are opened by who sends, stay open between runs of any batch, and are gone after a run that failed.
+Streams are opened by who sends, in sets. A run has a set to each agent that it sends to for itself, until its
+transfer is settled: so runs of different batches wait for nobody's network but their own, and one that fails closes
+no streams but its own. A set that is free again serves the next run of any batch.
 A run is found by what its streams' headers call it, so that either end may be ahead of the other.
 """
 
@@ -12,10 +14,8 @@ import secrets
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import torch
 
 from etha.config import STAGING
 from etha.errors import ConfigError, PeerLostError, ProtocolError
@@ -23,15 +23,19 @@ from etha.memory.revocation import Guard
 from etha.transport.base import Progress, StreamLost
 from etha.transport.door import OPENING_BYTES, Admit, DataAddress, Door, knock
 from etha.transport.exchange import Exchange
-from etha.transport.flows import CHUNK, STREAMS, WireProgram
+from etha.transport.flows import STREAMS, WireProgram
 from etha.transport.header import KEY_BYTES, Header
 from etha.transport.inlets import Inlet
 from etha.transport.outlets import Outlet
 from etha.transport.program import Member
 from etha.transport.segments import Op
-from etha.transport.staging import Budget, Desks, StagingMemory
+from etha.transport.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
 
 log = logging.getLogger(__name__)
+
+#: Sets of streams that are kept open although no run has them, over all peers.
+SPARE_SETS = 64
+_SLOT_BYTES = 2
 
 
 @dataclass(slots=True)
@@ -56,6 +60,21 @@ class WireRun:
     seq: int
     prepared: bool = False
     after: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StreamSet:
+    """Streams to ``peer``, all in the hands of one run at a time. ``slot``: the lowest that was free there."""
+
+    peer: str
+    slot: int
+    outlets: list[Outlet] = field(default_factory=list)
+    busy: bool = True
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the other end still listens, as far as the kernel knows."""
+        return all(outlet.healthy for outlet in self.outlets)
 
 
 class DataPlane:
@@ -83,13 +102,13 @@ class DataPlane:
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered)
         self._changed = threading.Condition(threading.Lock())
-        self._outlets: dict[str, list[Outlet]] = defaultdict(list)
+        self.pool = Pool(self.budget, self.memory)
+        self._slabs = Pool(self.budget)
+        self._sets: dict[str, list[StreamSet]] = defaultdict(list)
         self._inlets: dict[str, set[Inlet]] = defaultdict(set)
         self._running: dict[tuple[bytes, int], Exchange] = {}
-        #: How many streams of a peer have begun with a run.
-        self._begun: dict[tuple[tuple[bytes, int], str], int] = defaultdict(int)
-        self._slabs = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
-        self._opening: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: The openings of a peer's streams that have begun with a run, one each.
+        self._begun: dict[tuple[tuple[bytes, int], str], list[bytes]] = defaultdict(list)
         self._closed = False
 
     async def run(self) -> None:
@@ -98,53 +117,89 @@ class DataPlane:
 
     @property
     def peak_staging(self) -> int:
-        """Most bytes of staging in use at once since ``budget.restart()``."""
+        """Most bytes of staging in use at once so far."""
         return self.budget.peak
 
     # ---- streams ------------------------------------------------------------------------------
 
     async def connect(self, peer: str, address: DataAddress) -> None:
-        """Have healthy streams to ``peer``: opens them where they are missing; PeerLostError."""
-        async with self._opening[peer]:
-            with self._changed:
-                outlets = self._outlets[peer]
-                if outlets and all(o.healthy for o in outlets):
-                    return
-            self._shut(outlets=[peer])
-            conns = await knock(peer, address, secrets.token_bytes(OPENING_BYTES), self.streams)
-            with self._changed:
-                if self._closed:
-                    for conn in conns:
-                        conn.close()
-                    raise PeerLostError("this agent's data plane is closed", reason="closed")
-                found = self._outlets[peer] = [Outlet(conn, peer, self) for conn in conns]
-            for outlet in found:
-                outlet.start()
+        """Have a free set of healthy streams to ``peer``; PeerLostError."""
+        self.release([await self.lease(peer, address)])
+
+    async def lease(self, peer: str, address: DataAddress) -> StreamSet:
+        """A set of healthy streams to ``peer`` for one run, opened where none is free; PeerLostError.
+
+        To be given back with ``release``, or with ``discard`` where its run was not committed.
+        """
+        dead: list[StreamSet] = []
+        with self._changed:
+            for one in [s for s in sorted(self._sets[peer], key=lambda s: s.slot) if not s.busy]:
+                if one.healthy:
+                    one.busy = True
+                    break
+                self._sets[peer].remove(one)
+                dead.append(one)
+            else:
+                taken = {s.slot for s in self._sets[peer]}
+                one = StreamSet(peer, next(slot for slot in range(len(taken) + 1) if slot not in taken))
+                self._sets[peer].append(one)
+        self._shut(dead)
+        if not one.outlets:
+            try:
+                await self._open(one, address)
+            except BaseException:
+                self.discard([one])
+                raise
+        return one
+
+    async def _open(self, one: StreamSet, address: DataAddress) -> None:
+        opening = one.slot.to_bytes(_SLOT_BYTES, "big") + secrets.token_bytes(OPENING_BYTES - _SLOT_BYTES)
+        conns = await knock(one.peer, address, opening, self.streams)
+        with self._changed:
+            if not self._closed and one in self._sets[one.peer]:
+                one.outlets = [Outlet(conn, one.peer, self) for conn in conns]
+        if not one.outlets:
+            for conn in conns:
+                conn.close()
+            text = "this agent's data plane is closed" if self._closed else f"agent {one.peer} is lost"
+            raise PeerLostError(text, reason="closed" if self._closed else "died")
+        for outlet in one.outlets:
+            outlet.start()
+
+    def release(self, sets: Iterable[StreamSet]) -> None:
+        """Whatever went over these streams has been taken: the next run may have them. Idempotent."""
+        over: list[StreamSet] = []
+        with self._changed:
+            for one in sets:
+                one.busy = False
+                spare = sum(not other.busy for some in self._sets.values() for other in some)
+                if spare > SPARE_SETS and one in self._sets[one.peer]:
+                    self._sets[one.peer].remove(one)
+                    over.append(one)
+        self._shut(over)
+
+    def discard(self, sets: Iterable[StreamSet]) -> None:
+        """Close the streams of a run that was not committed: what lies in them must not meet the next. Idempotent."""
+        sets = list(sets)
+        with self._changed:
+            for one in sets:
+                if one in self._sets[one.peer]:
+                    self._sets[one.peer].remove(one)
+        self._shut(sets)
 
     def _entered(self, conn: socket.socket, agent: str, opening: bytes) -> None:
         inlet = Inlet(conn, agent, self, opening)
+        slot = opening[:_SLOT_BYTES]
         with self._changed:
-            # Streams of an earlier opening belong to a run that failed at the other end.
-            old = [i for i in self._inlets[agent] if i.opening != opening]
+            # Streams of an earlier opening of this set belong to a run that failed at the other end.
+            old = [i for i in self._inlets[agent] if i.opening[:_SLOT_BYTES] == slot and i.opening != opening]
             self._inlets[agent].add(inlet)
             closed = self._closed
-            self._changed.notify_all()
-        for stream in old:
-            self._shut_inlet(stream)
         inlet.start()
-        if closed:
-            self._shut_inlet(inlet)
+        self._shut(inlets=[*old, *([inlet] if closed else [])])
 
-    def _shut_inlet(self, inlet: Inlet) -> None:
-        inlet.shut()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _shut(self, outlets: Sequence[str] = (), inlets: Sequence[str] = ()) -> None:
-        with self._changed:
-            found: list[Outlet | Inlet] = [o for peer in outlets for o in self._outlets.pop(peer, ())]
-            found += [i for peer in inlets for i in self._inlets.get(peer, ())]
-        for stream in found:
+    def _shut(self, sets: Iterable[StreamSet] = (), inlets: Iterable[Inlet] = ()) -> None:
+        for stream in [*(outlet for one in sets for outlet in one.outlets), *inlets]:
             stream.shut()
         with self._changed:
             self._changed.notify_all()
@@ -155,7 +210,9 @@ class DataPlane:
             running = [e for e in self._running.values() if peer in e.program.sends or peer in e.program.receives]
         for exchange in running:
             exchange.fail(PeerLostError(f"agent {peer} is lost", reason="died"))
-        self._shut([peer], [peer])
+        with self._changed:
+            sets, inlets = self._sets.pop(peer, []), list(self._inlets.get(peer, ()))
+        self._shut(sets, inlets)
 
     # ---- what streams ask (any thread) --------------------------------------------------------
 
@@ -167,17 +224,22 @@ class DataPlane:
                 if inlet.closed or self._closed:
                     return None
                 self._changed.wait()
-            self._begun[label, inlet.peer] += 1
+            self._begun[label, inlet.peer].append(inlet.opening)
             return self._running[label]
 
     def left(self, inlet: Inlet, error: Exception) -> None:
-        """The other end has closed a stream between two runs: those that still wait for its header fail."""
+        """The other end has closed a stream between two runs: one that still waits for a header on it fails.
+
+        Where no stream of its set has begun with a run, nobody knows that it was meant for it: the other end has told
+        its cause over the link, or opens another set.
+        """
         with self._changed:
             waiting = [
                 exchange
                 for label, exchange in self._running.items()
                 if (flow := exchange.program.receives.get(inlet.peer)) is not None
-                and self._begun[label, inlet.peer] < len(flow.lanes)
+                and inlet.opening in self._begun[label, inlet.peer]
+                and len(self._begun[label, inlet.peer]) < len(flow.lanes)
             ]
         for exchange in waiting:
             exchange.fail(error)
@@ -196,27 +258,39 @@ class DataPlane:
 
     # ---- runs ---------------------------------------------------------------------------------
 
-    def begin(self, run: WireRun, on_progress: Progress | None) -> Exchange:
-        """Start a run whose streams are open; ConfigError where it does not fit the staging."""
+    def begin(self, run: WireRun, sets: Mapping[str, StreamSet], on_progress: Progress | None) -> Exchange:
+        """Start a run with a set of streams to each agent that it sends to; ConfigError where it has no room."""
         program, label = run.program, (run.key, run.seq)
-        with self._changed:
-            if self._closed:
-                raise PeerLostError("this agent's data plane is closed", reason="closed")
-            if label in self._running:
-                raise ProtocolError(f"transfer {run.seq} runs already")
-            self._provide(program)
-            exchange = self._running[label] = Exchange(
-                program, run.guards, label, desks=self.desks, budget=self.budget, slabs=self._slabs,
-                on_progress=on_progress, on_fail=self._failed,
-            )  # fmt: skip
-            outlets = {peer: list(self._outlets[peer]) for peer in program.sends}
-            self._changed.notify_all()
+        if (most := self.need(program)) > self.room:
+            raise ConfigError(
+                f"this transfer may need {most} bytes of staging, this agent has {self.room} besides what its "
+                f"{self.desks.count} desks use: give it more staging memory, or fewer streams per peer"
+            )
+        slabs: list[Chunk] = []
+        try:
+            for nbytes in program.slabs:
+                slabs.append(self._slabs.take(nbytes))
+            with self._changed:
+                if self._closed:
+                    raise PeerLostError("this agent's data plane is closed", reason="closed")
+                if label in self._running:
+                    raise ProtocolError(f"transfer {run.seq} runs already")
+                exchange = self._running[label] = Exchange(
+                    program, run.guards, label, desks=self.desks, budget=self.budget, slabs=slabs,
+                    on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
+                )  # fmt: skip
+                self._changed.notify_all()
+        except BaseException:
+            for slab in slabs:
+                self._slabs.give(slab)
+            raise
         for peer, flow in program.sends.items():
-            if len(outlets[peer]) < len(flow.lanes):
+            outlets = sets[peer].outlets
+            if len(outlets) < len(flow.lanes) or any(outlet.closed for outlet in outlets):
                 exchange.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
                 break
             for lane in range(len(flow.lanes)):
-                outlets[peer][lane].send(exchange, flow, lane)
+                outlets[lane].send(exchange, flow, lane)
         return exchange
 
     def finish(self, exchange: Exchange) -> None:
@@ -225,33 +299,18 @@ class DataPlane:
             self._running.pop(exchange.label, None)
             for peer in exchange.program.receives:
                 self._begun.pop((exchange.label, peer), None)
+        for slab in exchange.slabs:
+            self._slabs.give(slab)
 
-    def _failed(self, exchange: Exchange) -> None:
-        self.discard(exchange.program)
+    def need(self, program: WireProgram) -> int:
+        """Bytes of staging that a run of it may come to, besides what desks use for anybody."""
+        slabs = sum(map(rounded_up, program.slabs))
+        return program.packed * rounded_up(program.chunk) + slabs + program.staged + self.desks.count * program.scratch
 
-    def discard(self, program: WireProgram) -> None:
-        """Close the streams of a transfer that was aborted: what lies in them must not meet the next one."""
-        self._shut(list(program.sends), list(program.receives))
-
-    def _provide(self, program: WireProgram) -> None:
-        """The memory of a run, all that it may come to being within the budget."""
-        streams = sum(len(f.lanes) for flows in (program.sends, program.receives) for f in flows.values())
-        streams = max(streams, sum(map(len, self._outlets.values())) + sum(map(len, self._inlets.values())))
-        chunks = streams * max(CHUNK, program.chunk)
-        most = chunks + self.desks.scratch(program.scratch) + sum(program.slabs) + program.staged
-        if most > self.budget.limit:
-            raise ConfigError(
-                f"{streams} streams, {self.desks.count} desks and reductions may need {most} bytes of staging, this "
-                f"agent has {self.budget.limit}: give it more staging memory, or fewer streams per peer"
-            )
-        if any(need > slab.numel() for need, slab in zip(program.slabs, self._slabs, strict=True)):
-            if self._running:
-                raise ConfigError("two transfers with reductions at once: the lanes of these agents are not in order")
-            self.budget.take(-sum(s.numel() for s in self._slabs))
-            sizes = [max(need, slab.numel()) for need, slab in zip(program.slabs, self._slabs, strict=True)]
-            self._slabs = (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
-            self.budget.take(sum(sizes))
-            self._slabs = (torch.empty(sizes[0], dtype=torch.uint8), torch.empty(sizes[1], dtype=torch.uint8))
+    @property
+    def room(self) -> int:
+        """Bytes of staging for all runs together."""
+        return self.budget.limit - self.desks.scratch
 
     async def prepare(self, run: WireRun) -> None:
         """Copy what must be read before anything is written; the rest of the transfer only after it."""
@@ -272,11 +331,14 @@ class DataPlane:
         with self._changed:
             self._closed = True
             running = list(self._running.values())
-            streams: list[Outlet | Inlet] = [o for some in self._outlets.values() for o in some]
-            streams += [i for some in self._inlets.values() for i in some]
+            sets = [one for some in self._sets.values() for one in some]
+            inlets = [inlet for some in self._inlets.values() for inlet in some]
             self._changed.notify_all()
         for exchange in running:
             exchange.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
-        self._shut(list(self._outlets), list(self._inlets))
+        self._shut(sets, inlets)
+        streams: list[Outlet | Inlet] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
         await asyncio.to_thread(lambda: [stream.join() for stream in streams])
         self.desks.close()
+        self.pool.close()
+        self._slabs.close()

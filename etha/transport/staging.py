@@ -8,8 +8,10 @@ while at a desk.
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
@@ -29,17 +31,30 @@ from etha.transport.tiles import BOUNCE_BYTES
 FIRST_NUMBER = 8
 
 
+class Peak:
+    """The most bytes of a budget in use at once from ``Budget.watch()`` to ``Budget.seen()``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 class Budget:
     """Bytes in use, at most ``limit``, and their peak; any thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = self.peak = 0
-        self._lock = threading.Lock()
+        #: Asked, one after the other, to give up at least so many bytes of what nobody uses, before ``take`` says no.
+        self.spares: list[Callable[[int], None]] = []
+        self._watches: set[Peak] = set()
+        self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> None:
         """Count ``nbytes`` more (or less, if negative); ConfigError instead of going over the limit."""
         with self._lock:
+            for give_up in self.spares:
+                if nbytes > 0 and self.used + nbytes > self.limit:
+                    give_up(self.used + nbytes - self.limit)
             if nbytes > 0 and self.used + nbytes > self.limit:
                 raise ConfigError(
                     f"{nbytes} bytes of staging more than the {self.used} in use would exceed the {self.limit} of this "
@@ -47,11 +62,21 @@ class Budget:
                 )
             self.used += nbytes
             self.peak = max(self.peak, self.used)
+            for watch in self._watches:
+                watch.nbytes = max(watch.nbytes, self.used)
 
-    def restart(self) -> None:
-        """Measure the peak from now on."""
+    def watch(self) -> Peak:
+        """Measure a peak from now on, until ``seen``."""
         with self._lock:
-            self.peak = self.used
+            peak = Peak(self.used)
+            self._watches.add(peak)
+        return peak
+
+    def seen(self, peak: Peak) -> int:
+        """Measure it no longer; its bytes."""
+        with self._lock:
+            self._watches.discard(peak)
+        return peak.nbytes
 
 
 class StagingMemory:
@@ -71,7 +96,7 @@ class StagingMemory:
 
 
 class Chunk:
-    """The buffer of one stream: what it packs into before it sends, or receives before it unpacks."""
+    """A buffer of staging: what a stream packs into before it sends, or receives before it unpacks."""
 
     def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
         self._budget, self._memory = budget, memory or StagingMemory()
@@ -82,7 +107,7 @@ class Chunk:
         """The first ``nbytes``, allocated when more were never asked for."""
         if nbytes > self._buffer.nbytes:
             self.release()
-            rounded = -(-nbytes // 4096) * 4096
+            rounded = rounded_up(nbytes)
             self._budget.take(rounded)
             self._buffer = self._memory.buffer(rounded)
         return memoryview(self._buffer.typed(torch.uint8).numpy())[:nbytes]  # type: ignore[arg-type, unused-ignore]
@@ -91,6 +116,11 @@ class Chunk:
     def nbytes(self) -> int:
         """What it holds."""
         return self._buffer.nbytes
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All of it as bytes."""
+        return self._buffer.typed(torch.uint8)
 
     def view(self, dtype: torch.dtype) -> View:
         """The whole buffer as a flat tensor of ``dtype``."""
@@ -104,6 +134,60 @@ class Chunk:
         self._budget.take(-self._buffer.nbytes)
         self._buffer = Buffer(0)
         self._views.clear()
+
+
+class Pool:
+    """Chunks that nobody uses, for whoever needs one of the same size next; given up where the budget gets short.
+
+    At most a quarter of the budget lies here. Any thread.
+    """
+
+    def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self._budget, self._memory = budget, memory
+        self._lock = threading.Lock()
+        self._spare: deque[Chunk] = deque()
+        self._nbytes = 0
+        budget.spares.append(self._give_up)
+
+    def take(self, nbytes: int) -> Chunk:
+        """A chunk of ``nbytes``, rounded up; ConfigError where the budget has not so much."""
+        wanted = rounded_up(nbytes)
+        with self._lock:
+            for chunk in reversed(self._spare):  # the one used last is in the caches
+                if chunk.nbytes == wanted:
+                    self._spare.remove(chunk)
+                    self._nbytes -= wanted
+                    return chunk
+        chunk = Chunk(self._budget, self._memory)
+        chunk.reserve(nbytes)
+        return chunk
+
+    def give(self, chunk: Chunk) -> None:
+        """Back from whoever had it."""
+        with self._lock:
+            self._spare.append(chunk)
+            self._nbytes += chunk.nbytes
+            over = self._nbytes - self._budget.limit // 4
+        self._give_up(over)
+
+    def _give_up(self, nbytes: int) -> None:
+        while nbytes > 0:
+            with self._lock:
+                if not self._spare:
+                    return
+                chunk = self._spare.popleft()
+                self._nbytes -= chunk.nbytes
+            nbytes -= chunk.nbytes
+            chunk.release()
+
+    def close(self) -> None:
+        """Give all of it back; idempotent."""
+        self._give_up(sys.maxsize)
+
+
+def rounded_up(nbytes: int) -> int:
+    """What a chunk of ``nbytes`` takes."""
+    return -(-nbytes // 4096) * 4096
 
 
 class Desk:
@@ -198,9 +282,10 @@ class Desks:
         for desk in self._all:
             desk.close()
 
-    def scratch(self, reduction: int) -> int:
-        """Most bytes that all desks use at once, reductions of ``reduction`` bytes included."""
-        return self.count * (2 * (BOUNCE_BYTES + 4096) + reduction)
+    @property
+    def scratch(self) -> int:
+        """Most bytes that all desks use at once besides reductions."""
+        return self.count * 2 * (BOUNCE_BYTES + 4096)
 
 
 def dense_view(flat: torch.Tensor) -> View:

@@ -7,26 +7,38 @@ guard, and each system call inside moves what is there. ``shut`` wakes a thread 
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import threading
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+from etha.errors import TransferError
 from etha.transport.base import StreamLost
 from etha.transport.exchange import Ended, Exchange
-from etha.transport.staging import Budget, Chunk, Desks, StagingMemory
+from etha.transport.staging import Chunk, Desks, Pool
 
 #: Most bytes of one system call inside a worker's memory.
 CALL = 2 << 20
+#: Seconds after which a connection whose other end says nothing at all is lost: as many without a byte, then asked
+#: every so many seconds as often. The other end's kernel answers, whatever its agent waits for.
+SILENT, ASK_EVERY, ASK_TIMES = 8, 3, 4
+#: All of it together.
+STALLED = SILENT + ASK_EVERY * ASK_TIMES
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASK_TIMES),
+)
 
 
 class Hall(Protocol):
     """Where streams belong: the data plane of this agent."""
 
     desks: Desks
-    budget: Budget
-    memory: StagingMemory
+    pool: Pool
 
     def count(self, peer: str, sent: int, received: int) -> None:
         """Payload that went to or came from a peer."""
@@ -34,18 +46,20 @@ class Hall(Protocol):
 
 
 class Stream(ABC):
-    """What both directions share: a socket, its thread, a chunk."""
+    """What both directions share: a socket, its thread, and a chunk for as long as it packs or unpacks for a run."""
 
     def __init__(self, conn: socket.socket, peer: str, hall: Hall, name: str) -> None:
         self.peer = peer
         self.closed = False
         self.sock, self.hall = conn, hall
-        self.chunk = Chunk(hall.budget, hall.memory)
+        self._chunk: Chunk | None = None
         self._lock = threading.Lock()
         #: Held by who uses the socket from another thread than the stream's own.
         self.using = threading.Lock()
         conn.setblocking(True)
         conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in _KEEPALIVE:
+            conn.setsockopt(level, option, value)
         self._thread = threading.Thread(target=self._live, name=f"etha-{name}-{peer[:8]}", daemon=True)
 
     def start(self) -> None:
@@ -72,7 +86,6 @@ class Stream(ABC):
             self.shut()
             with self.using:
                 self.sock.close()
-                self.chunk.release()
             self.gone()
 
     @abstractmethod
@@ -82,8 +95,25 @@ class Stream(ABC):
     def gone(self) -> None:  # noqa: B027 - not every direction has something to do at its end
         """The thread ends."""
 
-    def lost(self, error: OSError | None = None) -> StreamLost:
-        """The error of a stream that the other end has closed."""
+    def chunk(self, exchange: Exchange) -> Chunk:
+        """What this stream packs or unpacks in, of the size that the run has booked; its own until its part is over."""
+        if self._chunk is None:
+            self._chunk = self.hall.pool.take(exchange.program.chunk)
+        return self._chunk
+
+    def leave_chunk(self) -> None:
+        """Give it back; idempotent."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            self.hall.pool.give(chunk)
+
+    def lost(self, error: OSError | None = None) -> TransferError:
+        """The error of a stream that the other end has closed, or of a way on which nothing comes back."""
+        if error is not None and error.errno == errno.ETIMEDOUT:
+            return TransferError(
+                f"the data connection with agent {self.peer} stands still: its host has answered nothing on it for "
+                f"{STALLED} s, but does on the link; look for a firewall or a broken way between the data ports"
+            )
         why = f": {error.strerror or error}" if error is not None else ""
         return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="closed")
 
@@ -112,6 +142,7 @@ class _Part:
             error = self._exchange.error or error
         elif isinstance(error, OSError):
             error = self._stream.lost(error)
+        self._stream.leave_chunk()  # before the run can be over: what it has booked is free then
         self._exchange.end(self._stream, error)
         if error is not None:
             self._stream.shut()

@@ -13,7 +13,7 @@ from etha.transport.base import Peer, Progress
 from etha.transport.door import DataAddress
 from etha.transport.exchange import Exchange
 from etha.transport.flows import WireProgram
-from etha.transport.plane import DataPlane, WireRun
+from etha.transport.plane import DataPlane, StreamSet, WireRun
 
 
 class TcpTransport:
@@ -26,7 +26,8 @@ class TcpTransport:
         self._opening: set[asyncio.Timeout] = set()
         self._cause: BaseException | None = None
         self._stops = 0
-        self._last: WireProgram | None = None
+        #: Streams of the last run, until its transfer is settled.
+        self._last: list[StreamSet] = []
         self._closed = False
 
     async def open(self, peers: Sequence[Peer]) -> None:
@@ -54,14 +55,19 @@ class TcpTransport:
         if missing := program.sends.keys() - self._addresses.keys():
             raise ProtocolError(f"streams to {sorted(missing)} were not opened, only to {sorted(self._addresses)}")
         stops = self._stops
-        await self._connect(program)
-        await self._plane.prepare(bucket)
-        if self._cause is not None and (self._closed or self._stops != stops):
-            raise self._cause
-        if program.empty:
-            return 0
-        self._last = None
-        exchange = self._plane.begin(bucket, on_progress)
+        self.settled()
+        sets: dict[str, StreamSet] = {}
+        try:
+            await self._lease(program, sets)
+            await self._plane.prepare(bucket)
+            if self._cause is not None and (self._closed or self._stops != stops):
+                raise self._cause
+            if program.empty:
+                return 0
+            exchange = self._plane.begin(bucket, sets, on_progress)
+        except BaseException:
+            self._plane.release(sets.values())  # nothing has gone over them
+            raise
         self._running.add(exchange)
         try:
             await self._over(exchange)
@@ -71,16 +77,17 @@ class TcpTransport:
             self._running.discard(exchange)
             self._plane.finish(exchange)
         if exchange.error is not None:
+            self._plane.discard(sets.values())
             raise exchange.error
-        self._last = program
+        self._last = list(sets.values())
         return exchange.done
 
-    async def _connect(self, program: WireProgram) -> None:
+    async def _lease(self, program: WireProgram, sets: dict[str, StreamSet]) -> None:
         try:
             async with asyncio.timeout(None) as scope:  # stop() brings its end forward
                 self._opening.add(scope)
                 for peer in program.sends:
-                    await self._plane.connect(peer, self._addresses[peer])
+                    sets[peer] = await self._plane.lease(peer, self._addresses[peer])
         except TimeoutError:
             return  # run() tells the cause
         finally:
@@ -109,6 +116,11 @@ class TcpTransport:
         if cancelled is not None:
             raise cancelled
 
+    def settled(self) -> None:
+        """The transfer is committed: others may use its streams. Idempotent."""
+        last, self._last = self._last, []
+        self._plane.release(last)
+
     def stop(self, cause: BaseException) -> None:
         """The transfer is aborted: end what runs with ``cause``; returns at once, idempotent.
 
@@ -122,9 +134,8 @@ class TcpTransport:
             scope.reschedule(asyncio.get_running_loop().time())
         for exchange in list(self._running):
             exchange.fail(cause)
-        if self._last is not None:
-            self._plane.discard(self._last)
-            self._last = None
+        last, self._last = self._last, []
+        self._plane.discard(last)
 
     def abort(self, cause: BaseException) -> None:
         """As ``stop``, and refuse more."""

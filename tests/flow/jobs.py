@@ -116,6 +116,12 @@ class Worker:
                 raise WorkerFailed(f"{self.name} ended without {word!r}: {self._end[1]!r}\n{self._end[2]}")
             self._next(timeout)
 
+    def has_told(self, word: str) -> bool:
+        """Whether the worker has told ``word`` by now."""
+        while self._end is None and self._link.poll():
+            self._next(0)
+        return any(said == word for said, _ in self._told)
+
     def go(self, word: str, value: Any = None) -> None:
         """Let the worker's ``wait_for(word)`` return."""
         self._link.send((word, value))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from etha.agent.bookings import Bookings, Granted, Recalled
+from etha.agent.bookings import LANE, Bookings, Granted, Need, Recalled
 from etha.agent.effects import (
     BeginLane,
     Doubt,
@@ -28,8 +28,8 @@ from etha.peer.messages import Message, Verb
 class World:
     """``agents``: side -> agent of each rank. Outcomes are kept by call.
 
-    ``lanes``: agent -> its bookings, shared by the worlds of several batches; ``worlds``: those, by batch. ``held``: a
-    free lane is taken with READY.
+    ``lanes``: agent -> its bookings, shared by the worlds of several batches; ``worlds``: those, by batch. ``held``:
+    what is free is booked with READY. ``need`` of each agent, of which there is ``limit``.
     """
 
     agents: dict[str, tuple[str, ...]]
@@ -37,6 +37,8 @@ class World:
     batch: str = "b"
     now: Callable[[], int] = lambda: 0
     held: bool = False
+    need: Need = field(default_factory=lambda: LANE)
+    limit: Callable[[str], int] = lambda resource: 1
     lanes: dict[str, Bookings] = field(default_factory=dict)
     worlds: dict[str, World] = field(default_factory=dict)
     machines: dict[str, Transfers] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class World:
     def __post_init__(self) -> None:
         names = sorted({a for ranks in self.agents.values() for a in ranks})
         for name in names:
-            lane = self.lanes.setdefault(name, Bookings())
+            lane = self.lanes.setdefault(name, Bookings(self.limit))
             self.machines[name] = Transfers(
                 self.batch,
                 me=name,
@@ -62,7 +64,7 @@ class World:
                 seq=0,
                 atomic=self.atomic,
                 now=self.now,
-                hold=lambda lane=lane: self.held and lane.hold(self.batch),
+                hold=lambda source, lane=lane: self.held and lane.hold(self.batch, self.need),
             )
             for other in names:
                 self.links[name, other] = deque()
@@ -115,8 +117,8 @@ class World:
                     self.links[me, agent].append(message)
                 case StartMove(seq=seq):
                     assert me not in self.running
-                    assert len(self.machines) == 1 or not self.busy_lane(me), f"two transfers on the lane of {me}"
                     self.running[me] = seq
+                    self.within(me)
                 case StopMove(seq=seq):
                     assert self.running[me] == seq
                     self.stopping.add(me)
@@ -127,10 +129,10 @@ class World:
                 case Doubt(seq=seq):
                     self.doubts.add((me, seq))
                 case WantLane(ticket=ticket):
-                    self.route(me, self.lanes[me].want(self.batch, ticket))
+                    self.route(me, self.lanes[me].want(self.batch, ticket, self.need))
                 case BeginLane():
-                    self.lanes[me].begin(self.batch)
-                    assert self.lanes[me].holder == self.batch
+                    self.route(me, self.lanes[me].begin(self.batch))
+                    assert self.batch in self.lanes[me].holders
                 case FreeLane():
                     self.route(me, self.lanes[me].free(self.batch))
                 case Settled(seq=seq, error=None, calls=calls):
@@ -146,8 +148,14 @@ class World:
             machine = world.machines[me]
             world.perform(me, machine.granted() if isinstance(notice, Granted) else machine.recalled())
 
-    def busy_lane(self, me: str) -> bool:
-        return any(me in world.running for world in self.worlds.values() if len(world.machines) > 1)
+    def within(self, me: str) -> None:
+        """What moves at ``me`` needs no more than there is."""
+        used: dict[str, int] = {}
+        for world in self.worlds.values():
+            if me in world.running and len(world.machines) > 1:
+                for name, amount in world.need.items():
+                    used[name] = used.get(name, 0) + amount
+        assert all(amount <= self.limit(name) for name, amount in used.items()), f"{me} has booked too much: {used}"
 
     def lose(self, me: str, gone: str) -> None:
         """``me`` hears that its link to ``gone`` is closed: what is on it is lost."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.agent.inspection import Inspection
+from etha.agent.inspection import Inspection, Readers
 from etha.agent.lane import Lane
 from etha.agent.tally import Tally
 from etha.agent.verify import Checks
@@ -86,8 +86,7 @@ class Two:
                 ),
                 1,
                 (guards or {}).get(me, {}),  # type: ignore[arg-type]
-                lane=self.lanes[me],
-                budget=self.budgets[me],
+                readers=Readers(self.lanes[me], self.budgets[me]),
                 tally=self.tallies[me],
                 tell=lambda agent, message: self.told.append((agent, message)),
             )

@@ -216,7 +216,7 @@ class Walk:
         """One event at one agent, for the first time."""
         agent: Agent = copy.deepcopy(self.at[name].things[number])
         machine = agent.machine
-        machine._hold = lambda: self.held and agent.hold()
+        machine._hold = lambda source: self.held and agent.hold()
         sent: list[tuple[int, int]] = []
         match event:
             case ("call", i):

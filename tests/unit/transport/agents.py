@@ -188,6 +188,8 @@ async def transfer(
         random.Random(seq).shuffle(order)
         for name in order:
             group.create_task(at[name].transport.run(runs[name]))
+    for name in job.agents:
+        at[name].transport.settled()
     return programs
 
 

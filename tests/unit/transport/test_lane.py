@@ -1,4 +1,4 @@
-"""The lane: one job after the other, pieces shared out, an end that nothing follows."""
+"""The lane: pieces shared out, of each job in turn, an end that nothing follows."""
 
 from __future__ import annotations
 
@@ -61,12 +61,47 @@ async def test_both_threads_work_on_one_job(lane: Lane) -> None:
     assert await Over(lane, Pieces(2, lambda piece, thread: meet.wait() and None)).result is None
 
 
-async def test_jobs_run_in_the_order_of_submission(lane: Lane) -> None:
-    ends: list[int] = []
-    jobs = [Pieces(3, lambda piece, thread, i=i: ends.append(i)) for i in range(5)]  # type: ignore[misc]
-    for over in [Over(lane, job) for job in jobs]:
+async def test_a_small_job_does_not_wait_for_a_big_one_before_it() -> None:
+    lane = Lane(threads=1)
+    step, stay = threading.Semaphore(0), threading.Event()
+
+    def act(piece: int, thread: int) -> None:
+        assert stay.is_set() or step.acquire(timeout=5)
+
+    big = Over(lane, Pieces(100, act))
+    small = Over(lane, Pieces(3))
+    for _ in range(4):  # pieces of the big one, between which the small one has its own
+        step.release()
+    assert await small.result is None
+    assert not big.result.done() and big.running.next < 6
+    stay.set()
+    step.release(2)
+    assert await big.result is None
+    await asyncio.to_thread(lane.close)
+
+
+async def test_jobs_have_their_pieces_in_turn() -> None:
+    lane = Lane(threads=1)
+    gate, turns = threading.Event(), list[int]()
+    first = Over(lane, Pieces(1, lambda piece, thread: gate.wait(5) and None))
+    jobs = [Pieces(3, lambda piece, thread, i=i: turns.append(i)) for i in range(4)]  # type: ignore[misc]
+    overs = [Over(lane, job) for job in jobs]
+    gate.set()
+    for over in (first, *overs):
         assert await over.result is None
-    assert ends == sorted(ends)
+    assert turns == [0, 1, 2, 3] * 3
+    await asyncio.to_thread(lane.close)
+
+
+async def test_a_barrier_holds_back_its_own_job_only() -> None:
+    lane = Lane(threads=2)
+    leave = threading.Event()
+    held = Over(lane, Pieces(2, lambda piece, thread: leave.wait(5) and None, barriers=(1,)))
+    assert await Over(lane, Pieces(10)).result is None
+    assert not held.result.done()
+    leave.set()
+    assert await held.result is None
+    await asyncio.to_thread(lane.close)
 
 
 async def test_a_job_without_pieces_is_over_at_once(lane: Lane) -> None:
@@ -116,7 +151,7 @@ async def test_abort_waits_for_the_pieces_inside_and_starts_no_other(lane: Lane)
     over.running.abort(cause)  # long over
 
 
-async def test_a_queued_job_is_aborted_without_running(lane: Lane) -> None:
+async def test_a_job_that_has_had_no_turn_is_aborted_without_running(lane: Lane) -> None:
     gate = threading.Event()
     first = Over(lane, Pieces(2, lambda piece, thread: gate.wait(5) and None))
     job = Pieces(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Awaitable
@@ -19,6 +20,7 @@ from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.base import Peer, Transport
 from etha.transport.door import Door
 from etha.transport.plane import WireRun
+from etha.transport.tcp import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.test_tcp import partial, rows
 
@@ -223,6 +225,111 @@ async def test_a_late_abort_makes_the_next_run_open_streams_anew() -> None:
         at["a"].transport.stop(ValueError("aborted"))
         await transfer(job, at, 2)
     same(job.target, job.expected())
+
+
+# ---- several transfers at once ----------------------------------------------------------------
+
+
+class Batch:
+    """A job over agents a and b that has a transport of its own on each, as a batch of theirs."""
+
+    def __init__(self, at: dict[str, Agent], number: int, job: Job) -> None:
+        self.at, self.job = at, job
+        self.key = bytes([number]) * 32
+        self.transports = {name: TcpTransport(at[name].plane) for name in "ab"}
+        self.programs = {name: job.wire(name) for name in "ab"}
+
+    async def open(self) -> Batch:
+        for name, program in self.programs.items():
+            peers = [Peer(agent=peer, address=self.at[peer].address_for(name)) for peer in program.sends]
+            await self.transports[name].open(peers)
+        return self
+
+    async def run(self, name: str, seq: int = 1) -> int:
+        return await self.transports[name].run(WireRun(program=self.programs[name], key=self.key, seq=seq))
+
+    def settled(self) -> None:
+        for transport in self.transports.values():
+            transport.settled()
+
+    def stop(self) -> None:
+        for transport in self.transports.values():
+            transport.stop(ValueError("aborted"))
+
+
+async def test_a_transfer_that_stands_still_holds_up_no_other_between_the_same_agents() -> None:
+    async with agents("ab") as at:
+        stuck = await Batch(at, 1, big()).open()
+        standing = asyncio.ensure_future(stuck.run("a"))  # b does not begin: its streams fill up
+        await asyncio.sleep(0.05)
+        jobs = [big(private=(True, True)), rows(1, 1, (64, 64), Shard(0), "a", "b"), partial(4, (128, 128), "ab", "ab")]
+        for number, job in enumerate(jobs, 2):
+            batch = await Batch(at, number, job).open()
+            await asyncio.gather(batch.run("a"), batch.run("b"))
+            batch.settled()
+            same(job.target, job.expected())
+        assert not standing.done()
+        assert await stuck.run("b") == await standing, "it goes on as soon as the other end does"
+        same(stuck.job.target, stuck.job.expected())
+
+
+async def test_an_abort_closes_no_streams_but_its_own() -> None:
+    async with agents("ab") as at:
+        stays, goes = await Batch(at, 1, big()).open(), await Batch(at, 2, big()).open()
+        first = [asyncio.ensure_future(batch.run("a")) for batch in (stays, goes)]
+        await asyncio.sleep(0.05)
+        goes.stop()
+        assert isinstance(await fails(first[1]), ValueError)
+        assert await stays.run("b") == await first[0]
+        same(stays.job.target, stays.job.expected())
+        stays.settled()
+        goes.settled()
+        await asyncio.gather(goes.run("a", 2), goes.run("b", 2))
+        same(goes.job.target, goes.job.expected())
+
+
+async def test_streams_serve_one_batch_after_the_other() -> None:
+    async with agents("ab") as at:
+        for number in range(1, 6):
+            batch = await Batch(at, number, rows(1, 1, (64, 64), Shard(0), "a", "b")).open()
+            await asyncio.gather(batch.run("a"), batch.run("b"))
+            batch.settled()
+        assert [one.slot for one in at["a"].plane._sets["b"]] == [0]
+        assert len(at["b"].plane._inlets["a"]) == at["a"].plane.streams
+
+
+async def test_many_batches_at_once_of_which_some_are_aborted_at_any_moment() -> None:
+    """Reductions and private memory too: the others are exact, and in the end nothing of the staging is in use."""
+    chance = random.Random(7)
+
+    async def one(at: dict[str, Agent], number: int) -> None:
+        batch = await Batch(at, number, fresh(number)).open()
+        for seq in range(1, 7):
+            ends = [asyncio.ensure_future(batch.run(name, seq)) for name in chance.sample("ab", 2)]
+            if aborted := chance.random() < 0.4:
+                asyncio.get_running_loop().call_later(chance.random() * 0.02, batch.stop)
+            found = await asyncio.gather(*ends, return_exceptions=True)
+            errors = [error for error in found if isinstance(error, BaseException)]
+            if errors:
+                assert aborted and all(isinstance(error, ValueError | PeerLostError) for error in errors), errors
+                batch.stop()
+            else:
+                same(batch.job.target, batch.job.expected())
+            batch.stop() if aborted else batch.settled()
+
+    def fresh(number: int) -> Job:
+        match number % 3:
+            case 0:
+                return partial(4, (128, 128), "ab", "ab")
+            case 1:
+                return big(private=(True, True))
+        return rows(2, 2, (512, 512), Shard(1), "aa", "bb")
+
+    async with agents("ab") as at:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one(at, number) for number in range(1, 9)))
+        planes = [agent.plane for agent in at.values()]
+    assert [plane.budget.used - sum(desk.grown for desk in plane.desks._all) for plane in planes] == [0, 0]
 
 
 # ---- memory that is taken back ----------------------------------------------------------------
