@@ -114,7 +114,9 @@ def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict
 
         only = info.pop("only", None)
         tensors.clear()
-        tensors.update((k, v) for k, v in Checkpoint(Path(metas)).tensors().items() if only is None or k in only)
+        dtype = info.pop("dtype", None)
+        found = Checkpoint(Path(metas)).tensors()
+        tensors.update((k, v if dtype is None else v.to(dtype)) for k, v in found.items() if only is None or k in only)
         told = EthaTrainerInitInfo(rank=0, world_size=1, pause=None, **{"pair": "weights", **info})
         while trainers:
             trainers.pop().shutdown()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm.checkpoints import FAMILIES
 from tests.vllm.replicas import Replica, different, reference
@@ -25,3 +26,16 @@ def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, l
             live.send(versions[number])
             wrong = different(live.logits(), fresh[number])
             assert wrong is None, f"{family}, version {number}: {wrong}"
+
+
+def test_a_tensor_that_one_worker_copies_and_the_other_computes_with(
+    checkpoints: Checkpoints, env: Env, logs: Path
+) -> None:
+    """GPT-OSS on two workers, whose second sets a bias to zero; the trainer's float32 is not what the first keeps."""
+    model = checkpoints("gpt-oss", 1)
+    fresh = reference(model, env, logs / "fresh.log", workers=2)
+    with Replica(model, env, logs / "live.log", workers=2, dummy=True) as live:
+        live.join(model, dtype=torch.float32)
+        live.send(model)
+        wrong = different(live.logits(), fresh)
+        assert wrong is None, wrong

@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # of others' packages
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from etha.integrations.vllm.received import Received
+    from etha.integrations.vllm.received import Received, widest
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, Tensor]]
@@ -291,3 +291,32 @@ def test_a_quantized_module_is_refused() -> None:
     model.up.quant_method = Fp8LinearMethod(True)
     with pytest.raises(ConfigError, match=r"the engine is quantized .*'up' first, by Fp8LinearMethod"):
         received(model.first({}), random(up=(6, 8)))
+
+
+def test_workers_receive_at_the_dtype_that_holds_what_each_of_them_wants() -> None:
+    """As GPT-OSS's bias: the first worker copies it, the others compute with it, and a pair has one dtype for it."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if model.first_rank:
+            model.bias_of.copy_(tensor)
+        else:
+            model.bias_of.copy_(tensor * 0)
+
+    def make(first_rank: bool) -> Model:
+        return Model(
+            load,
+            bias_of=nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False),
+            first_rank=first_rank,
+        )
+
+    told: list[dict[str, torch.dtype]] = []
+    new = random(bias=(4,))
+    for first_rank in (True, False):
+        received(make(first_rank).first(new), new, agree=lambda mine: told.append(mine) or mine)
+    assert [dtypes["bias"] for dtypes in told] == [torch.bfloat16, torch.float32]
+    for first_rank in (True, False):
+        live = make(first_rank).first(new)
+        into = received(live, new, agree=lambda _: widest(told))
+        assert into.tensors["bias"].dtype is torch.float32
+        bring(into, new)
+        assert torch.equal(live.bias_of, new["bias"].bfloat16() * first_rank)

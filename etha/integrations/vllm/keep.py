@@ -111,6 +111,9 @@ class _Tensor:
         region = self.region
         if region is None:  # nobody wants it; what has no dims cannot be left out in part
             region = ((),) * len(self.meta.shape)
+        why = self.why
+        if why is None and not self.plain and self.meta.shape and region == whole(self.meta.shape):
+            why = "its loader computes with all of it"
         alone = self.plain and not any(copy.param in worked for copy in self.copies)
         copies = tuple(self.copies) if alone and self.copies else None
         dtype = self.meta.dtype
@@ -119,7 +122,7 @@ class _Tensor:
             # A copy_ converts; where Etha would, too, it does so on the way and fewer bytes are received.
             if dtype.is_floating_point and into.is_floating_point and into.itemsize <= dtype.itemsize:
                 dtype = into
-        return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=self.why)
+        return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=why)
 
 
 def lossy(source: torch.dtype, target: torch.dtype) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,28 @@ from etha.integrations.vllm.loading import Reload, cast_refused, record
 from etha.integrations.vllm.quantized import refuse_quantized
 from etha.integrations.vllm.standin import StandIn
 from etha.integrations.vllm.trace import Trace
+
+Dtypes = dict[str, torch.dtype]
+#: Of this worker's dtypes by checkpoint name, those that all workers of the engine receive in.
+Agree = Callable[[Dtypes], Dtypes]
+
+
+def agreed(kept: Mapping[str, Kept], agree: Agree) -> dict[str, Kept]:
+    """``kept`` at the dtypes that all workers have, which are one for each tensor.
+
+    A worker whose loaders only copy a tensor can receive it at its parameter's dtype, one that computes with it cannot.
+    """
+    dtypes = agree({name: item.dtype for name, item in kept.items() if not nothing(item)})
+    return {name: replace(item, dtype=dtypes.get(name, item.dtype)) for name, item in kept.items()}
+
+
+def widest(of_workers: Iterable[Dtypes]) -> Dtypes:
+    """Of each tensor, a dtype that holds what every worker wants of it."""
+    found: Dtypes = {}
+    for dtypes in of_workers:
+        for name, dtype in dtypes.items():
+            found[name] = torch.promote_types(found.get(name, dtype), dtype)
+    return found
 
 
 @dataclass(slots=True)
@@ -78,6 +100,7 @@ class Received:
         *,
         direct: bool,
         atomic: bool,
+        agree: Agree = lambda dtypes: dtypes,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         refuse_quantized(model, model_config)
@@ -91,7 +114,7 @@ class Received:
             )
         for cast in recorded.casts:
             raise ConfigError(cast_refused(*cast))
-        self.kept = recorded.kept
+        self.kept = agreed(recorded.kept, agree)
         self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._live = live_views(model, self.kept) if direct else {}
         self._written = {} if atomic else self._live

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,7 +32,7 @@ from etha.client.sync_handle import BatchHandle
 from etha.errors import ConfigError, TransferAbortedError
 from etha.integrations.vllm.keep import Meta
 from etha.integrations.vllm.plugin import unsupported
-from etha.integrations.vllm.received import Received
+from etha.integrations.vllm.received import Dtypes, Received, widest
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = init_logger("vllm.etha")
@@ -78,6 +79,39 @@ class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
     """Nothing needs to be said of a version but that it shall not come: ``cancel`` ends the update with an error."""
 
     cancel: bool = False
+
+
+class _Together:
+    """The workers of an engine agree on dtypes in the middle of what each does for itself, and all fail if one does.
+
+    The others would wait for it, here or when tensors are registered, until their deadline.
+    """
+
+    def __enter__(self) -> _Together:
+        self._agreed = self._failed = False
+        return self
+
+    def agree(self, mine: Dtypes) -> Dtypes:
+        """The widest dtype of each tensor; ConfigError with the error of a worker that failed."""
+        self._agreed = True
+        return widest(self._gather(mine))
+
+    def _gather(self, mine: Dtypes | str) -> list[Dtypes]:
+        """What all workers say; a text is an error, and raised where it is another worker's."""
+        group = get_world_group()
+        found: list[Any] = [mine]
+        if group.world_size > 1:
+            found = [None] * group.world_size
+            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+        errors = [(rank, said) for rank, said in enumerate(found) if isinstance(said, str)]
+        self._failed = bool(errors)
+        if errors and not isinstance(mine, str):
+            raise ConfigError("worker {} of the engine: {}".format(*errors[0]))
+        return found
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._failed:
+            self._gather({} if error is None else str(error))
 
 
 class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, EthaWeightTransferUpdateInfo]):
@@ -128,10 +162,11 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             self._batch = None
         if self._received is None or self._known != known:
             self._received = None  # there is never a second shadow beside it
-            with set_current_vllm_config(self.vllm_config):
+            with set_current_vllm_config(self.vllm_config), _Together() as together:
                 self._received = Received(
-                    self.model, self.model_config, metas, self.device, direct=init_info.direct, atomic=init_info.atomic
-                )
+                    self.model, self.model_config, metas, self.device,
+                    direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
+                )  # fmt: skip
             self._known = known
         received = self._received
         self._batch = client.register_tensors(
