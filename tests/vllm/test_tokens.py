@@ -90,6 +90,25 @@ def check_second_trainer(server: Server, model: Path, fresh: Fresh, env: Env, lo
         trainer.end()
 
 
+def test_stages_of_a_pipeline(checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path) -> None:
+    """Each rank of the trainer has a layer; what it knows of the others it learns from them, or from its source."""
+    models = [checkpoints("qwen3", seed) for seed in (0, 1)]
+    server = Server(models[0], 1, env, logs / "server.log")
+    try:
+        server.wait()
+        for number, stages in enumerate(("held", "iterated")):
+            trainer = Trainer((2,), models[0], server.url, env, logs, stages=stages)
+            try:
+                trainer.join()
+                for model in (models[number], models[1 - number]):
+                    trainer.send(model)
+                    assert server.answers() == fresh(model, 1)[0], stages
+            finally:
+                trainer.end()
+    finally:
+        server.kill()
+
+
 @pytest.mark.parametrize(("kind", "atomic"), [("llama", True), ("moe", False)])
 def test_other_models(kind: str, atomic: bool, checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path) -> None:
     """Two workers; what can be is written in place, after all have it, or at once. The trainer is there first."""

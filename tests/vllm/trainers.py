@@ -63,7 +63,8 @@ def _train(
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
 
     torch.set_num_threads(1)
-    model = _model(path, shape, rank, meeting)
+    stages = info.pop("stages", None)
+    model = None if stages else _model(path, shape, rank, meeting)
     world = torch.Size(shape).numel()
     engines: list[Any] = []
 
@@ -71,7 +72,9 @@ def _train(
         if what == "join":
             extra = {name: torch.ones(1, 8) for name in arguments}
             plain = {**Checkpoint(Path(path)).tensors(), **extra}
-            source = EthaSource(plain) if model is None else ModuleSource(model)
+            source: Any = EthaSource(plain) if model is None else ModuleSource(model)
+            if stages:
+                source = _stage(stages, plain, rank, torch.Size(shape).numel(), meeting)
             told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
             client = HTTPVLLMWeightSyncClient(url)
             engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))
@@ -82,7 +85,8 @@ def _train(
         if what == "send, and say when it waits":
             _say_when_it_waits(engine, pipe)
         path_of_version, version = arguments
-        _take(dict(engine._weights.tensors()), Checkpoint(Path(path_of_version)))
+        tensors = engine.source.weights if stages == "iterated" else engine._weights.tensors()
+        _take(dict(tensors), Checkpoint(Path(path_of_version)))
         forget_peak()
         before = memory("VmRSS")
         result = engine.send_weights(version)
@@ -93,6 +97,42 @@ def _train(
     finally:
         for engine in engines:
             engine.shutdown()
+
+
+def _stage(stages: str, plain: dict[str, torch.Tensor], rank: int, world: int, meeting: str) -> Any:
+    """The source of one stage of a pipeline, a layer each; "iterated": of a class of the user's own.
+
+    The last stage has the embeddings, too, where the head is tied to them.
+    """
+    from etha.integrations.vllm import EthaSource
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    mine = {}
+    for name, tensor in plain.items():
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        if layer == rank or (layer is None and ("embed" in name or rank == world - 1)):
+            mine[name] = tensor.float()
+    return EthaSource(mine) if stages == "held" else _own(plain, mine)
+
+
+def _own(plain: dict[str, torch.Tensor], mine: dict[str, torch.Tensor]) -> Any:
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class Own(WeightSource):
+        """Knows the whole model, holds a part of it, and gives a new tensor of each every time."""
+
+        weights = mine
+
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(name, torch.float32, tuple(tensor.shape)) for name, tensor in plain.items()]
+
+        def held_names(self) -> set[str]:
+            return set(mine)
+
+        def __iter__(self) -> Any:
+            return ((name, mine[name].clone() if name in mine else None) for name in plain)
+
+    return Own()
 
 
 def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str) -> nn.Module | None:
@@ -125,6 +165,8 @@ def _take(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for name, value in checkpoint.tensors().items():
+        if name not in tensors:
+            continue  # another stage's
         mine = tensors[name]
         if isinstance(mine, DTensor):
             value = distribute_tensor(value.to(mine.dtype), mine.device_mesh, mine.placements, src_data_rank=None)

@@ -15,8 +15,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Replicate
 from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
@@ -30,7 +33,7 @@ from etha.client.results import Pair
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, EthaError, PeerLostError, TransferError
 from etha.integrations.vllm.control import Control, Pause, told, unreachable
-from etha.integrations.vllm.source import EthaSource
+from etha.integrations.vllm.source import EthaSource, merged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,6 +89,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         )
         self._membership: Membership | None = Membership(self)
         self._pair: Pair | None = None
+        self._metas: list[ParamMeta] = []
+        self._spread = False
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
 
@@ -99,6 +104,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         """
         engine = cls(init_info, client=client, source=source)
         try:
+            engine._announce()
             engine._run(engine._form())
         except BaseException:
             engine.shutdown()
@@ -113,6 +119,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         subclasses: the engine answers with what it had; call again for the next version. On rank 0 the engine is
         live with it when this returns.
         """
+        self._weights.refresh()
         return self._run(self._send(version))
 
     def shutdown(self) -> None:
@@ -123,6 +130,26 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 left.portal.call(self._bus.close())
             finally:
                 left.leave()
+
+    def _announce(self) -> None:
+        """Learn what all ranks hold: a collective of torch.distributed where the trainer is its world.
+
+        Elsewhere each rank's source must know the whole model.
+        """
+        self._weights.refresh()
+        mine = self._weights.metadata()
+        held = [list(self._weights.tensors())]
+        self._metas = mine
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() == self._place().world_size > 1:
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, (mine, held[0]))
+            self._metas = merged([metas for metas, _ in told])
+            held = [names for _, names in told]
+        self._spread = any(set(names) != {meta.name for meta in self._metas} for names in held)
+
+    def _place(self) -> Place:
+        info = self._info
+        return Place.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._membership is None:
@@ -142,15 +169,19 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _join(self) -> Pair:
         info = self._info
-        world = Place.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env()).world_size
+        place = self._place()
+        # Of plain tensors every rank has all, or each has some: then each is a replica by itself.
+        mesh: Any = (place.world_size,)
+        if self._spread:
+            mesh = torch.tensor([info.rank if place.ranks is None else dist.get_rank()])
         pair = await self._bus.init_pair(
-            info.pair, info.local_name, info.remote_name, world, (world,), [Replicate()], rank=info.rank
+            info.pair, info.local_name, info.remote_name, place.world_size, mesh, [Replicate()], rank=info.rank
         )
         await self._bus.register_tensors(info.batch, self._weights.tensors(), pair_name=info.pair, direction="send")
         return pair
 
     async def _engine_joins(self) -> None:
-        info, metas = self._info, self._weights.metadata()
+        info, metas = self._info, self._metas
         plan: dict[str, Any] = {
             "pair": info.pair,
             "local_name": info.remote_name,
