@@ -96,6 +96,13 @@ class _Tensor:
             return
         self.copies.append(Copy(trace, param, int(into.storage_offset()), tuple(into.shape), into.stride()))
 
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        param = self.params.get(into.untyped_storage()._cdata)
+        if param is not None:
+            self.filled[param] += into.numel()
+        if lossy(value.dtype, into.dtype):
+            self.casts.add((param or "(none)", value.dtype, into.dtype))
+
     def change(self) -> torch.Tensor:
         self.plain = False
         self.why = "its loader writes into it"

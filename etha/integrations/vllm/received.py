@@ -17,7 +17,7 @@ from etha.integrations.vllm.keep import Kept, Meta, nothing
 from etha.integrations.vllm.loading import Reload, cast_refused, record
 from etha.integrations.vllm.quantized import refuse_quantized
 from etha.integrations.vllm.standin import StandIn
-from etha.integrations.vllm.trace import Trace
+from etha.integrations.vllm.trace import Trace, whole
 
 Dtypes = dict[str, torch.dtype]
 #: Of this worker's dtypes by checkpoint name, those that all workers of the engine receive in.
@@ -50,6 +50,8 @@ class _Replay:
     changed: torch.Tensor | None = None
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        if self.changed is not None and trace is not None:
+            return Cut(self.changed, whole(self.changed.shape)).read(trace)
         if self.changed is not None:
             return self.changed.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
         if trace is None:  # such a read keeps the whole tensor
@@ -60,6 +62,9 @@ class _Replay:
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
         into.copy_(self.read(trace, seen))
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        into.copy_(value)
 
     def change(self) -> torch.Tensor:
         if self.changed is None:
@@ -79,6 +84,9 @@ class _Rehearsal:
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
         self.replay.read(trace, seen).expand(into.shape)
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        value.expand(into.shape)
 
     def change(self) -> torch.Tensor:
         return torch.empty_like(self.replay.change(), device=self.device)

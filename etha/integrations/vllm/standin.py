@@ -8,12 +8,14 @@ with, an empty one while recording, the received bytes in a replay. Nothing is w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
-from etha.integrations.vllm.trace import Trace
+from etha.integrations.vllm.cut import Cut
+from etha.integrations.vllm.trace import Trace, whole
 
 aten: Any = torch.ops.aten
 
@@ -27,6 +29,10 @@ class Tap(Protocol):
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
         """``into.copy_`` of the view."""
+        ...
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        """``into.copy_`` of what was read before."""
         ...
 
     def change(self) -> torch.Tensor:
@@ -77,6 +83,13 @@ class StandIn(torch.Tensor):
                 # The same bits as other numbers: their places are not those of the tensor's elements.
                 return func(source._read(), *args[1:], **kwargs)
             return tree_map(lambda t: cls(t, source._whole, source.device, source._tap), seen)
+        if func is aten._unsafe_view.default:  # of what nobody else has: the copy that a reshape makes
+            source = args[0]
+            return cls(aten.view(source._seen, *args[1:]), source._whole, source.device, source._tap)
+        if func is aten.clone.default:
+            seen = func(args[0]._seen, *args[1:], **kwargs)
+            if seen.is_contiguous():
+                return cls(seen, tuple(seen.shape), args[0].device, _Clone(args[0]))
         if func is aten.copy_.default and not isinstance(args[0], cls):
             args[1]._tap.copy(args[0], args[1]._trace(), args[1]._seen)
             return args[0]
@@ -99,6 +112,52 @@ class StandIn(torch.Tensor):
 
     def _read(self) -> torch.Tensor:
         return self._tap.read(self._trace(), self._seen)
+
+
+class _Clone:
+    """The tap of a copy that is not made: reads of it are reads of the tensor that it was made of.
+
+    A loader that puts rows in another order (permute, then reshape) keeps but its part of them afterwards.
+    """
+
+    def __init__(self, source: StandIn) -> None:
+        self._source = source
+        self._changed: torch.Tensor | None = None
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        through = self._through(trace)
+        if through is not None:
+            return self._source._tap.read(through, seen)
+        made = self._source._read().contiguous() if self._changed is None else self._changed
+        if trace is None:
+            return made.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
+        return Cut(made, whole(made.shape)).read(trace)  # ``seen`` may be a view of a copy of this one
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        through = self._through(trace)
+        if through is not None:
+            self._source._tap.copy(into, through, seen)
+        else:
+            self.put(into, self.read(trace, seen))
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        self._source._tap.put(into, value)
+
+    def change(self) -> torch.Tensor:
+        if self._changed is None:
+            self._changed = self._source._read().clone(memory_format=torch.contiguous_format)
+        return self._changed
+
+    def _through(self, trace: Trace | None) -> Trace | None:
+        """A view of the copy as one of the tensor that it was made of; None where it is none, or the copy changed."""
+        if trace is None or self._changed is not None:
+            return None
+        seen = self._source._seen
+        offset = int(seen.storage_offset())
+        offset += sum(at * stride for at, stride in zip(trace.start, seen.stride(), strict=True))
+        strides = [0 if dim < 0 else step * seen.stride(dim) for dim, step in trace.walks]
+        through = Trace.of(self._source._whole, offset, trace.counts, strides)
+        return None if through is None else replace(through, sizes=trace.sizes)
 
 
 def _same_kind(tensor: StandIn, kwargs: dict[str, Any]) -> bool:

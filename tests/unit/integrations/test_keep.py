@@ -178,3 +178,26 @@ def test_a_copy_that_does_not_fit_is_refused_as_it_is_in_a_real_load() -> None:
     refused = Recording({"p": param}, CPU).of([weight()], load).refused["w"]
     assert "(8, 6)" in refused
     assert "(7, 6)" in refused
+
+
+def test_rows_that_a_loader_puts_in_another_order_are_kept_in_part() -> None:
+    """Bloom's fused qkv: heads of (q, k, v) in the checkpoint, all q before all k in the engine; a worker has half."""
+    heads, size, columns = 4, 3, 5
+    fused = torch.empty(heads * 3 * size // 2, columns, dtype=torch.bfloat16, device="meta")
+
+    def load(weights: Weights) -> None:
+        for _, tensor in weights:
+            rows = tensor.view(heads, 3, size, columns).transpose(0, 1).reshape(tensor.shape)
+            for part in range(3):
+                mine = rows.narrow(0, part * heads * size, heads * size).narrow(0, heads * size // 2, heads * size // 2)
+                fused.data.narrow(0, part * heads * size // 2, heads * size // 2).copy_(mine)
+
+    kept = record(load, {"qkv": fused}, weight("qkv", (heads * 3 * size, columns)))["qkv"]
+    assert kept.region == (((18, 36),), ((0, 5),)), "the rows of its two heads, as they lie in the checkpoint"
+    assert (kept.dtype, kept.why) == (torch.bfloat16, None)
+
+
+def test_what_a_loader_computes_with_is_told_of_as_whole() -> None:
+    param = torch.empty(8, 6, device="meta")
+    kept = record(lambda weights: [param.copy_(tensor * 2) for _, tensor in weights], {"p": param}, weight())["w"]
+    assert kept.why == "its loader computes with all of it"
