@@ -226,14 +226,35 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         if not self.is_sender:
             return await self._bus.transfer(self._info.batch, "send", version=version)
         try:
-            result = await self._bring_in(version)
+            async with self._documented(version):
+                result = await self._bring_in(version)
         except BaseException:
             if not self._torn:
                 with suppress(Exception):  # what failed first is what is told
                     await asyncio.to_thread(self._control.resume)
             raise
-        await asyncio.to_thread(self._control.resume)
+        async with self._documented(version):
+            await asyncio.to_thread(self._control.resume)
         return result
+
+    @asynccontextmanager
+    async def _documented(self, version: int | str | None) -> AsyncIterator[None]:
+        """Errors of the client as ours: an engine that nobody answers for has died, one that answers has refused."""
+        import requests
+
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, EthaError):
+                raise
+            pair, which = self._info.pair, "the version" if version is None else f"version {version}"
+            if unreachable(error):
+                await self._engine_left(_NEWS)
+                text = f"pair {pair!r}: the engine has left while {which} was brought in: {error}"
+                raise PeerLostError(text, reason="died", outcome="unknown") from error
+            if isinstance(error, requests.RequestException):
+                raise TransferError(f"pair {pair!r}: the engine did not bring in {which}: {error}") from error
+            raise
 
     async def _bring_in(self, version: int | str | None) -> TransferResult:
         live = self._info.direct and not self._info.atomic  # bytes go into the live parameters
@@ -273,7 +294,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 text = f"pair {self._info.pair!r}: the engine has left"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from None
             if unreachable(error):
-                raise
+                text = f"pair {self._info.pair!r}: nobody answers for the engine: {error}"
+                raise PeerLostError(text, reason="died", outcome="withdrawn") from error
             # An update that a trainer before this one began and never ended.
             await self._cancel()
             await asyncio.to_thread(told, self.client.start_weight_update)

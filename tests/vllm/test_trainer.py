@@ -1,0 +1,88 @@
+"""Rank 0's errors: what the client raises of an engine that has died or refuses is told as the documented errors."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+
+pytest.importorskip("vllm")
+with warnings.catch_warnings():  # of others' packages
+    warnings.simplefilter("ignore")
+    from etha.integrations.vllm.trainer import EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
+
+from etha.errors import PeerLostError, TransferError
+from etha.integrations.vllm.control import Control
+
+CALLS = ("start_weight_update", "pause_generation", "update_weights", "finish_weight_update", "resume_generation")
+
+
+class Client:
+    """An engine that answers until the call ``at``."""
+
+    def __init__(self, at: str, error: Exception) -> None:
+        self.made: list[str] = []
+        self._at, self._error = at, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(name)
+
+        def call(*_: Any, **__: Any) -> None:
+            self.made.append(name)
+            if self._at in self.made:
+                raise self._error
+
+        return call
+
+
+class Bus:
+    async def transfer(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(seq=1, version=None)
+
+
+def send(client: Client) -> None:
+    """One version, by rank 0 of a trainer whose pair has heard that the engine's workers have died."""
+
+    async def round_() -> None:
+        engine: Any = object.__new__(EthaTrainerWeightTransferEngine)
+        engine._info, engine.client, engine.is_sender = EthaTrainerInitInfo(rank=0), client, True
+        engine._control, engine._bus, engine._torn = Control(client, "wait"), Bus(), False
+        engine._pair = SimpleNamespace(lost=Lost())
+        await engine._round("seven")
+
+    asyncio.run(round_())
+
+
+class Lost:
+    """A pair's ``lost``, of one that is."""
+
+    def is_set(self) -> bool:
+        return True
+
+    def __await__(self) -> Any:
+        return asyncio.sleep(0).__await__()
+
+
+@pytest.mark.parametrize("at", CALLS)
+def test_an_engine_that_dies_at_any_call_is_a_lost_peer(at: str) -> None:
+    client = Client(at, requests.ConnectionError("refused"))
+    with pytest.raises(PeerLostError) as told:
+        send(client)
+    assert told.value.reason == "died"
+    assert told.value.outcome == ("withdrawn" if at == "start_weight_update" else "unknown")
+
+
+@pytest.mark.parametrize("at", CALLS[1:])
+def test_an_engine_that_refuses_is_a_failed_transfer(at: str) -> None:
+    client = Client(at, requests.HTTPError("500: no"))
+    with pytest.raises(TransferError, match=r"version seven.*500: no") as told:
+        send(client)
+    assert type(told.value) is TransferError
+    paused_for_good = at == "finish_weight_update"
+    assert ("resume_generation" in client.made) is not paused_for_good
+    assert told.value.torn is paused_for_good
