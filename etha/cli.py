@@ -65,6 +65,9 @@ def main() -> None:
         for violation in getattr(error, "violations", ()):
             err.print(Text(str(violation), "red"))
         raise SystemExit(1) from None
+    except OSError as error:
+        err.print(Text(f"{error}", "red"))
+        raise SystemExit(1) from None
 
 
 def show_version(wanted: bool) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from etha.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+#: Names that a namespace cannot have: its directory lies in the runtime directory.
+RESERVED = frozenset({".", "..", "redis.sock", "redis.lock", "redis.start"})
 MAX_TENSOR_NAME = 500
 #: The agent of a GPU is called so, and its uuid.
 CUDA_AGENT = "cuda-"
@@ -47,6 +49,8 @@ def check_name(kind: str, name: str) -> str:
     """``name`` itself, or ConfigError: namespaces, sides, pairs and batches share one alphabet."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ConfigError(f"{kind} name {name!r} is not allowed: use 1 to 100 of A-Z a-z 0-9 . _ -")
+    if kind == "namespace" and name in RESERVED:
+        raise ConfigError(f"{kind} name {name!r} is not allowed: it is a directory beside the embedded Redis's files")
     return name
 
 
@@ -88,7 +92,10 @@ class Settings:
         elif env.get("XDG_RUNTIME_DIR"):
             runtime_dir = Path(env["XDG_RUNTIME_DIR"]) / "etha"
         else:
-            runtime_dir = Path(tempfile.gettempdir()) / f"etha-{os.getuid()}"
+            try:
+                runtime_dir = Path(tempfile.gettempdir()) / f"etha-{os.getuid()}"
+            except OSError as error:
+                raise ConfigError(f"{error.strerror}: set ETHA_RUNTIME_DIR or TMPDIR to a directory of yours") from None
         idle = env.get("ETHA_IDLE") or "60"
         try:
             seconds = float(idle)
@@ -138,8 +145,14 @@ class Settings:
     def ensure_runtime_dir(self) -> Path:
         """Create the runtime directory and the namespace's, mode 0700, and check that they are ours."""
         for path in (self.runtime_dir, self.runtime_dir / self.namespace):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = path.lstat()
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                info = path.lstat()
+            except OSError as error:  # a file in its way, no right to write there, a file system that is full
+                raise ConfigError(
+                    f"the directory {path} for sockets and locks cannot be made: {error.strerror}; "
+                    f"set ETHA_RUNTIME_DIR to a directory of yours"
+                ) from None
             if info.st_uid != os.getuid() or info.st_mode & 0o077 or not path.is_dir():
                 raise ConfigError(
                     f"{path} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:o}; "

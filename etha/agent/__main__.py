@@ -22,7 +22,7 @@ from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
 from etha.cuda.driver import DeviceError, driver
-from etha.errors import AgentLostError, ConfigError, EthaError
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.reach import ReachError
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
@@ -134,6 +134,9 @@ def _cause(raised: Exception) -> EthaError:
     for error in leaves:
         if isinstance(error, DeviceError | ReachError):
             return ConfigError(f"the card of this agent: {error}")
+    for error in leaves:
+        if isinstance(error, OSError):  # no bug, but of this machine: a right, a full disk, descriptors
+            return AgentUnavailableError(f"the agent cannot run: {error}")
     log.error("the agent failed", exc_info=raised)
     return EthaError(f"the agent failed, a bug of Etha: {leaves[0]!r}")
 

@@ -258,6 +258,7 @@ class Agent:
                 f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "
                 f"or `etha stop --device {self.device}`, and try again"
             )
+        differs = ". ".join(filter(None, [differs, self.links.hub.warning]))
         if peer.pid <= 0:
             raise ConfigError(
                 f"this process runs in a PID namespace that the agent of {self.device} on host "

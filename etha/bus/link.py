@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from etha.bus.calls import Answer, Call
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
@@ -69,7 +71,10 @@ class AgentLink:
         Raises AgentUnavailableError when nobody listens there or the agent does not answer in time, and
         whatever the agent refuses ``hello`` with (ConfigError, ProtocolError).
         """
-        link = cls(path, on_push)
+        try:
+            link = cls(path, on_push)
+        except (zmq.ZMQError, OSError) as error:  # out of descriptors or memory
+            raise AgentUnavailableError(f"this process cannot connect to the agent at {path}: {error}") from error
         try:
             async with asyncio.timeout(timeout if timeout < _FOREVER else None):
                 await link._open(hello)

@@ -107,19 +107,29 @@ def check_whole(what: str, value: Any) -> int:
 
 def check_shape(what: str, value: Any) -> tuple[int, ...]:
     """A shape: a sequence of whole numbers, 0 or more, of which the product fits 63 bits."""
+    sizes = check_sizes(what, value)
+    if why := impossible(sizes):
+        raise ConfigError(f"{what}: {why}")
+    return sizes
+
+
+def check_sizes(what: str, value: Any) -> tuple[int, ...]:
+    """A sequence of whole numbers, which need not be a possible shape."""
     if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
         raise ConfigError(f"{what}={shown(value)} must be a shape, such as (4, 8)")
     try:
         entries = list(value)
     except TypeError:  # a tensor of no dims
         raise ConfigError(f"{what}={shown(value)} must be a shape, such as (4, 8)") from None
-    sizes = tuple(check_whole(f"{what}: size {dim}", size) for dim, size in enumerate(entries))
+    return tuple(check_whole(f"{what}: size {dim}", size) for dim, size in enumerate(entries))
+
+
+def impossible(sizes: tuple[int, ...]) -> str:
+    """Why no tensor has these sizes; "" where one may."""
     for dim, size in enumerate(sizes):
         if not 0 <= size <= MOST_SIZE:
-            raise ConfigError(f"{what}: size {dim} is {shown(size)}, not from 0 to {MOST_SIZE}")
-    if math.prod(sizes) > MOST_SIZE:
-        raise ConfigError(f"{what}: {shown(sizes)} has more elements than fit 63 bits")
-    return sizes
+            return f"size {dim} is {shown(size)}, not from 0 to {MOST_SIZE}"
+    return f"{shown(sizes)} has more elements than fit 63 bits" if math.prod(sizes) > MOST_SIZE else ""
 
 
 def check_mapping(what: str, value: Any, example: str) -> None:

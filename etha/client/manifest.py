@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
-from etha.client.arguments import check_each, check_mapping, check_placements, check_shape, shown
+from etha.client.arguments import check_each, check_mapping, check_placements, check_sizes, impossible, shown
 from etha.client.homes import Home
 from etha.client.inspect import (
     Region,
@@ -140,7 +140,8 @@ def build_manifest(
     check_each("placements", placements, check_placements)
     check_mapping("shapes", shapes, "{'w': (4, 8)}")
     check_mapping("regions", regions, "{'w': [[(0, 2)], [(0, 8)]]}")
-    sizes = {name: check_shape(f"shapes[{shown(name)}]", shape) for name, shape in (shapes or {}).items()}
+    sizes = {name: check_sizes(f"shapes[{shown(name)}]", shape) for name, shape in (shapes or {}).items()}
+    nowhere = {name: f"shapes[{shown(name)}]: {why}" for name, shape in sizes.items() if (why := impossible(shape))}
     form, named = _entries(tensors, pair_name)
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
@@ -150,14 +151,16 @@ def build_manifest(
     if strangers := sorted((regions or {}).keys() - {name for name, _, _ in named}):
         raise ConfigError(f"regions={{{strangers[0]!r}: ...}} is of no tensor that this rank registers")
     items: list[Item] = []
-    refusals: list[Refusal] = []
+    refusals = [
+        Refusal(code="shape_mismatch", name=name, text=text, target_only=False) for name, text in nowhere.items()
+    ]
     unsharded = unsharded_parameters()
     layouts: dict[Any, Layout] = {}
     for name, tensor, pair in named:
         check_tensor_name(name)
         found = list(refusals_of(name, tensor, home, unsharded))
         refusals += found
-        if any(not refusal.target_only for refusal in found):
+        if name in nowhere or any(not refusal.target_only for refusal in found):
             continue
         defaults = pairs[pair]
         shape: tuple[int, ...] | None

@@ -103,6 +103,11 @@ class Hub:
         return self._ports.data_address
 
     @property
+    def warning(self) -> str:
+        """What may be wrong with these addresses; or nothing."""
+        return self._ports.warning
+
+    @property
     def data(self) -> socket.socket:
         """The listening, non-blocking socket of ``data_address``; the hub closes it."""
         return self._ports.data

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import socket
 from dataclasses import dataclass
 
 from etha.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 512
 #: Free ports tried until the next one is free as well.
@@ -71,6 +74,8 @@ class Ports:
     port: int
     links: socket.socket
     data: socket.socket
+    #: What may be wrong with the address that was asked for; or nothing.
+    warning: str = ""
 
     @classmethod
     def bind(cls, listen: str | None = None, *, advertised: bool = False) -> Ports:
@@ -104,7 +109,10 @@ class Ports:
                     text = f"cannot listen on {format_address(host, taken + 1)}, where data arrives: {error}"
                     raise ConfigError(text) from error
                 continue
-            return cls(host=host, port=taken, links=links, data=data)
+            warning = "" if advertised else _loopback(name, host)
+            if warning:
+                log.warning("%s", warning)
+            return cls(host=host, port=taken, links=links, data=data, warning=warning)
         raise ConfigError(f"no two free ports in a row on {host} in {ATTEMPTS} attempts: name one by ETHA_LISTEN")
 
     @property
@@ -130,6 +138,21 @@ class Ports:
         for listener in (self.links, self.data):
             with contextlib.suppress(OSError):
                 listener.close()
+
+
+def _loopback(name: str, host: str) -> str:
+    """A warning where a host's name leads to its loopback, as Debian's /etc/hosts has it; "" where that was meant."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+        return ""
+    except ValueError:
+        pass
+    if name == "localhost" or not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        return ""
+    return (
+        f"ETHA_LISTEN names {name}, which is {host} on this host, its loopback: no other host can connect there. Give "
+        f"an address of this host's network (`etha doctor --redis URL` lists them)"
+    )
 
 
 def _listen(family: int, host: str, port: int, *, fixed: bool) -> socket.socket:

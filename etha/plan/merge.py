@@ -39,7 +39,12 @@ def merge_layouts(name: str, side: str, by_rank: Mapping[int, Layout]) -> tuple[
     for layout in layouts:
         for rank in described[layout]:
             if rank not in layout:
-                found.append(_layout(name, side, rank, f"rank {rank} is not in its own layout {layout}"))
+                text = (
+                    f"rank {rank} is not in its own layout {layout}. A mesh names all ranks of the side, not one "
+                    f"process's: write device_mesh=(N,) for N ranks. Meshes of torch are in ranks of its world: where "
+                    f"those differ from ranks of the side, write init_pair(..., ranks={{torch rank: rank of the side}})"
+                )
+                found.append(_layout(name, side, rank, text))
     for i, layout in enumerate(layouts):
         for other in layouts[i + 1 :]:
             shared = np.intersect1d(layout.ranks, other.ranks)

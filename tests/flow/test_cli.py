@@ -352,3 +352,12 @@ def test_status_of_a_pair_whose_sides_have_closed_in_order(served: Site, pair: s
             found = [one for one in watcher.status()["pairs"] if one["pair"] == pair]
             states = {one["state"] for one in found}
         assert all((one["state"], one["error"]) == ("closed", "") for one in found)
+
+
+@pytest.mark.parametrize("command", ["agent", "status", "stop"])
+def test_a_runtime_directory_that_cannot_be_is_one_line(tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", Path("/sys/etha")):
+        done = etha(command, ETHA_RUNTIME_DIR=str(path), ETHA_NAMESPACE="default")
+        assert done.returncode == 1 and "Traceback" not in done.stderr and "bug" not in done.stderr
+        assert str(path) in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Iterable
@@ -389,3 +390,23 @@ async def test_a_long_list_is_whole_in_violations(site: Site) -> None:
         error = answers["trainer", 0]
         assert "batch 'b'" in error.message and sides.pair in error.message
         assert "30 reasons" in error.message and "and 10 more, see .violations" in error.message
+
+
+@pytest.mark.parametrize("shape", [(-5,), (2**65,), (2**40, 2**40)], ids=str)
+async def test_a_shape_that_cannot_be_is_told_to_all_ranks(site: Site, pair: str, shape: tuple[int, ...]) -> None:
+    async with Sides(site, pair, trainer=2) as sides:
+        await sides.meet(trainer={"device_mesh": (2,)}, inference={"device_mesh": (1,)}, placements=[Replicate()])
+
+        async def register(member: tuple[str, int]) -> Any:
+            wrong = {"shapes": {"w": shape}} if member == ("trainer", 0) else {}
+            return await sides.clients[member].register_tensors(
+                "b", {"w": torch.zeros(5)}, pair_name=pair, timeout=60, **wrong
+            )
+
+        for error in await asyncio.gather(*(register(member) for member in sides.members), return_exceptions=True):
+            assert isinstance(error, RegistrationError), error
+            assert [(v.code, v.name, v.side, v.rank) for v in error.violations if "shapes['w']" in v.text] == [
+                ("shape_mismatch", "w", "trainer", 0)
+            ]
+        handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(5)}, {}))
+        assert len(handles) == 3
