@@ -70,10 +70,12 @@ proof: install
 fuzz: install
 	@$(PRIVATE) ETHA_FUZZ_MESSAGES=$${ETHA_FUZZ_MESSAGES:-1000000} $(BIN)/python -m pytest tests/fuzz $(PYTEST)
 
-# The table of docs/recovery.md, cell by cell: SIGKILL and SIGTERM five times, SIGSTOP twice; the suite has SIGKILL once.
+# The tables of docs/recovery.md, cell by cell: what clients do to themselves once, SIGKILL and SIGTERM five times, SIGSTOP
+# twice; the suite has half of the first and SIGKILL once.
 faults: install
-	@$(PRIVATE) for signals in "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" STOP STOP; do \
-		$(BIN)/python -m pytest tests/faults -k "$$signals" $(PYTEST) || exit 1; \
+	@$(PRIVATE) $(BIN)/python -m pytest tests/faults/test_clients.py $(PYTEST) || exit 1; \
+	for signals in "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" STOP STOP; do \
+		$(BIN)/python -m pytest tests/faults/test_matrix.py -k "$$signals" $(PYTEST) || exit 1; \
 	done
 
 # 2,100 transfers over three ways, atomic and not, some 315 of them disturbed: cancelled, out of time, a client or an

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from weakref import finalize
+from weakref import finalize, ref
 
 #: Seconds: later than any loop ends.
 _NEVER = 1e8
@@ -22,14 +22,15 @@ class LoopEnd:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
         anchor = _Anchor()
-        self._timer = loop.call_later(_NEVER, anchor.hold)
+        # Only the loop may hold the timer: whoever is held by ``function`` would keep it alive by this object.
+        self._timer = ref(loop.call_later(_NEVER, anchor.hold))
         self._finalizer = finalize(anchor, _end, os.getpid(), function)
         self._finalizer.atexit = False
 
     def cancel(self) -> None:
         """Forget it; idempotent. On the loop's thread while the loop runs."""
-        if self._finalizer.detach() is not None:
-            self._timer.cancel()
+        if self._finalizer.detach() is not None and (timer := self._timer()) is not None:
+            timer.cancel()
 
 
 class _Anchor:

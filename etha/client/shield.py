@@ -55,7 +55,7 @@ class Shield:
     def release(self, failed: BaseException | None = None) -> None:
         """Raise the cancellation that came meanwhile; else ``failed``, which is logged where both are."""
         if self.cancelled is not None:
-            if failed is not None:
+            if failed is not None and not isinstance(failed, asyncio.CancelledError):
                 log.error("failed after its call was cancelled", exc_info=failed)
             raise self.cancelled
         if failed is not None:

@@ -96,15 +96,15 @@ def expected_keys() -> set[tuple[str, str, str, str]]:
     return {key for way, names in VICTIMS.items() for key in itertools.product((way,), names, MOMENTS, SIGNALS)}
 
 
-def rows(text: str) -> Iterator[list[str]]:
-    """The rows of all tables that have our header."""
+def tables(text: str, header: tuple[str, ...]) -> Iterator[list[str]]:
+    """The rows of all tables that have this header."""
     inside = False
     for line in text.splitlines():
         if not line.startswith("|"):
             inside = False
             continue
         columns = [column.strip() for column in line.strip("|").split("|")]
-        if tuple(columns) == HEADER:
+        if tuple(columns) == header:
             inside = True
         elif inside and set(line) - set("|-: "):
             yield columns
@@ -113,7 +113,7 @@ def rows(text: str) -> Iterator[list[str]]:
 def parse(text: str) -> list[Cell]:
     """All cells; ValueError for a row that no test knows, and for a combination that is missing or named twice."""
     cells: dict[tuple[str, str, str, str], Cell] = {}
-    for columns in rows(text):
+    for columns in tables(text, HEADER):
         if len(columns) != len(HEADER):
             raise ValueError(f"{DOCUMENT.name}: {len(columns)} columns in {columns}")
         keys = itertools.product(*(_values(column) for column in columns[:4]))
