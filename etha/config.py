@@ -34,7 +34,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_AGENT": "address of a running agent, ipc:///run/user/1000/etha/default/cpu.sock",
     "ETHA_REDIS_URL": "Redis for rendezvous; default: the embedded server of this host",
     "ETHA_NAMESPACE": "nothing crosses namespaces; default: default",
-    "ETHA_RUNTIME_DIR": "where sockets and locks lie; default: $XDG_RUNTIME_DIR/etha",
+    "ETHA_RUNTIME_DIR": "where sockets and locks lie; default: $XDG_RUNTIME_DIR/etha, else /tmp/etha-UID ($TMPDIR)",
     "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
     "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",

@@ -1,4 +1,4 @@
-"""What every way of moving bytes offers: ``local`` and ``fake`` now; ``host``, ``tcp`` and ``nccl`` fit it.
+"""What every way of moving bytes offers: a lane's copies (``agent/pipeline.py``), ``tcp``, ``nccl``, ``fake`` in tests.
 
     open(peers) once per batch and epoch -> run(bucket) any number of times -> close()
 

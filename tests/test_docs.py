@@ -1,0 +1,115 @@
+"""What README, docs and docstrings name is there: files, tests, make targets, commands, variables, public names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from etha.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED = {".venv", ".venv-vllm", ".git", "build", "dist", "__pycache__"}
+
+
+@cache
+def tree() -> frozenset[str]:
+    """Every file of the repository, by its path from the root."""
+    found = set()
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and not SKIPPED & set(parts):
+            found.add("/".join(parts))
+    return frozenset(found)
+
+
+def pages() -> list[str]:
+    return sorted(name for name in tree() if name.endswith(".md") and not name.startswith("bench/results/"))
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def all_tests() -> str:
+    return "\n".join(text_of(name) for name in tree() if name.startswith("tests/") and name.endswith(".py"))
+
+
+def is_there(path: str) -> bool:
+    """Whether a file's path ends so; ``{a,b}`` and ``*`` as a shell reads them."""
+    pattern = re.escape(path).replace(r"\*", "[^/]*")
+    return any(re.search(rf"(^|/){pattern}$", name) for name in tree())
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", text_of(page))
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", [name for name in pages() if name != "CHANGELOG.md"])
+def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
+    text = text_of(page)
+    files = re.findall(r"`(?:[a-zA-Z0-9_.-]+ )*?((?:[\w.*-]+/)*[\w*-]+\.(?:py|md|lua|json|png|toml|txt))\b", text)
+    here = str(Path(page).parent)
+    assert sorted({name for name in files if not (is_there(name) or is_there(f"{here}/{name}"))} - NOT_HERE) == []
+    named = re.findall(r"`(?:[\w/]+\.py)?(?:::)?(test_\w+)(?!\.py)\b", text)
+    assert sorted({name for name in named if f"def {name}(" not in all_tests() and not is_there(f"{name}.py")}) == []
+    folders = re.findall(r"`(?:\w+ )?((?:etha|tests|bench|docs|examples)(?:/\w+)*)/`", text)
+    assert [name for name in folders if not (ROOT / name).is_dir()] == []
+
+
+#: Files that pages name and that are not here: a user's, written by a command, or unwanted.
+NOT_HERE = {
+    "utils.py",
+    "trainer.py",
+    "inference.py",
+    "SOURCE.json",
+    "TARGET.json",
+    "source.json",
+    "target.json",
+    "out.png",
+}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_targets_and_commands_that_a_page_names_are_there(page: str) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", text_of("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z][\w-]*)", text_of(page))) - targets == set()
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert set(re.findall(r"`etha ([a-z]+)", text_of(page))) - commands == set()
+
+
+@pytest.mark.parametrize("page", pages())
+def test_variables_that_a_page_names_are_read_somewhere(page: str) -> None:
+    read = "\n".join(text_of(name) for name in tree() if name.endswith((".py", "Makefile", "run")))
+    named = set(re.findall(r"\bETHA_[A-Z_]*[A-Z]\b", text_of(page)))
+    assert sorted(name for name in named if name not in read) == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_names_of_the_package_that_a_page_names_are_there(page: str) -> None:
+    wrong = []
+    for name in set(re.findall(r"`(etha(?:\.\w+)+)", text_of(page))) - {"etha.tensor_bus", "etha.comm"}:
+        module, found = "etha", importlib.import_module("etha")
+        for part in name.split(".")[1:]:
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                try:
+                    found = importlib.import_module(f"{module}.{part}")
+                except ImportError:
+                    wrong.append(name)
+                    break
+            module = f"{module}.{part}"
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name in tree() if name.startswith("etha/") and name.endswith(".py")))
+def test_files_that_a_module_names_are_there(name: str) -> None:
+    files = re.findall(r"(?<![\w/.*-])((?:docs|etha|tests|bench|examples)/[\w/-]+\.(?:py|md|lua))\b", text_of(name))
+    assert [path for path in files if not is_there(path)] == []
