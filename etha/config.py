@@ -38,6 +38,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
     "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",
+    "ETHA_ENCRYPT": "1: data connections between agents are encrypted (TLS 1.3); both sides need it; default: 0",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
     "ETHA_TAKEOVER": "1: a torchrun job takes over from a living launch of another run id; default: it is refused",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
@@ -62,6 +63,12 @@ def parse_bytes(what: str, text: str) -> int:
     return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
 
 
+def _flag(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r} is neither 0 nor 1")
+    return text == "1"
+
+
 def _host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -82,6 +89,7 @@ class Settings:
     idle: float
     staging: int = STAGING
     advertise: str | None = None
+    encrypt: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -109,6 +117,7 @@ class Settings:
             host_id=env.get("ETHA_HOST_ID") or _host_id(),
             listen=env.get("ETHA_LISTEN") or None,
             advertise=env.get("ETHA_ADVERTISE") or None,
+            encrypt=_flag("ETHA_ENCRYPT", env.get("ETHA_ENCRYPT") or "0"),
             launch_id=env.get("ETHA_LAUNCH_ID") or None,
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
@@ -125,6 +134,7 @@ class Settings:
         found = {
             "ETHA_LISTEN": self.listen,
             "ETHA_ADVERTISE": self.advertise,
+            "ETHA_ENCRYPT": "1" if self.encrypt else None,
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -134,6 +144,7 @@ class Settings:
         own = {
             "ETHA_LISTEN": self.listen or "no ETHA_LISTEN",
             "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
+            "ETHA_ENCRYPT": "1" if self.encrypt else "no ETHA_ENCRYPT",
             "ETHA_STAGING": str(self.staging),
         }
         return ", ".join(

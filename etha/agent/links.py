@@ -32,6 +32,7 @@ from etha.store.registry import Store
 from etha.transport.door import DataAddress
 from etha.transport.host import Claim, claim, prove
 from etha.transport.plane import DataPlane
+from etha.transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Links:
         store: Store,
         listen: str | None,
         advertise: str | None = None,
+        encrypt: bool = False,
         said: Callable[[str, Scope, Said], None],
         gone: Callable[[str, str], None],
         staging: int = STAGING,
@@ -73,6 +75,9 @@ class Links:
         if advertise is not None and listen is None:
             raise ConfigError(f"ETHA_ADVERTISE={advertise} says where others reach ETHA_LISTEN=HOST:PORT: set both")
         self._listen, self._said, self._gone = listen, said, gone
+        self._identity = Identity.fresh() if encrypt else None
+        #: Of the agents that were met, what their data ports show.
+        self._certificates: dict[str, bytes] = {}
         self._keys = Keys.fresh()
         self._tokens = Tokens()
         self._records: dict[str, AgentRecord] = {}
@@ -109,9 +114,11 @@ class Links:
                 admit=self._admit,
                 staging=self.staging,
                 memory=None if self.card is None else self.card.memory,
+                identity=self._identity,
             )
             stack.push_async_callback(self.plane.close)
-            self.nccl = None if self.card is None else self.card.nccl_plane(self.me, self.plane.budget)
+            # What NCCL sends cannot be encrypted, so an agent that encrypts has none: streams take its place.
+            self.nccl = None if self.card is None or self.encrypts else self.card.nccl_plane(self.me, self.plane.budget)
             if self.nccl is not None:
                 stack.push_async_callback(self.nccl.close)
             group = await stack.enter_async_context(asyncio.TaskGroup())
@@ -132,6 +139,11 @@ class Links:
     def address(self) -> str:
         """HOST:PORT of the links, as published."""
         return self.hub.address if self._advertised is None else self._advertised.address
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether data connections are encrypted; then no other is opened or let in."""
+        return self._identity is not None
 
     @property
     def published(self) -> dict[str, str]:
@@ -164,7 +176,13 @@ class Links:
                 await self._open_all(pair, others)
                 scope, mine = Scope(pair=pair, epoch=epoch), self._claim
                 for agent in others:
-                    meet = Meet(pid=mine.pid, started=mine.started, address=mine.address, token=mine.token)
+                    meet = Meet(
+                        pid=mine.pid,
+                        started=mine.started,
+                        address=mine.address,
+                        token=mine.token,
+                        certificate=b"" if self._identity is None else self._identity.fingerprint,
+                    )
                     self.hub.send(agent, scope, meet)
                 for agent, early in self._early.pop(key, {}).items():
                     self._meet(agent, scope, early)
@@ -199,6 +217,17 @@ class Links:
 
     def _meet(self, agent: str, scope: Scope, message: Meet) -> None:
         meeting = self._meetings.get((scope.pair, scope.epoch))
+        if bool(message.certificate) is not self.encrypts:
+            with_it, without = (self.me, agent) if self.encrypts else (agent, self.me)
+            error = ConfigError(
+                f"pair {scope.pair!r}: agent {with_it} encrypts data connections, agent {without} does not, and "
+                f"neither gives way: set ETHA_ENCRYPT=1 on both sides, or on none"
+            )
+            log.warning("%s", error.message)
+            if meeting is not None and not meeting.over.done():
+                meeting.over.set_exception(error)
+            return
+        self._certificates[agent] = message.certificate
         reads = self._reads(agent, message)
         (self.reads.add if reads else self.reads.discard)(agent)
         try:
@@ -239,10 +268,14 @@ class Links:
             raise ProtocolError(f"agent {agent} has no address in Redis")
         host, port = parse_address(self._reached(record)[1], most=65535)
 
+        fingerprint = self._certificates.get(agent) or None
+        if (fingerprint is not None) is not self.encrypts:
+            raise ProtocolError(f"agent {agent} has not told what its data port shows")
+
         async def tokens(count: int) -> Sequence[bytes]:
             return await self._ask(agent, scope, count)
 
-        return DataAddress(host=host, port=port, tokens=tokens)
+        return DataAddress(host=host, port=port, tokens=tokens, fingerprint=fingerprint)
 
     def _reached(self, record: AgentRecord) -> tuple[str, str]:
         """Where this agent reaches another: its links, and its data. What maps ports stands between hosts only."""

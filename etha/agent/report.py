@@ -37,6 +37,7 @@ def report(agent: Agent) -> dict[str, Any]:
             ],
             "running": agent.movers.rest.running,
             **agent.links.published,
+            "encrypted": agent.links.encrypts,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
             "links": _links(agent),
         },

@@ -90,6 +90,7 @@ class Agent:
             store=store,
             listen=settings.listen,
             advertise=settings.advertise,
+            encrypt=settings.encrypt,
             staging=settings.staging,
             said=lambda *said: self.batches.hear(*said),
             gone=self.lost,
@@ -253,6 +254,11 @@ class Agent:
             self.done.set()
         if self._draining:
             return replace(welcome, leaving=_LEAVING)
+        if "ETHA_ENCRYPT" in hello.wants and not self.settings.encrypt:
+            raise ConfigError(
+                f"ETHA_ENCRYPT=1 is set here, and the agent of {self.device} (process {os.getpid()}) runs without it: "
+                f"end its other workers, or `etha stop --device {self.device}`, and try again"
+            )
         if differs:
             differs = (
                 f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "

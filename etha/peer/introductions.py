@@ -26,12 +26,16 @@ MAX_SUMS = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meet:
-    """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``."""
+    """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``.
+
+    ``certificate``: SHA-256 of the one that its data port shows; b"": data connections are not encrypted.
+    """
 
     pid: int
     started: int
     address: int
     token: Annotated[bytes, Bounds(max=256)]
+    certificate: Annotated[bytes, Bounds(max=32)] = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

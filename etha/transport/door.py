@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from etha import limits
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.transport.base import StreamLost
+from etha.transport.tls import DESCRIPTORS, Identity, Secured
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,15 @@ Admit = Callable[[bytes], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAddress:
-    """How the data port of a peer is reached. ``tokens(n)`` asks it, over the link, for n fresh tokens."""
+    """How the data port of a peer is reached. ``tokens(n)`` asks it, over the link, for n fresh tokens.
+
+    ``fingerprint`` of its certificate, which the link told: connections to it are encrypted. None: they are not.
+    """
 
     host: str
     port: int
     tokens: Callable[[int], Awaitable[Sequence[bytes]]]
+    fingerprint: bytes | None = None
 
 
 class _Comer:
@@ -62,7 +67,9 @@ class Door:
         admit: Admit,
         entered: Callable[[socket.socket, str, bytes], None],
         patience: float = PATIENCE,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity
         self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
         self._patience = patience
         #: Who has shown no token yet, in the order in which they came.
@@ -114,6 +121,8 @@ class Door:
         conn, address = comer.conn, comer.address
         try:
             async with asyncio.timeout(self._patience):
+                if self._identity is not None:
+                    return await self._secured(comer, self._identity)
                 token = await read_exactly(conn, self._token_bytes, comer.speak)
                 agent = self._admit(token)
                 if agent is None:
@@ -128,6 +137,24 @@ class Door:
         except (OSError, EOFError, EthaError) as error:
             why = str(error) or "it ended before its token"
             self._strangers.warn("closed a data connection from %s: %s", address, why)
+
+    async def _secured(self, comer: _Comer, identity: Identity) -> None:
+        """As above, inside TLS."""
+        secured = await Secured.accepted(comer.conn, identity)
+        try:
+            comer.speak()
+            token = await secured.read_exactly(self._token_bytes)
+            agent = self._admit(token)
+            if agent is None:
+                self._strangers.warn("closed a data connection from %s: its token is not good", comer.address)
+                return secured.close()
+            opening = await secured.read_exactly(OPENING_BYTES)
+            await secured.send_all(_WELCOME)
+        except BaseException:
+            secured.close()
+            raise
+        self._entered(secured.inward(), agent, opening)
+        comer.let_in = True
 
 
 async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], None] = lambda: None) -> bytes:
@@ -144,7 +171,7 @@ async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], Non
 
 async def knock(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
     """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
-    if (short := limits.shortage(count)) is not None:
+    if (short := limits.shortage(count * (1 if address.fingerprint is None else DESCRIPTORS))) is not None:
         raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")
     tokens = await address.tokens(count)
     if len(tokens) != count:
@@ -178,9 +205,22 @@ async def _enter(address: DataAddress, words: bytes) -> socket.socket:
     try:
         async with asyncio.timeout(PATIENCE):
             await loop.sock_connect(conn, (address.host, address.port))
+            if address.fingerprint is not None:
+                return await _enter_secured(conn, address.fingerprint, words)
             await loop.sock_sendall(conn, words)
             await read_exactly(conn, len(_WELCOME))
     except BaseException:
         conn.close()
         raise
     return conn
+
+
+async def _enter_secured(conn: socket.socket, fingerprint: bytes, words: bytes) -> socket.socket:
+    secured = await Secured.opened(conn, fingerprint)
+    try:
+        await secured.send_all(words)
+        await secured.read_exactly(len(_WELCOME))
+    except BaseException:
+        secured.close()
+        raise
+    return secured.outward()

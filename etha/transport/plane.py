@@ -30,6 +30,7 @@ from etha.transport.outlets import Outlet
 from etha.transport.program import Member
 from etha.transport.segments import Op
 from etha.transport.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
+from etha.transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class DataPlane:
     """The data half of an agent. ``run()`` accepts streams; ``traffic`` counts per peer; close() in the end.
 
     ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who knock.
-    ``memory``: where staging lies, on a GPU's agent.
+    ``memory``: where staging lies, on a GPU's agent. ``identity``: connections are encrypted, and no other is let in.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class DataPlane:
         streams: int = STREAMS,
         desks: int | None = None,
         memory: StagingMemory | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.budget = Budget(staging)
         self.memory = StagingMemory() if memory is None else memory
         self.desks = Desks(self.budget, desks, self.memory)
         self.streams = streams
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
-        self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered)
+        self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered, identity=identity)
         self._changed = threading.Condition(threading.Lock())
         self.pool = Pool(self.budget, self.memory)
         self._slabs = Pool(self.budget)

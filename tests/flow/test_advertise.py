@@ -25,6 +25,7 @@ class Gateway:
 
     def __init__(self, port: int) -> None:
         self.port, self.taken = port, 0
+        self.bytes = bytearray()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -33,6 +34,7 @@ class Gateway:
             try:
                 while data := await source.read(1 << 16):
                     self.taken += len(data) if counts else 0
+                    self.bytes += data
                     target.write(data)
                     await target.drain()
             except ConnectionError:
