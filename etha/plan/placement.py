@@ -25,6 +25,8 @@ Cut = Splits | Kept
 
 #: What Partial knows how to reduce; the other names of torch are carried and refused by the check.
 REDUCIBLE = ("sum", "avg", "max", "min", "product")
+#: Orders of norms that torch excludes from its own placement of norms, and what reduces them.
+_NO_NORMS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
 _OPS = (*REDUCIBLE, "band", "bor", "bxor", "premul_sum")
 
 
@@ -90,11 +92,22 @@ class Axis:
         if isinstance(placement, Partial):
             names = {c.__name__ for c in type(placement).__mro__}
             if "_NormPartial" in names:
-                return cls.from_plain(["NP", getattr(placement, "norm_type", None)])
+                return cls._norm(getattr(placement, "norm_type", None))
             if "_MaskPartial" in names:
                 return cls("MP")
             return cls.from_plain(["P", str(placement.reduce_op)])
         raise LayoutError(f"{placement!r} is not a placement that Etha knows")
+
+    @classmethod
+    def _norm(cls, p: Any) -> Axis:
+        """A norm of order ``p``; LayoutError for those that are no sum of powers."""
+        if p in (*_NO_NORMS, "inf", "-inf"):
+            instead = _NO_NORMS[float(p)]
+            raise LayoutError(
+                f"_NormPartial({p}) cannot be reduced: torch itself excludes the orders inf, -inf and 0, which are no "
+                f"sums of powers; give Partial({instead!r}), which reduces what it stands for"
+            )
+        return cls.from_plain(["NP", p])
 
     def to_placement(self) -> Placement:
         """torch's own placement; LayoutError for a mask, which holds more than its name."""

@@ -104,6 +104,8 @@ def check_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> tuple[Plac
         raise LayoutError(f"{len(placements)} placements for a mesh of {mesh.ndim} axes: give one for each")
     found: list[Placement] = []
     for placement in placements:
+        if isinstance(placement, Shard | _StridedShard) and not -ndim <= placement.dim < ndim:
+            raise LayoutError(f"placement {placement} shards dim {placement.dim} of a tensor of {ndim} dims")
         if isinstance(placement, _StridedShard) and placement.dim < 0:
             placement = _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:

@@ -124,6 +124,14 @@ def test_norm_partial_is_told_apart_by_type() -> None:
     assert isinstance(Layout.from_plain(plain).placements[0], _NormPartial)
 
 
+@pytest.mark.parametrize(
+    ("order", "instead"), [(float("inf"), "max"), (float("-inf"), "min"), (0, "sum"), ("inf", "max")]
+)
+def test_norms_that_torch_excludes_say_so_and_what_to_give(order: float | str, instead: str) -> None:
+    with pytest.raises(LayoutError, match=rf"torch itself excludes the orders.*give Partial\('{instead}'\)"):
+        Layout((2,), [_NormPartial(order)])  # type: ignore[arg-type]
+
+
 def test_mask_partial_is_carried_to_be_refused_by_the_check() -> None:
     assert Layout((2,), [_MaskPartial(offset_shape=(4,), offset_dim=0)]).to_plain()["placements"] == [["MP"]]
 

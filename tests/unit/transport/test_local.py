@@ -247,6 +247,21 @@ def test_opaque_bits_arrive_as_they_are(me: WorkerMemory) -> None:
     assert torch.equal(joined, noise)
 
 
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_nan_that_is_cast_stays_one(is_private: bool, me: WorkerMemory) -> None:
+    """Which of its bits survive is torch's own: its vectors and its single elements differ."""
+    source = TensorSpec((64, 66), torch.float32, Layout((1,), [Shard(1)]))
+    plan = local_plan({"t": source}, {"t": TensorSpec((64, 66), torch.bfloat16, Layout((2,), [Shard(1)]))}, 1, 2)
+    noise = torch.randint(-(1 << 31), 1 << 31, (64, 66), dtype=torch.int64).to(torch.int32)
+    noise[::3] = noise[::3] | 0x7F800001
+    values = noise.view(torch.float32)
+    target = {r: {"t": torch.zeros(64, 33, dtype=torch.bfloat16)} for r in range(2)}
+    run(compiled(plan, {0: {"t": values}}, target, me, is_private, is_private))
+    got, wanted = torch.cat([target[0]["t"], target[1]["t"]], dim=1), values.to(torch.bfloat16)
+    assert torch.equal(got.isnan(), wanted.isnan()) and wanted.isnan().sum() >= 22 * 66
+    assert torch.equal(got[~got.isnan()].view(torch.int16), wanted[~wanted.isnan()].view(torch.int16))
+
+
 def test_a_view_smaller_than_planned_is_refused(me: WorkerMemory) -> None:
     plan = square(1, 1, (64, 64), 0)
     whole, short = {0: {"t": torch.rand(64, 64)}}, {0: {"t": torch.rand(63, 64)}}
