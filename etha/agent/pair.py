@@ -240,6 +240,11 @@ class Pair(Machine[Standing]):
         sides = self.view.sides if self.view is not None else {}
         return {side for side in missing if side not in sides or sides[side].world_size is None}
 
+    def launched_again(self, side: str, launch: str | None) -> bool:
+        """Whether a call by ``launch`` is of a newer one than what the side's ranks are held by."""
+        found = self.view.sides.get(side) if self.view is not None else None
+        return found is not None and launch is not None and found.launch != launch
+
     def _who(self, missing: Mapping[str, tuple[int, ...]]) -> str:
         alone = self.absent(missing)
         known = {side: ranks for side, ranks in missing.items() if side not in alone}

@@ -84,13 +84,8 @@ class Pairs:
         check_name("pair", message.pair)
         check_name("side", message.side)
         check_name("side", message.remote)
-        seat = session.seats.get(message.pair)
-        if seat is not None and seat.member != (message.side, message.rank):
-            raise ConfigError(
-                f"this client is {seat.side} rank {seat.rank} of pair {message.pair!r} already; "
-                f"use another client to be {message.side} rank {message.rank}"
-            )
         known = self._known.get(message.pair)
+        self._check_free(known, session, message)
         if known is None:
             known = self._known[message.pair] = _Known(Pair(message.pair, self._store.url))
             self._ended.pop(message.pair, None)
@@ -112,6 +107,39 @@ class Pairs:
         )
         known.asked[key] = (session, asked, request.deadline)
         self._perform(known, known.machine.ask(asked))
+
+    def _check_free(self, known: _Known | None, session: Session, message: InitPair) -> None:
+        """ConfigError for a client that is another rank, and for a rank that another client of the process holds.
+
+        Redis knows processes: to it, the second is the same call again. It tells a newer launch.
+        """
+        asked = [] if known is None else [(owner, (one.side, one.rank)) for owner, one, _ in known.asked.values()]
+        mine = [member for owner, member in asked if owner is session]
+        if (seat := session.seats.get(message.pair)) is not None:
+            mine.append(seat.member)
+        wanted = (message.side, message.rank)
+        for side, rank in mine:
+            if (side, rank) != wanted:
+                raise ConfigError(
+                    f"this client is {side} rank {rank} of pair {message.pair!r} already; "
+                    f"use another client to be {message.side} rank {message.rank}"
+                )
+        if known is None or known.machine.launched_again(message.side, message.launch) or message.takeover:
+            return
+        held = [owner for owner, member in asked if member == wanted]
+        held += [
+            other
+            for other in self._sessions()
+            if (theirs := other.seats.get(message.pair)) is not None
+            and theirs.member == wanted
+            and known.machine.error(theirs.epoch) is None
+        ]
+        for other in held:
+            if other is not session and other.holder == session.holder:
+                raise ConfigError(
+                    f"rank {message.rank} of side {message.side} on pair {message.pair} is held by another client of "
+                    f"this process, pid {session.holder.pid} on host {session.holder.shown_host}: close that one first"
+                )
 
     def error(self, seat: Seat) -> PeerLostError | None:
         """Why a call of this seat's epoch cannot go on; None when it can."""

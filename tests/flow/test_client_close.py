@@ -76,8 +76,9 @@ def test_close_waits_for_on_commit_and_puts_in_place_what_is_committed(
         assert call.result().version == 3
 
 
-@pytest.mark.parametrize("kind", ["plain", "coroutine"])
-@pytest.mark.parametrize("closed", ["client", "handle", "nothing"])
+@pytest.mark.parametrize(
+    ("closed", "kind"), [("client", "plain"), ("handle", "coroutine"), ("nothing", "plain"), ("nothing", "coroutine")]
+)
 def test_an_on_commit_that_never_returns_is_waited_for_until_the_deadline_of_its_call(
     site: Site, pair: str, pause: Pause, closed: str, kind: str
 ) -> None:
