@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.flow.paths import LINKS, Paths, paths
 from tests.flow.tun import enter
 
-BIG, SMALL, LITTLE = 32 << 20, 1 << 20, 4 << 10
+BAD, BIG, SMALL, LITTLE = 16 << 20, 32 << 20, 1 << 20, 4 << 10
 SIDES = ("source", "target")
 TIMEOUT = 120.0
 
@@ -158,17 +158,17 @@ def apart(net: Paths, bad: Pair, other: Pair, options: argparse.Namespace) -> No
         print(f"{name:20} {p50:8.2f} {p99:8.2f} {ratios[0]:12.2f} {ratios[1]:12.2f}")
 
 
-def beside(net: Paths, bad: Pair, little: Pair, options: argparse.Namespace) -> None:
+def beside(net: Paths, big: Pair, little: Pair, options: argparse.Namespace) -> None:
     """4 KiB while 32 MiB move between the same two agents."""
     little.times(20)
     alone = little.times(50)
     times: list[float] = []
     with net.slow(net.two, options.beside):
         throttled = little.times(50)
-        bad.begin(watch=True)
-        while bad.moving:
+        big.begin(watch=True)
+        while big.moving:
             times += little.times(1)
-        took = bad.ends()[0]
+        took = big.ends()[0]
     print(f"\n4 KiB between the same two agents as 32 MiB, way of {options.beside} Mbit/s, milliseconds")
     print(f"alone p50 {percentile(alone, 0.5):.2f}; slow way, nothing beside it p50 {percentile(throttled, 0.5):.2f}")
     print(
@@ -194,12 +194,17 @@ def main() -> None:
             return namespace, found | {"ETHA_LISTEN": f"{net.address(namespace)}:{LINKS}"}
 
         one, two, three = map(place, (net.one, net.two, net.three))
-        pairs = [Pair("bad", BIG, (one, two)), Pair("other", SMALL, (one, three)), Pair("little", LITTLE, (one, two))]
+        pairs = [
+            Pair("bad", BAD, (one, two)),
+            Pair("other", SMALL, (one, three)),
+            Pair("big", BIG, (one, two)),
+            Pair("little", LITTLE, (one, two)),
+        ]
         for pair in pairs:
             pair.ready()
-        bad, other, little = pairs
+        bad, other, big, little = pairs
         apart(net, bad, other, options)
-        beside(net, bad, little, options)
+        beside(net, big, little, options)
         for pair in pairs:
             pair.end()
 
