@@ -100,3 +100,11 @@ def test_local_shapes_are_compared_on_every_rank() -> None:
 def test_replicate_beside_a_shard() -> None:
     layout = Layout((2, 2), [Replicate(), Shard(1)])
     assert infer_global_shape(layout, {r: layout.local_shape((3, 5), r) for r in range(4)}) == ((3, 5), None)
+
+
+def test_a_rank_outside_of_its_own_mesh_is_told_what_to_write() -> None:
+    of_one = Layout((1,), [Replicate()])
+    _, wrong = merge_layouts("w", "source", {0: of_one, 1: of_one})
+    [violation] = wrong
+    assert violation.rank == 1 and "write device_mesh=(N,) for N ranks" in violation.text
+    assert "init_pair(..., ranks={torch rank: rank of the side})" in violation.text
