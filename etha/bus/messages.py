@@ -271,7 +271,7 @@ class LetGo:
     """
 
     all: bool
-    segments: tuple[str, ...]
+    segments: tuple[str, ...] = ()
 
 
 @message("released")

@@ -163,7 +163,7 @@ class Connection:
         try:
             if self.home.lends:
                 with contextlib.suppress(EthaError):
-                    await self.link.request(LetGo(all=True, segments=()), timeout=_let_go(timeout))
+                    await self.link.request(LetGo(all=True), timeout=_let_go(timeout))
                     released = True
             with contextlib.suppress(AgentLostError):
                 await self.link.close()

@@ -23,6 +23,7 @@ from etha.cuda.driver import DeviceError, driver, installed
 from etha.errors import ConfigError, ProtocolError, RegistrationError, TransferError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
+from etha.memory.room import check_room
 
 #: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
 _SMALL = 1 << 18
@@ -172,7 +173,10 @@ class CpuHome:
         return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
 
     def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
-        """Pages are touched here."""
+        """Pages are touched here, once all of them fit."""
+        needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
+        if needed:
+            check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
         made = [empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)]
         return Stage(home=self, tensors=made)
 

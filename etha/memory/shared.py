@@ -27,6 +27,7 @@ import torch
 
 from etha.errors import ConfigError
 from etha.memory.pages import map_pages, sealed_memfd
+from etha.memory.room import RoomCheck
 
 PAGE = mmap.PAGESIZE
 #: Tensors begin on cache lines.
@@ -52,12 +53,14 @@ class _Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run while this very thread holds it
+        self._room = RoomCheck()
         self._starts: list[int] = []
         self._segments: dict[int, Segment] = {}
 
     def create(self, nbytes: int) -> Pages:
         """The pages of a new segment of at least ``nbytes``; it lives as long as they are referenced."""
-        nbytes = max(PAGE, math.ceil(nbytes / PAGE) * PAGE)
+        nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
+        self._room.check(nbytes, "a tensor that agents map")
         fd = -1
         try:
             fd = sealed_memfd("etha", nbytes)

@@ -121,7 +121,7 @@ def test_nothing_is_left_when_views_and_segments_are_gone(memory: WorkerMemory) 
     before = count()
     view = memory.resolve(attach(memory, t))
     assert count() == (before[0], before[1] + 1)
-    memory.detach(describe(t).segment or "")
+    memory.spare([describe(t).segment or ""]).release()
     assert view.flat is not None
     view.flat.fill_(3)  # a view keeps its mapping
     assert t[5] == 3

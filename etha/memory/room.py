@@ -1,0 +1,112 @@
+"""How much more memory this process can have: what the machine, its cgroups and its own limits leave.
+
+Asked before shared memory is made. Its pages are touched one after the other, and what does not fit would end in the
+kernel's OOM killer, which takes whom it likes.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from etha.errors import ConfigError
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+#: Bytes that may be made without asking again: a model has thousands of small tensors.
+UNASKED = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """``nbytes`` are left, and ``limit`` says by what."""
+
+    nbytes: int
+    limit: str
+
+
+def room(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Room:
+    """The least that any limit leaves for one more shared mapping."""
+    return min((*_machine(proc), *_groups(proc, cgroups), *_limits(proc)), key=lambda found: found.nbytes)
+
+
+class RoomCheck:
+    """Asks for each large allocation, and after every 32 MiB of small ones; any thread."""
+
+    def __init__(self) -> None:
+        self._unasked = 0
+
+    def check(self, nbytes: int, what: str) -> None:
+        """As ``check_room``."""
+        self._unasked += nbytes
+        if self._unasked >= UNASKED:
+            self._unasked = 0
+            check_room(nbytes, what)
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """ConfigError with both numbers where ``nbytes`` of shared memory for ``what`` do not fit."""
+    left = room()
+    if nbytes > left.nbytes:
+        raise ConfigError(
+            f"{what} needs {nbytes} bytes of shared memory, {left.nbytes} are left ({left.limit}): "
+            f"check the shape, free memory or raise that limit"
+        )
+
+
+def _machine(proc: Path) -> Iterator[Room]:
+    fields = {}
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    yield Room(nbytes=fields["MemAvailable"] + fields.get("SwapFree", 0), limit="memory and swap of this machine")
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Room]:
+    """Of the process's own cgroup and all above it, of version 2 and of version 1."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = (*line.split(":", 2), "", "", "")[:3]
+        if not path:
+            continue
+        if not controllers:
+            base, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's, and the container's own group the root of what is mounted.
+        for place in dict.fromkeys((group, *group.parents, base)):
+            if place != base and base not in place.parents:
+                continue
+            if (left := _group(place, *names)) is not None:
+                yield Room(nbytes=left, limit=f"{names[0]} of cgroup {place}")
+
+
+def _group(place: Path, limit: str, used: str, cache: str) -> int | None:
+    """What a cgroup leaves; None without a limit. Cached files give way."""
+    try:
+        most = (place / limit).read_text().strip()
+        if most == "max":
+            return None
+        now = int((place / used).read_text())
+        stats = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - now + int(stats.get(cache, 0)))
+    except (OSError, ValueError):
+        return None
+
+
+def _limits(proc: Path) -> Iterator[Room]:
+    """Of the process itself: its address space, and the size of a file, which a memfd is."""
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        used = int((proc / "self/statm").read_text().split()[0]) * resource.getpagesize()
+        yield Room(nbytes=max(0, space - used), limit="RLIMIT_AS of this process, `ulimit -v`")
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY:
+        yield Room(nbytes=size, limit="RLIMIT_FSIZE of this process, `ulimit -f`")
