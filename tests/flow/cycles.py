@@ -59,7 +59,8 @@ def cycle(me: SimpleNamespace, batch: str, kind: str, large: int, version: int, 
     )
     if me.side == "inference":
         handle.transfer("recv")
-        assert all(bool((tensor == version).all()) for tensor in tensors.values()), f"{kind} {version}"
+        # Without a temporary as large as the tensor, whose memory a process may or may not keep for the next one.
+        assert all(float(t.min()) == float(t.max()) == version for t in tensors.values()), f"{kind} {version}"
     elif kind == "snapshot":
         future = handle.transfer("send", snapshot=True)
         tensors["large"].fill_(-2)
