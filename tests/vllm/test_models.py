@@ -28,7 +28,7 @@ def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, l
             assert wrong is None, f"{family}, version {number}: {wrong}"
 
 
-def test_a_tensor_that_one_worker_copies_and_the_other_computes_with(
+def test_a_tensor_that_the_first_rank_copies_and_the_second_computes_with(
     checkpoints: Checkpoints, env: Env, logs: Path
 ) -> None:
     """GPT-OSS on two workers, whose second sets a bias to zero; the trainer's float32 is not what the first keeps."""
