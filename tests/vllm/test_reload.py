@@ -185,6 +185,23 @@ def test_a_tied_head_is_packed_anew() -> None:
     assert live.head.weight is live.embed.weight
 
 
+def test_a_head_that_is_tied_to_what_is_written_in_place_is_packed_anew() -> None:
+    """Embeddings that nothing processes are written with no loader in between."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        model.embed.weight.data.copy_(tensor)
+
+    model = tied(load)
+    del model.embed.quant_method
+    live = model.first(random(embed=(6, 8)))
+    for atomic in (True, False):
+        new = random(embed=(6, 8))
+        into = received(live, new, direct=True, atomic=atomic)
+        assert into.report()["direct"] == ["embed"]
+        bring(into, new)
+        assert torch.equal(live.head(X), X @ new["embed"].T)
+
+
 def test_two_tensors_for_one_tied_memory_are_refused() -> None:
     def load(model: Any, name: str, tensor: Tensor) -> None:
         getattr(model, name).weight.data.copy_(tensor)

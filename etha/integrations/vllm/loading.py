@@ -118,10 +118,10 @@ class Reload:
                     f"leave one of them out (EthaSource), or start the engine with a configuration that does not tie"
                 )
 
-    def run(self, weights: Weights) -> None:
-        """Load ``weights``; TransferError where the loaders did something else than in the rehearsal.
+    def run(self, weights: Weights) -> set[nn.Module]:
+        """Load ``weights``; the modules that they went into. ``settle`` comes next.
 
-        The model is then of two versions.
+        TransferError where the loaders did something else than in the rehearsal: the model is then of two versions.
         """
         done: set[nn.Module] = set()
         with _created(self._model, self._config):
@@ -154,8 +154,7 @@ class Reload:
                     f"{(wrong or sorted(filling.late))[0]!r} first, are not those of the version that was received; "
                     f"the model is of two versions until it has received one whole: restart the engine, or send again"
                 )
-        self._tied(done)
-        _give_back()
+        return done
 
     @torch.no_grad()
     def _finish(self, module: nn.Module, places: list[Place]) -> None:
@@ -204,8 +203,8 @@ class Reload:
         info.reset()
 
     @torch.no_grad()
-    def _tied(self, done: set[nn.Module]) -> None:
-        """Process modules that nothing was loaded into, but whose parameter is that of one that something was.
+    def settle(self, done: set[nn.Module]) -> None:
+        """Process modules that nothing was loaded into, but whose parameter is that of one in ``done``.
 
         On a CPU vLLM's embeddings and heads keep the parameter and a packed copy of it, and compute with the copy.
         """
@@ -214,6 +213,7 @@ class Reload:
             own = [p for p in module.parameters(recurse=False) if p.numel()]
             if module not in done and any(p.untyped_storage()._cdata in written for p in own):
                 _process(module)
+        _give_back()
 
 
 class _Filling(Filling):  # type: ignore[no-untyped-call]

@@ -126,6 +126,9 @@ class Received:
         self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._live = live_views(model, self.kept) if direct else {}
         self._written = {} if atomic else self._live
+        self._written_modules = {
+            (copy.param or "").rpartition(".")[0] for name in self._live for copy in self.kept[name].copies or ()
+        }
         #: Whether bytes go into live parameters while they come.
         self.in_place = bool(self._written)
         self._reload = Reload(model, model_config, device)
@@ -153,9 +156,11 @@ class Received:
         for name, view in self._live.items():
             if name not in self._written:
                 view.copy_(self.tensors[name])
+        done = {self._model.get_submodule(path) for path in self._written_modules}
         rest = self._rest()
         if rest:
-            self._reload.run(self._stand_in(item, self.tensors[item.meta.name]) for item in rest)
+            done |= self._reload.run(self._stand_in(item, self.tensors[item.meta.name]) for item in rest)
+        self._reload.settle(done)
 
     def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
         tap = _Replay(Cut(dense, item.region))
