@@ -283,7 +283,7 @@ def test_an_observer_may_only_look(runtime: Path) -> None:
         async with observe(addresses(settings)[0], settings, timeout=SECONDS) as observer:
             assert (await observer.status())["agent"]["workers"] == []
             assert [event["kind"] for event in await observer.events()] == ["agent_came"]
-            for request in (LetGo(all=True), WaitOffer(batch="b", epoch=1)):
+            for request in (LetGo(all=True, segments=()), WaitOffer(batch="b", epoch=1)):
                 with pytest.raises(ProtocolError, match="not an observer's"):
                     await observer._link.request(request, timeout=SECONDS)
 
