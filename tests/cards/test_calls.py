@@ -127,10 +127,11 @@ async def test_a_client_is_closed_while_it_puts_in_place_what_it_has_received(ca
         receiving = asyncio.ensure_future(right.transfer("recv"))
         await left.transfer("send")
         await held(cards)
-        await b.close()
-        assert not receiving.done()
+        closing = asyncio.ensure_future(b.close())
+        await a.status()
+        assert not closing.done() and not receiving.done(), "the kernel that was queued still reads the old version"
         cards.driver.release(stream)
-        await receiving
+        await asyncio.gather(closing, receiving)
         assert torch.equal(wanted, given)
         cards.driver.drop_stream(stream)
 
