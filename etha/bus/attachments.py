@@ -67,20 +67,26 @@ class Attachments:
                 self._pause = self._loop.call_later(_ACCEPT_PAUSE, self._resume)
                 return
             credentials = Credentials.of_socket(connection)
-            if credentials.uid != self._uid or len(self.strangers) >= limits.max_unproven():
+            if credentials.uid != self._uid:
                 self._refusals.warn(
                     "refused a descriptor connection of process %d, uid %d", credentials.pid, credentials.uid
                 )
                 connection.close()
                 continue
-            # A worker comes here first, and before that it has been told nothing.
-            if (why := limits.shortage(_COMER_DESCRIPTORS * (1 + len(self.strangers)))) is not None:
+            if (why := self._crowded()) is not None:
+                # A worker comes here first, and before that it has been told nothing.
                 self._refusals.warn("refused process %d: %s", credentials.pid, why)
                 with contextlib.suppress(OSError):
                     connection.send(encode(Push(0, Goodbye(text=f"it takes no more workers: {why}"))))
                 connection.close()
                 continue
             self.strangers.add(Attachment(self, connection, credentials, self._timeout))
+
+    def _crowded(self) -> str | None:
+        """Why nobody else may come now."""
+        if len(self.strangers) >= limits.max_unproven():
+            return f"{len(self.strangers)} others are coming at this moment: try again"
+        return limits.shortage(_COMER_DESCRIPTORS * (1 + len(self.strangers)))
 
     def _resume(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)

@@ -253,13 +253,16 @@ def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
     idle = select.poll()
     idle.register(tls, select.POLLIN)
     idle.register(pair, 0)
-    while True:
-        try:
-            n = tls.recv_into(memory)
-        except ssl.SSLWantReadError:
-            if any(fd == pair.fileno() for fd, _ in idle.poll()):
-                return
-            continue
-        if n == 0:
+    ended = False
+    while not ended:
+        have, more = 0, True
+        while more and have < CHUNK:  # a record has 16 KiB at most: several are passed on at once
+            try:
+                n = tls.recv_into(memory[have:])
+                have, ended = have + n, n == 0
+                more = not ended
+            except ssl.SSLWantReadError:
+                more = False
+        pair.sendall(memory[:have])  # ends with an error when its stream is shut
+        if not more and not ended and any(fd == pair.fileno() for fd, _ in idle.poll()):
             return
-        pair.sendall(memory[:n])  # ends with an error when its stream is shut
