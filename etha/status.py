@@ -28,8 +28,9 @@ def status_tables(found: dict[str, Any]) -> Group:
     links = [link for agent in agents for link in agent.get("links", ())]
     link = ["agent", "host", "address", "state", "silent", "round_trip", "missed", "bytes_sent", "bytes_received"]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
+    agent = ["device", "namespace", "pid", "workers", "running", "encrypted", "redis", "version"]
     return Group(
-        dict_table("agents", agents, ["device", "namespace", "pid", "workers", "running", "redis", "version"]),
+        dict_table("agents", agents, agent),
         *([dict_table("links", links, link)] if links else []),
         dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
@@ -63,7 +64,9 @@ def cell(value: Any) -> Text:
     """A value as a person reads it; never taken for markup."""
     if value is None or value in ("", [], {}):
         return Text("-")
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if isinstance(value, int):
         return Text(f"{value:,}" if value >= 1_000_000 else str(value))
     if isinstance(value, dict):
         return Text("\n".join(f"{key}: {ranks_text(item)}" for key, item in value.items()))

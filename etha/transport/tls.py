@@ -255,14 +255,15 @@ def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
     idle.register(pair, 0)
     ended = False
     while not ended:
-        have, more = 0, True
-        while more and have < CHUNK:  # a record has 16 KiB at most: several are passed on at once
+        have, dry = 0, False
+        while have < CHUNK and not dry and not ended:  # a record has 16 KiB at most: several are passed on at once
             try:
                 n = tls.recv_into(memory[have:])
                 have, ended = have + n, n == 0
-                more = not ended
             except ssl.SSLWantReadError:
-                more = False
+                dry = True
+            except OSError:  # what came before is passed on all the same
+                ended = True
         pair.sendall(memory[:have])  # ends with an error when its stream is shut
-        if not more and not ended and any(fd == pair.fileno() for fd, _ in idle.poll()):
+        if dry and any(fd == pair.fileno() for fd, _ in idle.poll()):
             return

@@ -99,6 +99,7 @@ def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: 
         assert found["pairs"] == found["batches"] == []
         tables = etha("status").stdout
         assert str(process.pid) in tables and "batches" in tables
+        assert "encrypted" in tables and re.search(r"\bno\b", tables)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
     assert not list(runtime.glob("default/*.sock"))
