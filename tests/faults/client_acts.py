@@ -54,7 +54,7 @@ def holds(tensor: torch.Tensor) -> str:
 # ---- the sender ---------------------------------------------------------------------------------
 
 
-def send(me: SimpleNamespace, pair: str, moment: str, ends_the_client: bool, kept: bool) -> str:
+def send(me: SimpleNamespace, pair: str, moment: str, ends_the_client: bool) -> str:
     """The other side: meets, registers, sends at the moment's time; how that ended."""
     with etha.TensorBusClient(timeout=PATIENCE) as client:
         bond = client.init_pair(pair, "trainer", "inference", 1, (1,), [Replicate()], rank=0)
@@ -66,7 +66,7 @@ def send(me: SimpleNamespace, pair: str, moment: str, ends_the_client: bool, kep
             if ends_the_client:
                 assert bond.lost.wait(PATIENCE), "nobody has told that the pair is lost"
         try:
-            handle.transfer("send", timeout=DEADLINE if ends_the_client or kept else 0.5)
+            handle.transfer("send", timeout=DEADLINE)
         except EthaError as error:
             return ending(error)
         return "result"

@@ -143,12 +143,11 @@ class Company:
         pair = f"client{next(self.numbers)}"
         sender, receiver = self.puppet("trainer"), self.puppet("inference")
         over = event in ("close client", "loop ends", "exit") or (event, moment) == ("drop", "idle")
-        kept = event == "drop" or "raises" in event or moment in ("on_commit", "copying")
         if moment == "voted":
             ask(self.agent, "hold")
         receiver.begin(client_acts.receive, client, event, moment, pair)
         if moment != "rendezvous":
-            sender.begin(client_acts.send, pair, moment, over, kept)
+            sender.begin(client_acts.send, pair, moment, over)
             sender.worker.told("registered")
         receiver.worker.told("open")
         if moment == "rendezvous":
