@@ -76,7 +76,8 @@ class Move:
         self._running: Running | None = None
         self._left = 0
         self._near = self._far = 0
-        self._touched = False
+        self._job: Execution | None = None
+        self._run: WireRun | None = None
         self._error: BaseException | None = None
         self._inspection = inspection
         self._inspected = inspection is None
@@ -116,10 +117,12 @@ class Move:
 
     def _begin(self) -> None:
         part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
+        self._job = job
         self.peak_staging = part.near.peak_staging(self._lane.threads)
         if part.wire is not None and (part.joins or not part.wire.empty):
             assert self._plane is not None and self._wire is not None
             run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
+            self._run = run
             self._peak = self._plane.budget.watch()
             if part.wire.aliased:  # what lies under targets is read before anything is written
                 self._left = 1
@@ -157,7 +160,6 @@ class Move:
         """Run a short program on the loop, in the place of one thread more than the lane has."""
         piece = 0
         while self._error is None and piece < job.pieces:
-            self._touched = True
             try:
                 job.run(piece, self._lane.threads)
             except Exception as raised:  # as from a lane: handed on, and told to the workers
@@ -169,7 +171,6 @@ class Move:
         error: BaseException | None = None
         try:
             if self._error is None:  # or it was stopped before this task began: the transport would not know
-                self._touched = self._touched or bool(run.program.receives)
                 await wire.run(run, self._carried)
         except Exception as raised:
             error = raised
@@ -213,12 +214,11 @@ class Move:
 
     def _end(self) -> None:
         """Nothing touches memory any more."""
-        if self._running is not None and self._running.next > 0:
-            self._touched = True
+        touched = (self._job is not None and self._job.touched) or (self._run is not None and self._run.touched)
         if self._peak is not None and self._plane is not None:
             self.peak_staging += self._plane.budget.seen(self._peak)
         if self._inspection is not None:
             # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
             self.peak_staging = max(self.peak_staging, self._inspection.close())
-        self._running = None  # which knows this move
-        self._tell(self._error, self._touched)
+        self._running = self._job = self._run = None  # which know this move, or workers' memory
+        self._tell(self._error, touched)

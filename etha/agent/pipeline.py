@@ -33,6 +33,8 @@ class Execution:
         self.program = program
         self._workspaces = workspaces
         self._guards = guards
+        #: Whether targets may have been written.
+        self.touched = False
 
     @property
     def pieces(self) -> int:
@@ -48,6 +50,8 @@ class Execution:
         """Run a piece; RevokedError when a call has returned, other ReachErrors as memory raises them."""
         what = self.program.pieces[piece]
         entered: list[Guard] = []
+        work = self._workspaces.mine()
+        work.wrote = False
         try:
             for member in what.owners:
                 guard = self._guards.get(member)
@@ -55,12 +59,13 @@ class Execution:
                     if not guard.enter(thread):
                         raise RevokedError(f"{member[0]} rank {member[1]} took its memory back", owner=member)
                     entered.append(guard)
-            return self.program.run(piece, self._workspaces.mine())
+            return self.program.run(piece, work)
         except ReachError as error:
             if error.owner is None:
                 error.owner = _owner(self.program, what, error.pid)
             raise
         finally:
+            self.touched = self.touched or work.wrote
             for guard in entered:
                 guard.leave(thread)
 

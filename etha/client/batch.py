@@ -87,6 +87,12 @@ class Registration:
                 f"changed since register_tensors: {names}; close the handle and register them again"
             )
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what comes is written into the tensors themselves as it comes, so that a failure may tear them."""
+        staged = zip(self.locals, self.source.tensors, strict=True)
+        return not self.atomic and any(stage is None and local.numel() > 0 for local, stage in staged)
+
     def check_backed(self, stage: Stage, *, committed: bool) -> None:
         """RegistrationError naming every tensor of ``stage`` whose own memory was taken away."""
         items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]

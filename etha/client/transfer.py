@@ -201,7 +201,7 @@ async def _once(
             f"batch {registration.batch!r}: {why}",
             outcome="unknown",
             quiesced=page.revoke(word),
-            torn=verb == "recv" and not registration.atomic,
+            torn=verb == "recv" and registration.in_place,
         )
 
     message = Transfer(
@@ -228,20 +228,21 @@ async def _once(
     except asyncio.CancelledError as cancelled:
         answer = confirmed[0] if confirmed else None
         if not isinstance(answer, Reply):
-            registration.torn = registration.torn or (verb == "recv" and not registration.atomic and _torn(answer))
+            registration.torn = registration.torn or (verb == "recv" and registration.in_place and _torn(answer))
             if answer is None and not page.revoke(word) and not await shield.finish(link.agent_ended()):
                 log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
             raise
         # COMMIT has won the race: the others hold the new version, so must this worker.
         moved, shield.cancelled = answer.message, cancelled
     except AgentLostError as error:
-        torn = error.outcome == "unknown" and verb == "recv" and not registration.atomic
+        torn = error.outcome == "unknown" and verb == "recv" and registration.in_place
         registration.torn = registration.torn or torn
         # A killed agent has left its marks in the page, but it writes nothing any more.
         quiesced = page.revoke(word) or await shield.finish(link.agent_ended())
         shield.release()
         raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
     except TransferError as error:
+        error.torn = error.torn and registration.in_place
         registration.torn = registration.torn or error.torn
         raise
     finally:

@@ -114,13 +114,17 @@ class ProcessMemory:
             raise WorkerGoneError(f"worker process {self.pid} has died", pid=self.pid)
         total = int(local[:, 1].sum())
         # The kernel stops at the end of the shorter table, so a window of each is enough.
-        n = self._call(call, local, remote)
-        done = n
-        while done < total:
-            local, remote = _after(local, n), _after(remote, n)
-            n = self._call(call, local, remote)
-            done += n
-        return done
+        done = n = 0
+        try:
+            while True:
+                n = self._call(call, local, remote)
+                done += n
+                if done >= total:
+                    return done
+                local, remote = _after(local, n), _after(remote, n)
+        except ReachError as error:
+            error.moved = done
+            raise
 
     def _call(self, call: Any, local: IoVec, remote: IoVec) -> int:
         n = call(

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 
 class ReachError(Exception):
-    """Base; ``owner`` is the (side, rank) whose memory it was, once the pipeline knows."""
+    """Base; ``owner`` is the (side, rank) whose memory it was, once the pipeline knows.
+
+    ``moved``: bytes that the call which failed had copied before.
+    """
 
     def __init__(self, message: str, *, pid: int | None = None, owner: tuple[str, int] | None = None) -> None:
         super().__init__(message)
         self.pid = pid
         self.owner = owner
+        self.moved = 0
 
 
 class WorkerGoneError(ReachError):

@@ -13,7 +13,8 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -71,6 +72,8 @@ class Exchange:
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
         self.error: BaseException | None = None
+        #: Whether targets may have been written.
+        self.touched = False
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self.loop.create_future()
         self._desks, self._budget, self.slabs = desks, budget, slabs
@@ -148,6 +151,15 @@ class Exchange:
             if self._on_progress is not None and now - self._told >= PROGRESS_EVERY:
                 self._told = now
                 self._call(self._on_progress, self.done)
+
+    @contextmanager
+    def writing(self, desk: Desk) -> Iterator[None]:
+        """Around what a desk copies into targets."""
+        desk.work.wrote = False
+        try:
+            yield
+        finally:
+            self.touched = self.touched or desk.work.wrote
 
     # ---- what is passed on --------------------------------------------------------------------
 
@@ -263,7 +275,8 @@ class Exchange:
         if work.sends:
             self._result(part).copy_(value)
         done = dense_view(value)
-        desk.run([Op(t, done, e.view, at, offset) for e in work.results if e.view for t, offset, at in e.steps])
+        with self.writing(desk):
+            desk.run([Op(t, done, e.view, at, offset) for e in work.results if e.view for t, offset, at in e.steps])
 
     def _release(self, part: Part) -> None:
         self._left[part.wave] -= 1

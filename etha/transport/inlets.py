@@ -118,6 +118,7 @@ class Inlet(Stream):
                     n = self.sock.recv_into(memory[at : at + CALL], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     continue
+                exchange.touched = exchange.touched or n > 0
             if n == 0:
                 raise self.lost()
             at += n
@@ -134,7 +135,7 @@ class Inlet(Stream):
             for end in piece.ends:
                 assert end.view is not None, "a target that lies nowhere"
                 ops += [Op(tile, dense, end.view, base + at, offset) for tile, offset, at in end.steps]
-        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners), exchange.writing(desk):
             desk.run(ops)
 
     def gone(self) -> None:

@@ -7,7 +7,8 @@ left to the workspace's copier (device.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +62,8 @@ class Workspace:
 
     def __init__(self, copier: Copier | None = None) -> None:
         self.copier = copier
+        #: Set once something may have been written outside of the buffers; whoever wants to know clears it before.
+        self.wrote = False
         self.read = Buffer(0)
         self.packed = Buffer(0)
 
@@ -84,25 +87,40 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
         return
     match ops[0].tile.path:
         case Path.MAPPED:
+            work.wrote = True
             for op in ops:
                 _copy_mapped(op)
         case Path.READ:
             source, target = segments.copies(ops, by=0)
-            _process(ops[0].source).read(target, source)
+            with _writing(work):
+                _process(ops[0].source).read(target, source)
         case Path.WRITE:
             source, target = segments.copies(ops, by=1)
-            _process(ops[0].target).write(source, target)
+            with _writing(work):
+                _process(ops[0].target).write(source, target)
         case Path.BOUNCE:
             for batch in segments.batches(ops):
                 _bounce(batch, work)
         case Path.DEVICE:
-            work.device.run_ops(ops)
+            device, work.wrote = work.device, True
+            device.run_ops(ops)
 
 
 def run_mixed(ops: Sequence[Op], work: Workspace) -> None:
     """Do operations of any mix of paths and processes, each kind in one go; a ReachError leaves them half done."""
     for group in segments.kinds(ops):
         run(group, work)
+
+
+@contextmanager
+def _writing(work: Workspace) -> Iterator[None]:
+    """Around one call of the kernel that copies into a target; one that fails may have moved nothing."""
+    try:
+        yield
+    except ReachError as error:
+        work.wrote = work.wrote or error.moved > 0
+        raise
+    work.wrote = True
 
 
 def _process(view: View) -> ProcessMemory:
@@ -138,6 +156,8 @@ def _bounce(batch: Batch, work: Workspace) -> None:
     private = batch.ops[0].tile.ends.target_private
     if private:
         work.packed.reserve(batch.packed_nbytes)
+    else:
+        work.wrote = True
     for op, start, place in zip(batch.ops, batch.starts, batch.places, strict=True):
         if not op.tile.through:
             _pick(op, start, place, work)
@@ -148,7 +168,8 @@ def _bounce(batch: Batch, work: Workspace) -> None:
         addresses = (work.packed.address, work.read.address)
         here, there = segments.writes(batch, addresses, [id(op.target.process) == key for op in batch.ops])
         _bound(here, work.packed, work.read)
-        _process(view).write(here, there)
+        with _writing(work):
+            _process(view).write(here, there)
 
 
 def _bound(table: IoVec, *buffers: Buffer) -> None:

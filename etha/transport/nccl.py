@@ -121,6 +121,7 @@ class NcclTransport:
             raise
         if not move:
             return 0
+        run.touched = run.touched or bool(run.program.receives)
         return (yield from conveyor.run(comm))
 
     def stop(self, cause: BaseException) -> None:

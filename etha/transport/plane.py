@@ -52,7 +52,7 @@ class WireRun:
     """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
 
     ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
-    transfer that failed, 0 for none.
+    transfer that failed, 0 for none. ``touched`` tells afterwards whether targets may have been written.
     """
 
     program: WireProgram
@@ -61,6 +61,7 @@ class WireRun:
     seq: int
     prepared: bool = False
     after: int = 0
+    touched: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -190,6 +190,7 @@ class Program:
         if piece.other is not None:
             piece.other.run(work)
         elif self.tiles[self.tile[piece.first]].path is Path.DEVICE and (launch := self.launch(index, work.device)):
+            work.wrote = True
             work.device.run(launch)
         else:
             kernels.run(self.ops(piece), work)

@@ -76,7 +76,8 @@ class Reduced:
     def run(self, work: Workspace) -> None:
         """Reduce and write; a ReachError leaves the targets half written."""
         if self.device:
-            run_on_device(self, work.device)
+            device, work.wrote = work.device, True
+            run_on_device(self, device)
             return
         buffer = Buffer(self.numel * self.source.itemsize)
         part = dense_view(buffer.typed(self.source))

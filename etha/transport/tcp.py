@@ -76,6 +76,7 @@ class TcpTransport:
         finally:
             self._running.discard(exchange)
             self._plane.finish(exchange)
+            bucket.touched = exchange.touched
         if exchange.error is not None:
             self._plane.discard(sets.values())
             raise exchange.error
