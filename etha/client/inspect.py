@@ -90,9 +90,18 @@ def refusals_of(name: str, tensor: Any, home: Home, unsharded: Mapping[int, str]
             f"it lies on {local.device}, this client's agent serves {home.agent}; "
             f"use a client with device={str(local.device)!r}"
         )
+    elif local.numel() and _is_freed(memory_of(tensor)):
+        yield no("it has no memory: its storage was freed or cut short (untyped_storage().resize_); allocate it first")
     elif overlaps_itself(local):
         text = "several of its elements share one memory place (stride 0 or overlapping); fine to send, not to receive"
         yield Refusal(code="alias", name=name, text=text, target_only=True)
+
+
+def _is_freed(local: torch.Tensor) -> bool:
+    """Whether the storage ends before the tensor does; of tensors with elements."""
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    need = (local.storage_offset() + 1 + last) * local.itemsize
+    return not local.data_ptr() or local.untyped_storage().nbytes() < need
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

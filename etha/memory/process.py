@@ -136,10 +136,11 @@ class ProcessMemory:
             0,
         )
         if n <= 0:
-            raise self._error(ctypes.get_errno() if n < 0 else errno.EFAULT, int(remote[0, 0]))
+            code = ctypes.get_errno() if n < 0 else errno.EFAULT
+            raise self._error(code, int(remote[0, 0]), writes=call is _writev)
         return int(n)
 
-    def _error(self, code: int, address: int) -> ReachError:
+    def _error(self, code: int, address: int, *, writes: bool) -> ReachError:
         text = f"worker process {self.pid}"
         if code == errno.ESRCH:
             return WorkerGoneError(f"{text} has died", pid=self.pid)
@@ -150,7 +151,10 @@ class ProcessMemory:
                 pid=self.pid,
             )
         if code == errno.EFAULT:
-            return FaultError(f"{text} has no memory at {address:#x}: was a registered tensor freed?", pid=self.pid)
+            why = "that may be written: was it freed, or is it read-only?" if writes else "to read: was it freed?"
+            error = FaultError(f"{text} has no memory at {address:#x} {why}", pid=self.pid)
+            error.address = address
+            return error
         return ReachError(f"access to the memory of {text}: {os.strerror(code)}", pid=self.pid)
 
     def probe(self, address: int, token: bytes) -> None:

@@ -34,7 +34,9 @@ class AccessError(ReachError):
 
 
 class FaultError(ReachError):
-    """The worker has nothing mapped at an address that it registered."""
+    """The worker has nothing mapped at ``address``, which it registered, or nothing that may be written."""
+
+    address = 0
 
 
 class RevokedError(ReachError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-from etha.errors import TransferError
+from etha.errors import RegistrationError, TransferError
 
 from .sides import Sides
 from .sites import Site
@@ -60,6 +60,7 @@ async def test_a_source_that_cannot_be_read_tears_no_target(site: Site, pair: st
     target = torch.full_like(memory.tensor, 7)
     error = await fail(site, pair, {"trainer": memory.tensor, "inference": target}, memory, "none")
     assert error.outcome == "aborted"
+    assert "trainer rank 0" in error.message, "who it is whose memory is gone"
     assert torch.all(target == 7)
 
 
@@ -68,4 +69,19 @@ async def test_a_target_that_cannot_be_written_is_not_torn(site: Site, pair: str
     source = torch.ones_like(memory.tensor)
     error = await fail(site, pair, {"trainer": source, "inference": memory.tensor}, memory, "read")
     assert error.outcome == "aborted"
+    assert "inference rank 0 at its tensor 'w'" in error.message and "read-only" in error.message
     assert torch.all(memory.tensor == 7)
+
+
+@pytest.mark.parametrize("side", ["trainer", "inference"])
+@pytest.mark.parametrize("left", [0, 16])
+async def test_freed_storage_is_refused_by_name(site: Site, pair: str, side: str, left: int) -> None:
+    freed = torch.ones(1024)
+    freed.untyped_storage().resize_(left)
+    async with Sides(site, pair) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        told = await sides.register("b", lambda where, rank: ({"w": freed if where == side else torch.ones(1024)}, {}))
+        for error in told.values():
+            assert isinstance(error, RegistrationError), error
+            found = [v for v in error.violations if v.code == "unsupported"]
+            assert [(v.name, v.side, v.rank) for v in found] == [("w", side, 0)] and "freed" in found[0].text
