@@ -92,6 +92,9 @@ class AsyncTensorBusClient:
         self._connecting: asyncio.Lock | None = None
         self._connection: Connection | None = None
         self._pairs: dict[str, tuple[Pair, PairDefaults]] = {}
+        #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet: the agent's answer and the loss
+        #: may be read in one go, before the task that waits for the answer runs.
+        self._early_losses: dict[str, PairLost] = {}
         self._batches: dict[str, Registration] = {}
         #: batch -> highest seq seen, and whether this worker's target may be half-written; both outlive handles.
         self._seqs: dict[str, int] = {}
@@ -174,6 +177,9 @@ class AsyncTensorBusClient:
             epoch=formed.epoch,
         )
         self._pairs[pair_name] = (pair, defaults)
+        early = self._early_losses.pop(pair_name, None)
+        if early is not None and early.epoch == pair.epoch:
+            pair.lose(early.reason, early.text)
         return pair
 
     async def register_tensors(
@@ -656,6 +662,8 @@ class AsyncTensorBusClient:
             if known is not None and known[0].epoch == message.epoch:
                 known[0].lose(message.reason, message.text)
                 self._lost(known[0])
+            elif known is None or known[0].epoch < message.epoch:
+                self._early_losses[message.pair] = message
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         for pair, _ in self._pairs.values():

@@ -30,7 +30,8 @@ def of_hint(hint: Any, rng: random.Random) -> Any:
     """A value that a field of type ``hint`` takes."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return of_hint(args[0], rng)
+        value = of_hint(args[0], rng)
+        return value[: args[1].max] if args[0] is bytes else value
     if origin is Union or origin is types.UnionType:
         return of_hint(rng.choice(args), rng)
     if origin is Literal:
