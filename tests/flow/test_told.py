@@ -76,7 +76,9 @@ def receiver(pair: str) -> str:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
         try:
-            client.register_tensors("b", {"w": tensor}, pair_name=pair, shapes={"w": (ROWS, 1024)}, atomic=True)
+            client.register_tensors(
+                "b", {"w": tensor}, pair_name=pair, shapes={"w": (ROWS, 1024)}, atomic=True, direction="recv"
+            )
         except (EthaError, OSError) as error:
             tell("failed")
             wait_for("the sender has heard")
