@@ -109,6 +109,8 @@ class Settings:
             seconds = float(idle)
         except ValueError:
             raise ConfigError(f"ETHA_IDLE={idle!r} is not a number of seconds") from None
+        if not seconds >= 0:  # nan is neither
+            raise ConfigError(f"ETHA_IDLE={idle!r}: an agent cannot leave before its last worker has, give 0 or more")
         return cls(
             agent=env.get("ETHA_AGENT") or None,
             redis_url=env.get("ETHA_REDIS_URL") or None,

@@ -78,7 +78,8 @@ def cell(value: Any) -> Text:
 def ranks_text(side: Any) -> str:
     """How much of a side is there, or the plain value."""
     if isinstance(side, dict) and "world_size" in side:
-        return f"{len(side.get('ranks', ()))} of {side['world_size']} ranks"
+        size = "?" if side["world_size"] is None else side["world_size"]
+        return f"{len(side.get('ranks', ()))} of {size} ranks"
     return str(side)
 
 

@@ -23,7 +23,8 @@ from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
 from etha.bus.handshake import Attach, Descriptors, Goodbye, Hello, Welcome
 from etha.bus.packets import MAX_DESCRIPTORS
-from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+from etha.bus.process import check_not_forked
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -266,11 +267,7 @@ class AgentLink:
         )
 
     def _check(self) -> None:
-        if os.getpid() != self._owner:
-            raise ConfigError(
-                f"this client belongs to process {self._owner}, from which process {os.getpid()} was forked: "
-                f"create a client in the child"
-            )
+        check_not_forked(self._owner)
         if self.lost.done():
             raise AgentLostError(self.lost.result().message)
 

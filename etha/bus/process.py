@@ -12,8 +12,19 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from etha.errors import ConfigError
+
 #: Bit of /proc/PID/stat's flags that is set from the first step of exiting, before descriptors close.
 _PF_EXITING = 0x4
+
+
+def check_not_forked(owner: int, what: str = "client") -> None:
+    """ConfigError in a child that was forked from process ``owner``, which has made ``what``."""
+    if os.getpid() != owner:
+        raise ConfigError(
+            f"this {what} belongs to process {owner}, from which process {os.getpid()} was forked: "
+            f"create a client in the child"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairFormed, PairLost, Status, WaitOffer
+from etha.bus.process import check_not_forked
 from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.arguments import (
     check_flag,
@@ -555,11 +556,7 @@ class AsyncTensorBusClient:
     # ---- inside -------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
-                f"create a client in the child"
-            )
+        check_not_forked(self._pid)
         self._check_not_closed()
         loop = asyncio.get_running_loop()
         if self._loop is None:

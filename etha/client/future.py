@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
+from etha.bus.process import check_not_forked
 from etha.client.loop_end import LoopEnd
 from etha.client.results import TransferResult
 from etha.errors import AgentLostError, ConfigError
@@ -52,12 +54,14 @@ class TransferFuture:
 
     Awaiting, ``result`` and ``exception`` only look: when the awaiting task is cancelled, the transfer goes
     on. ``cancel`` ends it. It is done once it has really ended, that is once nothing writes into the
-    tensors any more. An error that nobody asks for is kept and not told to anybody.
+    tensors any more. An error that nobody asks for is kept and not told to anybody. In a forked child
+    every method raises ConfigError.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Not for users: see ``of_task``; the blocking client's is made by its portal."""
         self._loop = loop
+        self._pid = os.getpid()
         self._task: asyncio.Task[TransferResult] | None = None
         self._cancelled = False
         self._loop_end: LoopEnd | None = None
@@ -73,10 +77,12 @@ class TransferFuture:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
+        self._check_process()
         return self._future.done()
 
     def cancelled(self) -> bool:
         """Whether it has ended by ``cancel``."""
+        self._check_process()
         return self._cancelled and self._future.done()
 
     def cancel(self) -> bool:
@@ -85,6 +91,7 @@ class TransferFuture:
         Before GO the call is withdrawn, after GO it aborts for all. Where the others have a result by then,
         this worker's tensors hold the new version, too.
         """
+        self._check_process()
         if self._future.done():
             return False
         with suppress(RuntimeError):  # a loop that is closed runs nothing any more
@@ -113,6 +120,9 @@ class TransferFuture:
 
         What it raises on the loop thread is logged.
         """
+        self._check_process()
+        if not callable(function):
+            raise ConfigError(f"add_done_callback takes a function of the future, not {function!r}")
         caller = threading.get_ident()
 
         def told(_: object) -> None:
@@ -128,6 +138,7 @@ class TransferFuture:
         adding = False
 
     def __await__(self) -> Generator[Any, None, TransferResult]:
+        self._check_process()
         if not self._future.done():
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[None] = loop.create_future()
@@ -178,7 +189,12 @@ class TransferFuture:
         else:
             self._future.set_result(task.result())
 
+    def _check_process(self) -> None:
+        """A forked child has a copy that nothing ends any more: the threads and loops are its parent's."""
+        check_not_forked(self._pid, "transfer")
+
     def _check_may_block(self) -> None:
+        self._check_process()
         if self._future.done():
             return
         try:

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from etha.bus.process import check_not_forked
 from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.arguments import check_flag
@@ -263,11 +264,7 @@ class TensorBusClient:
             membership.leave(wait=False)
 
     def _enter(self) -> Portal:
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"this client belongs to process {self._pid}, from which process {os.getpid()} was forked: "
-                f"create a client in the child"
-            )
+        check_not_forked(self._pid)
         if self._closed:
             raise ConfigError("this client is closed: create another")
         try:

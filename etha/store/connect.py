@@ -177,8 +177,9 @@ def _unreachable(url: str, error: BaseException) -> Unreachable:
         return Unreachable("this user may not open the socket", settled=True)
     # For a name of several addresses asyncio says all refusals in one text and gives no number.
     if any(isinstance(cause, ConnectionRefusedError) for cause in chain) or f"errno {errno.ECONNREFUSED}]" in text:
-        where = "the socket is there" if url.startswith("unix:") else f"{place.hostname} refuses connections to {port}"
-        return Unreachable(f"{where}, but no server listens: is it running?", settled=True)
+        if url.startswith("unix:"):
+            return Unreachable("the socket is there, but no server listens: is it running?", settled=True)
+        return Unreachable(f"{place.hostname} refuses connections to {port}: is a server running there?", settled=True)
     if any(isinstance(cause, TimeoutError | redis_errors.TimeoutError) for cause in chain):
         return Unreachable(NO_ANSWER)
     return Unreachable(str(error) or type(error).__name__)

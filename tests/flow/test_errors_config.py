@@ -296,3 +296,10 @@ async def test_malformed_layouts(served: Site) -> None:
             await client.register_tensors(
                 "b", {"w": torch.zeros(2)}, pair_name=sides.pair, placements={"w": [Shard(0), Shard(0)]}
             )
+
+
+@pytest.mark.parametrize("idle", ["-3", "nan", "soon"])
+async def test_an_agent_that_would_leave_at_once_is_not_started(monkeypatch: pytest.MonkeyPatch, idle: str) -> None:
+    monkeypatch.setenv("ETHA_IDLE", idle)
+    with pytest.raises(ConfigError, match=f"ETHA_IDLE='{idle}'"):
+        etha.AsyncTensorBusClient()

@@ -321,8 +321,8 @@ async def test_a_user_without_info_still_has_a_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("redis://:pw@127.0.0.1:{port}/0", "127.0.0.1 refuses connections to port {port}, but no server listens"),
-        ("redis://localhost:{port}/0", "localhost refuses connections to port {port}, but no server listens"),
+        ("redis://:pw@127.0.0.1:{port}/0", "127.0.0.1 refuses connections to port {port}: is a server running there?"),
+        ("redis://localhost:{port}/0", "localhost refuses connections to port {port}: is a server running there?"),
         ("redis://nobody.invalid:{port}", "unknown host 'nobody.invalid': is the name right?"),
         ("unix://{path}/none.sock", "no such socket: is the server running?"),
     ],

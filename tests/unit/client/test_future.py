@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -218,3 +219,34 @@ def test_a_closed_loop_takes_no_cancellation() -> None:
     future = TransferFuture(loop)
     loop.close()
     assert not future.cancel() and not future.done()
+
+
+def test_a_forked_child_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy would never end, and what it asks for would reach nobody."""
+    loop = asyncio.new_event_loop()
+    try:
+        future = TransferFuture(loop)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        for call in (
+            future.done,
+            future.cancelled,
+            future.cancel,
+            future.result,
+            future.exception,
+            future.__await__().__next__,
+        ):
+            with pytest.raises(ConfigError, match="this transfer belongs to process"):
+                call()
+        with pytest.raises(ConfigError, match="this transfer belongs to process"):
+            future.add_done_callback(print)
+    finally:
+        loop.close()
+
+
+def test_a_done_callback_that_is_no_function_is_refused() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        with pytest.raises(ConfigError, match="add_done_callback takes a function of the future, not 5"):
+            TransferFuture(loop).add_done_callback(5)  # type: ignore[arg-type]
+    finally:
+        loop.close()
