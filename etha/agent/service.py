@@ -209,15 +209,13 @@ class Agent:
         used = [live.segments(session) for live in self.batches.live.values()]
         unused = set(segments).difference(*used)
         spared = session.memory.spare(unused)
-        released = Released(segments=tuple(sorted(unused)))
-        if session.memory.on_device:  # the worker need not wait for all that the card does
-            session.peer.reply(request.id, released)
+        if session.memory.on_device:
             await self._at_rest(session)
         else:
             await self.batches.released(session)
         await asyncio.to_thread(spared.release)  # views keep a segment of the CPU's while a lane is inside it
-        if not session.memory.on_device:
-            session.peer.reply(request.id, released)
+        # What is freed while another process has it open is undefined on a card, so the worker waits for this.
+        session.peer.reply(request.id, Released(segments=tuple(sorted(unused))))
 
     async def _at_rest(self, session: Session) -> None:
         """Return when no transfer moves a worker's memory."""
