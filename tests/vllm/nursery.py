@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,15 @@ class Child:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL to it and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL to it and all that it started; returns when they have ended, and their ports are free again."""
+        with ExitStack() as stack:
+            ended = _group(self.pid)
+            for process in ended:
+                stack.callback(os.close, process)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            for process in ended:  # a forked child has the listening socket of its parent, too
+                assert select.select([process], [], [], 60)[0], "a process outlives its SIGKILL"
         self._process.join()
 
     def end(self, timeout: float = 30.0) -> None:
@@ -66,6 +73,16 @@ class Child:
             self.pipe.close()
         self._process.join(timeout)
         self.kill()
+
+
+def _group(leader: int) -> list[int]:
+    """A pidfd of every process in the process group of ``leader``."""
+    found = []
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == leader:
+                found.append(os.pidfd_open(pid))
+    return found
 
 
 def _live(work: Callable[..., None], pipe: Connection, args: tuple[Any, ...], env: dict[str, str], log: str) -> None:
