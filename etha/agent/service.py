@@ -201,6 +201,7 @@ class Agent:
         """The worker leaves: answered once nothing here has its memory open, which it may then free."""
         if self.sessions.pop(session.key, None) is not None:
             self._part(session, "closed", released=False)
+            await self.batches.released(session)  # also what was opened here of other workers in its batches
             await self._release(session)
         session.peer.reply(request.id, Released(segments=()))
 

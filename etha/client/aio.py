@@ -676,7 +676,13 @@ class AsyncTensorBusClient:
                 self._look_after(registration)
 
     def _look_after(self, registration: Registration) -> None:
-        """Give back what a batch that is over holds, here and in the agent, once no call of it runs."""
+        """Give back what a batch that is over holds, here and in the agent, once no call of it runs.
+
+        Memory of a card stays until the handle or the client is closed: agents of other cards may have it open for a
+        moment longer than this one, and what is freed meanwhile is undefined.
+        """
+        if registration.connection.home.lends:
+            return
         registration.let_go()
         if registration.lost is not None and not (registration.calls or registration.released or self._closed):
             registration.connection.spawn(self._retire(registration))
