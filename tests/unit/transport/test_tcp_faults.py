@@ -39,7 +39,7 @@ async def opened(at: dict[str, Agent], job: Job, seq: int = 1) -> dict[str, Wire
 async def fails(run: Awaitable[int]) -> BaseException:
     """The error of a run that must not hang."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await run
     except BaseException as error:
         return error
@@ -47,7 +47,8 @@ async def fails(run: Awaitable[int]) -> BaseException:
 
 
 def big(**options: object) -> Job:
-    return rows(1, 1, (4096, 1024), Shard(0), "a", "b", **options)
+    """More than the kernel buffers for a stream (4 MiB and more), so that who sends cannot be done before who reads."""
+    return rows(1, 1, (4096, 4096), Shard(0), "a", "b", **options)
 
 
 # ---- the door ---------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ async def read_all(port: int, words: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(words)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await reader.read()
     except ConnectionResetError:
         return b""  # closed with our words unread
@@ -125,7 +126,7 @@ async def test_garbage_after_a_good_token_harms_nobody(caplog: pytest.LogCapture
 @pytest.mark.parametrize("change", ["bucket_size", "streams", "shape"])
 async def test_ends_that_differ_notice_before_anything_is_written(change: str) -> None:
     job = big()
-    other = rows(1, 1, (4096, 1026), Shard(0), "a", "b") if change == "shape" else big()
+    other = rows(1, 1, (4096, 4098), Shard(0), "a", "b") if change == "shape" else big()
     if change != "shape":
         setattr(other, change, 1 << 20 if change == "bucket_size" else 2)
     async with agents("ab") as at:
@@ -352,7 +353,7 @@ async def test_a_call_that_has_returned_is_not_touched(member: tuple[str, int], 
         runs = await opened(at, job, 2)
         for name, given in guards.items():
             runs[name].guards = given
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             found = await asyncio.gather(*(at[n].transport.run(runs[n]) for n in "ab"), return_exceptions=True)
         mine, others = found if member[0] == "source" else reversed(found)
         assert isinstance(mine, RevokedError) and mine.owner == member
@@ -386,7 +387,7 @@ async def test_many_aborted_and_repeated_transfers_leave_nothing_behind(caplog: 
                 lambda name=name: at[name].transport.stop(ValueError("stop")),  # type: ignore[misc]
             )
             try:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(60):
                     await transfer(job, at, seq)
             except* (ValueError, PeerLostError):
                 for agent in at.values():
