@@ -214,7 +214,9 @@ def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
 @contextmanager
 def watching(*words: str) -> Iterator[Iterator[dict[str, Any]]]:
     """The lines of ``etha status --watch --json``."""
-    command = [sys.executable, "-c", "from etha.cli import main; main()", "status", "--watch", "--json", *words]
+    # A shell's background job ignores SIGINT, and so would what it starts.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from etha.cli import main; main()"
+    command = [sys.executable, "-c", code, "status", "--watch", "--json", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
