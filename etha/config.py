@@ -40,7 +40,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",
     "ETHA_ENCRYPT": "1: data connections between agents are encrypted (TLS 1.3); both sides need it; default: 0",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
-    "ETHA_TAKEOVER": "1: a torchrun job takes over from a living launch of another run id; default: it is refused",
+    "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
 }

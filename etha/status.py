@@ -28,12 +28,14 @@ def status_tables(found: dict[str, Any]) -> Group:
     links = [link for agent in agents for link in agent.get("links", ())]
     link = ["agent", "host", "address", "state", "silent", "round_trip", "missed", "bytes_sent", "bytes_received"]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
+    stale = [agent["stale"] for agent in agents if agent.get("stale")]
     agent = ["device", "namespace", "pid", "workers", "running", "encrypted", "redis", "version"]
     return Group(
         dict_table("agents", agents, agent),
         *([dict_table("links", links, link)] if links else []),
         dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
+        *(Text(f"pairs as they were last known: {why}") for why in stale),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from etha.agent.report import report
@@ -79,8 +80,10 @@ def show(agent: Agent, peer: Peer, request: Request) -> None:
 
 
 async def _status(agent: Agent, peer: Peer, request_id: int) -> None:
-    await agent.movers.inquiries.refresh(list(agent.batches.live.values()))
-    peer.reply(request_id, Status(report=report(agent)))
+    stale, _ = await asyncio.gather(
+        agent.pairs.refresh(), agent.movers.inquiries.refresh(list(agent.batches.live.values()))
+    )
+    peer.reply(request_id, Status(report=report(agent, stale)))
 
 
 async def _events(agent: Agent, peer: Peer, request_id: int, message: GetEvents) -> None:

@@ -30,6 +30,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 #: Seconds after which all pairs are read again although nothing was heard of them, in one request.
 LOOK_AGAIN = 60.0
+#: Seconds that a status report waits for Redis; then it shows what this agent knows, and says so.
+PATIENCE = 1.0
 #: Pairs that status shows although nobody here belongs to them any more.
 _MAX_ENDED = 64
 
@@ -124,7 +126,8 @@ class Pairs:
                     f"this client is {side} rank {rank} of pair {message.pair!r} already; "
                     f"use another client to be {message.side} rank {message.rank}"
                 )
-        if known is None or known.machine.launched_again(message.side, message.launch) or message.takeover:
+        takes_over = message.takeover and message.launch is not None
+        if known is None or known.machine.launched_again(message.side, message.launch) or takes_over:
             return
         held = [owner for owner, member in asked if member == wanted]
         held += [
@@ -151,10 +154,47 @@ class Pairs:
         assert view is not None
         return view
 
-    def machines(self) -> tuple[Pair, ...]:
-        """All pairs known here and the last ones that were, for the status report."""
+    def shown(self) -> list[tuple[Pair, bool]]:
+        """All pairs known here and the last ones that were, for the status report; and whether one is of the latter."""
         found = self._ended | {name: known.machine for name, known in self._known.items()}
-        return tuple(found[name] for name in sorted(found))
+        return [(found[name], name not in self._known) for name in sorted(found)]
+
+    async def refresh(self) -> str:
+        """Read all pairs that status shows, because who is idle has not heard of the latest; why that failed, or "".
+
+        Also a pair in use is read: a wake-up for what has just happened may still be on its way.
+        """
+        # What is known or has ended may change meanwhile, so each reads into what it was at the beginning.
+        reads = [self._read(known) for known in self._known.values()]
+        reads += [self._read_ended(name, machine) for name, machine in self._ended.items()]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                failed = [why for why in await asyncio.gather(*reads) if why]
+        except TimeoutError:
+            return f"Redis at {self._store.url} has not answered within {PATIENCE:g} s"
+        return failed[0] if failed else ""
+
+    async def _read(self, known: _Known) -> str:
+        try:
+            async with known.order:
+                view = await self._store.pair(known.machine.pair, timeout=PATIENCE)
+                if view is not None and not known.forgotten:
+                    self._perform(known, known.machine.viewed(view))
+        except EthaError as error:
+            return error.message
+        return ""
+
+    async def _read_ended(self, name: str, machine: Pair) -> str:
+        try:
+            view = await self._store.pair(name, timeout=PATIENCE)
+        except EthaError as error:
+            return error.message
+        if self._ended.get(name) is machine:
+            if view is None:
+                del self._ended[name]
+            else:
+                machine.view = view
+        return ""
 
     def lose(self, agent: str, text: str) -> None:
         """The link to an agent is lost, and with it every pair that it takes part in."""

@@ -6,15 +6,18 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from etha.agent.live import Live
-from etha.agent.pair import Pair, Standing
+from etha.agent.pair import Pair
 from etha.version import __version__
 
 if TYPE_CHECKING:
     from etha.agent.service import Agent
 
 
-def report(agent: Agent) -> dict[str, Any]:
-    """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only."""
+def report(agent: Agent, stale: str = "") -> dict[str, Any]:
+    """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only.
+
+    ``stale``: why the pairs could not be read again, so that they may be older than this report.
+    """
     return {
         "agent": {
             "id": agent.id,
@@ -40,28 +43,33 @@ def report(agent: Agent) -> dict[str, Any]:
             "encrypted": agent.links.encrypts,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
             "links": _links(agent),
+            "stale": stale,
         },
-        "pairs": [
-            {
-                "pair": machine.pair,
-                "state": "closed" if _is_closed(machine) else machine.state.name.lower(),
-                "epoch": machine.epoch,
-                "sides": {
-                    name: {"world_size": side.world_size, "ranks": sorted(side.members)}
-                    for name, side in (machine.view.sides.items() if machine.view is not None else ())
-                },
-                "waiting_for": machine.view.missing() if machine.view is not None else {},
-                "error": machine.lost.message if machine.lost is not None and not _is_closed(machine) else "",
-            }
-            for machine in agent.pairs.machines()
-        ],
+        "pairs": [_pair(machine, ended) for machine, ended in agent.pairs.shown()],
         "batches": [line for live in agent.batches.live.values() for line in _batch(live)],
     }
 
 
-def _is_closed(machine: Pair) -> bool:
-    """Whether everybody of both sides has left in order."""
-    return machine.state is Standing.LOST and machine.view is not None and machine.view.state == "closed"
+def _pair(machine: Pair, ended: bool) -> dict[str, Any]:
+    """One line; ``ended``: nobody here belongs to the pair any more, so Redis alone knows how it stands."""
+    view, lost = machine.view, machine.lost
+    state, epoch, error = machine.state.name.lower(), machine.epoch, lost.message if lost is not None else ""
+    if view is not None and ended:
+        state, epoch, error = view.state, view.epoch, error if view.epoch == epoch else view.error
+    if view is not None and view.state == "closed" and state == "lost":
+        state = "closed"  # everybody of both sides has left in order
+    over = state == "closed"
+    return {
+        "pair": machine.pair,
+        "state": state,
+        "epoch": epoch,
+        "sides": {
+            name: {"world_size": side.world_size, "ranks": sorted(side.members)}
+            for name, side in (view.sides.items() if view is not None else ())
+        },
+        "waiting_for": {} if view is None or over else view.missing(),
+        "error": "" if over else error,
+    }
 
 
 def _links(agent: Agent) -> list[dict[str, Any]]:

@@ -90,10 +90,18 @@ local function over()
   return true
 end
 
+-- Without a launch's id nothing tells a worker of the new job from one of the job that it displaces and that comes again.
+local function how_to_take_over()
+  if req.launch then return '' end
+  local alone = req.takeover and ' (ETHA_TAKEOVER=1 and takeover=True have no effect without one)' or ''
+  return '. This job has no launch id' .. alone .. ': to take over, start it with an ETHA_LAUNCH_ID of its own, the same '
+    .. 'on all its workers; under torchrun, `torchrun --rdzv-id NAME` with ETHA_TAKEOVER=1 does, too'
+end
+
 local function held_by_other()
   return refuse('config', 'rank ' .. rank .. ' of side ' .. side .. ' on pair ' .. req.pair .. ' is held by pid '
     .. string.format('%d', mine.pid) .. ' on host ' .. ((mine.name or '') ~= '' and mine.name or mine.host) .. ', which is alive: give each worker its own rank, '
-    .. 'or end that process first', {held = {mine}})
+    .. 'or end that process first' .. how_to_take_over(), {held = {mine}})
 end
 
 if req.launch then
@@ -131,7 +139,8 @@ if not opens and worlds[side] and worlds[side] ~= req.world then
   if #held > 0 then
     return refuse('config', 'world_size of side ' .. side .. ' on pair ' .. req.pair .. ': rank ' .. rank .. ' says '
       .. string.format('%d', req.world) .. ', launch ' .. current .. ' began with '
-      .. string.format('%d', worlds[side]) .. ': all workers of one launch give the same', {held = held})
+      .. string.format('%d', worlds[side]) .. ': all workers of one launch give the same'
+      .. how_to_take_over(), {held = held})
   end
   redis.call('DEL', own_key)
   mine = nil

@@ -63,10 +63,10 @@ class Pairs(Session):
             "member": member.holder(),
             "dead": {},
             "known_epoch": self._known_epoch(pair),
+            "takeover": takeover,
         }
         if launch is not None:
-            request["launch"] = launch
-            request |= {"run": run or "", "takeover": takeover}
+            request |= {"launch": launch, "run": run or ""}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limit(timeout)
         while True:

@@ -207,6 +207,19 @@ async def test_another_torchrun_run_follows_a_launch_that_is_dead(store: Store, 
     assert (await trainer(store, others[0], launch="3.0", run="3")).sides["trainer"].launch == "3.0"
 
 
+async def test_a_job_without_a_launch_id_hears_how_to_take_over(store: Store, others: list[Member]) -> None:
+    await trainer(store, others[0])
+    ways = r"start it with an ETHA_LAUNCH_ID of its own, .*`torchrun --rdzv-id NAME` with ETHA_TAKEOVER=1 does, too"
+    with pytest.raises(ConfigError, match=rf"pid {others[0].pid} .*no launch id.*{ways}"):
+        await trainer(store, others[1])
+    for size in (1, 2):  # another size is refused for that
+        with pytest.raises(ConfigError, match=rf"ETHA_TAKEOVER=1 and takeover=True have no effect.*{ways}"):
+            await trainer(store, others[1], rank=size - 1, size=size, takeover=True)
+    await trainer(store, others[1], launch="mine")  # as it was told
+    view = await trainer(store, others[2], launch="NAME.0", run="NAME", takeover=True)
+    assert view.member("trainer", 0) == replace(others[2], launch="NAME.0", epoch=1)
+
+
 async def test_retired_launches_are_bounded(store: Store) -> None:
     for number in range(20):
         await trainer(store, here(), launch=f"run-{number}")
