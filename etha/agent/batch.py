@@ -79,9 +79,9 @@ class Batch(Machine[Standing]):
         Standing.CLOSED: frozenset(),
     }
 
-    def __init__(self, name: str, *, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, name: str, *, me: str, agents: Mapping[str, tuple[str, ...]], generation: int = 0) -> None:
         super().__init__(f"batch {name}", Standing.ENROLLING)
-        self.batch, self.me, self.agents = name, me, agents
+        self.batch, self.me, self.agents, self.generation = name, me, agents, generation
         self.waiting: dict[CallKey, Member] = {}
         self.open: set[Member] = set()
         self.absent: set[Member] = {(side, rank) for side, ranks in agents.items() for rank in range(len(ranks))}
@@ -97,8 +97,6 @@ class Batch(Machine[Standing]):
     def enrolled(self, key: CallKey, member: Member) -> list[BatchEffect]:
         """A local rank's entry is in the roster."""
         if self.lost is not None:
-            if not self.open:
-                self.move(Standing.CLOSED)
             return [Fail(call=key, error=self.lost), Unenroll(member=member)]
         self.waiting[key] = member
         self.open.add(member)
@@ -156,14 +154,17 @@ class Batch(Machine[Standing]):
         return self._leave(member)
 
     def break_up(self, error: PeerLostError) -> list[BatchEffect]:
-        """The pair's epoch is over."""
+        """The pair's epoch is over, or a rank cannot take part. Who waits is told, and has no part in it any more."""
         if self.state in (Standing.LOST, Standing.CLOSED, Standing.REFUSED):
             return []
         self.lost = error
         self.move(Standing.LOST)
-        out: list[BatchEffect] = [Fail(call=key, error=error) for key in self.waiting]
-        self.waiting.clear()
-        return out
+        return self.failed(error)
+
+    @property
+    def holders(self) -> frozenset[Member]:
+        """Local ranks that were told that the batch stands, and have not left it."""
+        return frozenset(self.open.difference(self.waiting.values()))
 
     def _leave(self, member: Member) -> list[BatchEffect]:
         if member not in self.open:
@@ -205,7 +206,7 @@ class Batch(Machine[Standing]):
 
     def _answer_all(self) -> list[BatchEffect]:
         out: list[BatchEffect] = [
-            Answer(call=key, message=registered(self.evaluation, member))
+            Answer(call=key, message=registered(self.evaluation, member, self.generation))
             for key, member in self.waiting.items()
             if self.evaluation is not None
         ]
@@ -213,7 +214,7 @@ class Batch(Machine[Standing]):
         return out
 
 
-def registered(evaluation: Evaluation, member: Member) -> Registered:
+def registered(evaluation: Evaluation, member: Member, generation: int) -> Registered:
     """What a rank is told about a batch that stands."""
     side = member[0]
     other = next(s for s in evaluation.sides if s != side)
@@ -230,6 +231,7 @@ def registered(evaluation: Evaluation, member: Member) -> Registered:
         },
     }
     return Registered(
+        generation=generation,
         seq=evaluation.seq,
         atomic=evaluation.atomic,
         shadows=evaluation.atomic and recv,

@@ -14,6 +14,7 @@ from etha.agent.chronicle import quietly
 from etha.agent.effects import Answer, CallKey, Fail, Member
 from etha.agent.evaluate import Evaluation
 from etha.agent.footing import footing, lost_since
+from etha.agent.forsaking import Forsaking
 from etha.agent.hints import Hints
 from etha.agent.library import Library
 from etha.agent.links import Links
@@ -28,10 +29,10 @@ from etha.agent.snapshots import show
 from etha.agent.sweep import Sweep
 from etha.agent.verdict import Terms
 from etha.bus.codec import Request
-from etha.bus.messages import AttachShadows, AttachSnapshot, CloseBatch, Ok, Register
+from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
 from etha.config import check_name
 from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
-from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, TellMissing
+from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, Noted, TellMissing
 from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
 
@@ -65,6 +66,7 @@ class Batches:
         #: Those that are over but hold workers' memory still.
         self._releasing: dict[Key, Live] = {}
         self._mailbox = Mailbox()
+        self._forsaking = Forsaking(links)
 
     def register(self, session: Session, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
@@ -94,11 +96,15 @@ class Batches:
     def close(self, session: Session, request: Request, message: CloseBatch) -> None:
         """A worker closes its handle; one of an epoch that is over must not close its successor."""
         live = self._live(session, message.batch)
-        if live is not None and live.epoch == message.epoch:
-            if message.why:
-                self._forsake(live, session, message.why)
+        if live is None or live.epoch != message.epoch:
+            session.peer.reply(request.id, Ok())
+        elif not message.why:
             self.leave(session, message.batch)
-        session.peer.reply(request.id, Ok())
+            session.peer.reply(request.id, Ok())
+        else:
+            text = self._forsake(live, session, message.why)
+            self.leave(session, message.batch)
+            self._spawn(self._tell_all(live, session, request, text))
 
     def find(self, session: Session, batch: str, epoch: int) -> Live:
         """The registration that a worker's call means; an error that says why there is none."""
@@ -109,8 +115,8 @@ class Batches:
             error = self._pairs.error(session.seats[pair]) if pair in session.seats else live.machine.lost
             if error is not None:
                 raise error
-        if live.machine.lost is not None:
-            raise live.machine.lost
+        if (lost := live.machine.lost) is not None:
+            raise PeerLostError(lost.message, reason=lost.reason, outcome="withdrawn")
         live.check_epoch(epoch)
         return live
 
@@ -150,15 +156,22 @@ class Batches:
     def hear(self, agent: str, scope: Scope, message: Said) -> None:
         """A message about a registration, from one of the agents of its pair."""
         key = (scope.pair, scope.batch, scope.generation)
+        if isinstance(message, Noted):
+            self._forsaking.hear(agent, message)
+            return
         live = self.live.get(key) or self._mailbox.ended(key)
-        if live is None:  # it has heard of everybody's entry before us
+        if live is None and isinstance(message, Forsaken):
+            self._mailbox.lose(key, _forsaken(message.text))
+            self._links.tell(agent, scope, Noted(request=message.request))
+        elif live is None:  # it has heard of everybody's entry before us
             self._mailbox.hold(key, agent, message)
         elif live.epoch != scope.epoch or agent not in live.agents:
             log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
             live.show(agent, message)
         elif isinstance(message, Forsaken):
-            self._break(live, PeerLostError(message.text, reason="closed"))
+            self._end_for_all(live, _forsaken(message.text))
+            self._links.tell(agent, scope, Noted(request=message.request))
         elif isinstance(message, AskMissing | TellMissing):
             self._movers.inquiries.hear(agent, live, message)
         elif isinstance(message, Copied):
@@ -170,6 +183,7 @@ class Batches:
 
     def lose(self, agent: str) -> None:
         """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
+        self._forsaking.lose(agent)
         for live in [*self.live.values(), *self._mailbox.ended_with(agent)]:
             if agent in live.agents:
                 self._movers.lose_agent(live, agent)
@@ -181,15 +195,36 @@ class Batches:
         where = session.batches.get(batch)
         return self.live.get((where[0], batch, where[1])) if where is not None else None
 
-    def _forsake(self, live: Live, session: Session, why: str) -> None:
+    def _forsake(self, live: Live, session: Session, why: str) -> str:
         """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
         ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
         text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
-        self._break(live, PeerLostError(text, reason="closed"))
-        for agent in sorted(live.agents - {self._me}):
-            self._links.tell(agent, live.scope, Forsaken(text=text))
+        self._end_for_all(live, _forsaken(text), but=session)
+        return text
+
+    async def _tell_all(self, live: Live, session: Session, request: Request, text: str) -> None:
+        await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
+        session.peer.reply(request.id, Ok())
+
+    def _end_for_all(self, live: Live, error: PeerLostError, *, but: Session | None = None) -> None:
+        """A registration is over while its pair stands: the workers here that hold it hear so, then their calls end."""
+        if live.machine.lost is None:
+            lost = BatchLost(
+                pair=live.pairs[0],
+                epoch=live.epoch,
+                batch=live.name,
+                generation=live.generation,
+                reason=error.reason,
+                text=error.message,
+            )
+            held = [live.tensors[member].session for member in sorted(live.machine.holders)]
+            for session in held:
+                if session is not but:
+                    session.peer.push(lost)
+        self._break(live, error)
 
     def _break(self, live: Live, error: PeerLostError) -> None:
+        self._mailbox.lose(live.key, error)
         self._perform(live, live.machine.break_up(error))
         self._movers.break_up(live, error)
 
@@ -238,7 +273,7 @@ class Batches:
                 expected=expected,
                 timeout=timeout,
             )
-            lost = lost_since(self._pairs, session, epochs)
+            lost = lost_since(self._pairs, session, epochs) or self._mailbox.lost((primary, message.batch, generation))
             if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
                 await self._store.unenroll(primary, message.batch, generation, *member)
             if lost is not None:
@@ -363,3 +398,7 @@ class Batches:
         early, live.early = live.early, []
         for agent, message in early:
             self._movers.hear(live, agent, message)
+
+
+def _forsaken(text: str) -> PeerLostError:
+    return PeerLostError(text, reason="closed", outcome="withdrawn")

@@ -13,6 +13,7 @@ from etha.bus.messages import (
     AttachShadows,
     AttachSnapshot,
     CloseBatch,
+    Confirm,
     Events,
     GetEvents,
     GetStatus,
@@ -55,6 +56,8 @@ def dispatch(agent: Agent, session: Session, request: Request) -> None:
             peer.reply(request.id, Ok())
         case WaitOffer(batch=batch, epoch=epoch):
             agent.movers.offers.wait(session, request, agent.batches.find(session, batch, epoch))
+        case Confirm():
+            peer.reply(request.id, Ok())  # what there is to say has been said
         case CloseBatch() as message:
             agent.batches.close(session, request, message)
         case Probe(address=address, token=token):

@@ -159,7 +159,7 @@ class Live:
         ``mappings``: of this agent's card.
         """
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
-        machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents)
+        machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
         live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
         live.exhibition, live.snapshots = Exhibition(mappings), Snapshots(mappings)
         return live

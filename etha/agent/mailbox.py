@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 
 from etha.agent.live import Key, Live
+from etha.errors import PeerLostError
 from etha.peer.wire import Said
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,17 @@ class Mailbox:
     def __init__(self) -> None:
         self._early: OrderedDict[Key, list[tuple[str, Said]]] = OrderedDict()
         self._ended: OrderedDict[Key, Live] = OrderedDict()
+        self._lost: OrderedDict[Key, PeerLostError] = OrderedDict()
+
+    def lose(self, key: Key, error: PeerLostError) -> None:
+        """A registration is over for all, whether or not this agent has taken it in; ranks of it may still come."""
+        self._lost.setdefault(key, error)
+        while len(self._lost) > MAX_KEPT:
+            self._lost.popitem(last=False)
+
+    def lost(self, key: Key) -> PeerLostError | None:
+        """Why a rank that comes now has come too late."""
+        return self._lost.get(key)
 
     def hold(self, key: Key, agent: str, message: Said) -> None:
         """Keep a message about a registration that this agent has not taken in yet; the oldest are dropped."""

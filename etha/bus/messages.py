@@ -1,9 +1,9 @@
 """What a worker and its agent say to each other, one dataclass a message.
 
-    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Transfer WaitOffer CloseBatch
-                      GetStatus GetEvents LetGo
+    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
+                      CloseBatch GetStatus GetEvents LetGo
     agent -> worker   the reply that each one's docstring names
-    agent -> worker, unasked   PairLost, Progress
+    agent -> worker, unasked   PairLost, BatchLost, Progress
 
 Hello and Welcome stand in ``handshake``; how a message becomes bytes in ``codec``.
 """
@@ -89,6 +89,22 @@ class PairLost:
     text: str
 
 
+@message("batch_lost")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLost:
+    """Push: registration ``generation`` of a batch is over for all ranks, while its pair stands; ``text`` says why.
+
+    ``pair`` and ``epoch`` are of the batch's primary pair. It comes before every answer that is given for this reason.
+    """
+
+    pair: str
+    epoch: int
+    batch: str
+    generation: int
+    reason: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One registered tensor.
@@ -148,10 +164,12 @@ class Register:
 class Registered:
     """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows before it receives).
 
+    ``generation`` numbers the registrations of the batch, alike on all ranks.
     ``send`` and ``recv`` tell which verbs can work; ``receives``: some rank has asked for the direction in which
     this one receives. ``summary`` is the plan in short.
     """
 
+    generation: int
     seq: int
     atomic: bool
     shadows: bool
@@ -188,6 +206,12 @@ class Supersede:
 
     batch: str
     epoch: int
+
+
+@message("confirm")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """Do the batches that this worker holds still stand? -> Ok, after PairLost and BatchLost of those that do not."""
 
 
 @message("transfer")
@@ -254,7 +278,8 @@ class Offered:
 class CloseBatch:
     """This worker is done with the batch. -> Ok.
 
-    ``why``: it cannot take part although the batch stands, so nobody can transfer it; all others are told.
+    ``why``: it cannot take part although the batch stands, so nobody can transfer it; all others have been told when
+    the answer comes, but for agents that do not answer.
     """
 
     batch: str

@@ -21,7 +21,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from etha.bus.messages import CloseBatch, GetStatus, InitPair, Offered, PairFormed, PairLost, Status, WaitOffer
+from etha.bus.messages import (
+    BatchLost,
+    CloseBatch,
+    Confirm,
+    GetStatus,
+    InitPair,
+    Offered,
+    PairFormed,
+    PairLost,
+    Status,
+    WaitOffer,
+)
 from etha.bus.process import check_not_forked
 from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.arguments import (
@@ -96,6 +107,8 @@ class AsyncTensorBusClient:
         #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet: the agent's answer and the loss
         #: may be read in one go, before the task that waits for the answer runs.
         self._early_losses: dict[str, PairLost] = {}
+        #: batch -> the newest end of one that ``register_tensors`` has not returned yet, for the same reason.
+        self._early_ends: dict[str, BatchLost] = {}
         self._batches: dict[str, Registration] = {}
         #: batch -> highest seq seen, and whether this worker's target may be half-written; both outlive handles.
         self._seqs: dict[str, int] = {}
@@ -227,12 +240,13 @@ class AsyncTensorBusClient:
             home=connection.home,
         )
         known = self._batches.get(batch_id)
-        if known is not None and known.connection is connection and known.lost is None:
-            if known.manifest.same_tensors(manifest):
+        if known is not None and known.connection is connection and known.lost() is None:
+            if not known.manifest.same_tensors(manifest):
+                raise RegistrationError(
+                    f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
+                )
+            if await self._confirmed(known, deadline):
                 return BatchHandle(self, known)
-            raise RegistrationError(
-                f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
-            )
         if known is not None:  # its memory is given back before more is taken
             await self._retire(known)
             known.left = True  # a call of it that has not ended must not close what is registered now
@@ -251,6 +265,9 @@ class AsyncTensorBusClient:
             )
         registration.torn = batch_id in self._torn
         self._batches[batch_id] = registration
+        early = self._early_ends.pop(batch_id, None)
+        if early is not None and registration.hear(early):
+            self._look_after(registration)
         return BatchHandle(self, registration)
 
     @overload
@@ -646,6 +663,12 @@ class AsyncTensorBusClient:
         if not registration.open:
             raise RegistrationError(f"batch {registration.batch!r} is closed: register it again")
 
+    async def _confirmed(self, registration: Registration, deadline: Deadline) -> bool:
+        """Whether an open batch stands, now that its agent has said what it has to say of it."""
+        with self._calls.begin(f"register_tensors of {registration.batch!r}"):
+            await registration.connection.link.request(Confirm(), timeout=deadline.left)
+        return registration.lost() is None
+
     def _check_served(self, registration: Registration) -> None:
         if registration.connection.lost or registration.connection is not self._connection:
             raise AgentLostError(
@@ -661,6 +684,12 @@ class AsyncTensorBusClient:
                 self._lost(known[0])
             elif known is None or known[0].epoch < message.epoch:
                 self._early_losses[message.pair] = message
+        elif isinstance(message, BatchLost):
+            registration = self._batches.get(message.batch)
+            if registration is not None and registration.hear(message):
+                self._look_after(registration)
+            else:
+                self._early_ends[message.batch] = message
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         for pair, _ in self._pairs.values():
@@ -684,7 +713,7 @@ class AsyncTensorBusClient:
         if registration.connection.home.lends:
             return
         registration.let_go()
-        if registration.lost is not None and not (registration.calls or registration.released or self._closed):
+        if registration.lost() is not None and not (registration.calls or registration.released or self._closed):
             registration.connection.spawn(self._retire(registration))
 
     async def _retire(self, registration: Registration) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from etha.bus.messages import BatchLost
 from etha.client.connection import Connection
 from etha.client.homes import Stage
 from etha.client.inspect import memory_of
@@ -36,6 +37,8 @@ class Registration:
     pair: Pair
     #: All pairs of the batch, ``pair`` among them: what fails one of its transfers fails them all.
     pairs: tuple[Pair, ...]
+    #: Numbers the registrations of the batch, alike on all ranks.
+    generation: int
     connection: Connection
     manifest: Manifest
     #: What the agent has mapped for this batch.
@@ -51,6 +54,8 @@ class Registration:
     open: bool = True
     #: Calls of this worker that have not ended, snapshots that are offered among them.
     calls: int = 0
+    #: Why nobody can transfer it although its pairs stand: a rank cannot take part.
+    forsaken: PeerLostError | None = None
     #: Whether the agent has been told that this worker is done with the batch, or hears it with the next registration.
     left: bool = False
     #: Whether the agent has been told to unmap what only this batch used.
@@ -106,22 +111,37 @@ class Registration:
                 + "Give the memory back (wake the engine up), then transfer again"
             )
 
-    @property
-    def lost(self) -> Pair | None:
-        """The first of its pairs whose epoch is over, and the batch with it; None while all stand."""
-        return next((pair for pair in self.pairs if pair.lost.is_set()), None)
+    def lost(self) -> PeerLostError | None:
+        """Why no transfer of it can begin any more: the epoch of one of its pairs is over, or a rank cannot take part.
+
+        None while it stands.
+        """
+        for pair in self.pairs:
+            if pair.lost.is_set():
+                assert pair.lost.reason is not None
+                return PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
+        if (error := self.forsaken) is not None:
+            return PeerLostError(error.message, reason=error.reason, outcome="withdrawn")
+        return None
 
     def check_stands(self) -> None:
-        """PeerLostError where the epoch of one of its pairs is over."""
-        if (pair := self.lost) is not None:
-            raise PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
+        """PeerLostError where no transfer of it can begin any more."""
+        if (error := self.lost()) is not None:
+            raise error
+
+    def hear(self, news: BatchLost) -> bool:
+        """What the agent says of a registration of this batch; False if that is another one than this."""
+        if (news.pair, news.epoch, news.generation) != (self.pair.name, self.pair.epoch, self.generation):
+            return False
+        self.forsaken = PeerLostError(news.text, reason=news.reason)
+        return True
 
     def let_go(self) -> None:
         """Drop tensors and what stands for them, once the batch is over here and no call uses them.
 
         A handle that somebody keeps, and the client's own record of a batch whose pair is lost, keep no memory.
         """
-        if self.calls or (self.open and self.lost is None):
+        if self.calls or (self.open and self.lost() is None):
             return
         self.manifest = replace(self.manifest, items=(), refusals=())
         self.fingerprints = ()

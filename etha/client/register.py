@@ -19,9 +19,12 @@ from etha.client.homes import Home, Stage
 from etha.client.manifest import Manifest
 from etha.client.results import Pair
 from etha.client.segments import SegmentUse
-from etha.errors import ConfigError, EthaError
+from etha.errors import ConfigError, EthaError, PeerLostError
 from etha.memory.handles import span_nbytes
 from etha.plan import Layout
+
+#: Seconds that an agent is given at most to tell all others of a rank that cannot take part.
+_PATIENCE = 5.0
 
 
 def check_options(direction: object, bucket_size: object, atomic: object, verify: object) -> None:
@@ -125,13 +128,14 @@ async def _register(
         registered = await connection.link.request(message, timeout=timeout(), on_cancel=answers.append)
     except asyncio.CancelledError:
         if answers and isinstance(answers[0], Reply):  # it stands already, and nobody here will hold it
-            await _leave(connection, batch, pair, "its register_tensors was cancelled")
+            await _leave(connection, batch, pair, "its register_tensors was cancelled", 0)
         raise
     assert isinstance(registered, Registered)
     registration = Registration(
         batch=batch,
         pair=pair,
         pairs=pairs,
+        generation=registered.generation,
         connection=connection,
         manifest=manifest,
         segments=segments,
@@ -146,7 +150,7 @@ async def _register(
         try:
             await attach_shadows(registration, timeout)
         except BaseException as error:
-            await leave(registration, no_place(error))
+            await leave(registration, no_place(error), 0 if isinstance(error, asyncio.CancelledError) else timeout())
             raise
     return registration
 
@@ -170,14 +174,18 @@ def no_place(error: BaseException) -> str:
     return f"it has no place to receive in: {error or type(error).__name__}"
 
 
-async def leave(registration: Registration, why: str) -> None:
-    """Take back a registration that stands but that this worker cannot use; all others hear ``why``."""
-    await _leave(registration.connection, registration.batch, registration.pair, why)
+async def leave(registration: Registration, why: str, timeout: float) -> None:
+    """Take back a registration that stands but that this worker cannot use; all others have heard ``why`` then."""
+    text = f"this worker could not take part in batch {registration.batch!r}, register it again: {why}"
+    registration.forsaken = PeerLostError(text, reason="closed")
+    registration.left = True
+    await _leave(registration.connection, registration.batch, registration.pair, why, min(timeout, _PATIENCE))
 
 
-async def _leave(connection: Connection, batch: str, pair: Pair, why: str) -> None:
+async def _leave(connection: Connection, batch: str, pair: Pair, why: str, timeout: float) -> None:
     with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
-        await connection.link.request(CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000]), timeout=0)
+        message = CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000])
+        await connection.link.request(message, timeout=timeout)
 
 
 async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:

@@ -81,7 +81,7 @@ async def transfer(
             try:
                 await attach_shadows(registration, lambda: deadline.left)
             except (ConfigError, RegistrationError) as error:
-                await leave(registration, no_place(error))
+                await leave(registration, no_place(error), deadline.left)
                 raise
         if verb == "send" and registration.source.serves:
             await caught_up(registration, mark, deadline)

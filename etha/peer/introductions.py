@@ -4,7 +4,7 @@ Meet  -->  here I am in this epoch; find this token in my memory if you can
 <--  Met   I hold this epoch too, and I can (or cannot) read your host's processes
 Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: what opens data connections
-Forsaken   a worker of mine cannot take part in the batch after all
+Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers have been told
 Copied, Sums: how far a copy is, and what was copied or sent, for who verifies it
 """
 
@@ -138,11 +138,30 @@ class TellMissing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forsaken:
-    """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why."""
+    """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why. -> Noted."""
 
+    request: int
     text: Annotated[str, Bounds(max=4096)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """The answer to Forsaken: the registration is over here, and what was said to my workers says so first."""
+
+    request: int
+
+
 Introduction = (
-    Meet | Met | Exhibits | Forsaken | AskTokens | GiveTokens | Copied | Sums | UniqueId | AskMissing | TellMissing
+    Meet
+    | Met
+    | Exhibits
+    | Forsaken
+    | Noted
+    | AskTokens
+    | GiveTokens
+    | Copied
+    | Sums
+    | UniqueId
+    | AskMissing
+    | TellMissing
 )

@@ -30,6 +30,7 @@ class _Batch:
     register: Register
     nbytes: int
     seq: int
+    generation: int
     version: int | str | None = None
 
 
@@ -84,7 +85,8 @@ class Bus:
         nbytes = sum(_nbytes(entry.handle) for entry in register.entries)
         known = self.batches.get(register.batch)
         seq = max(register.seq, 0 if known is None else known.seq)
-        self.batches[register.batch] = _Batch(register=register, nbytes=nbytes, seq=seq)
+        generation = 1 if known is None else known.generation + 1
+        self.batches[register.batch] = _Batch(register=register, nbytes=nbytes, seq=seq, generation=generation)
         names = (f"{init.side}->{init.remote}", f"{init.remote}->{init.side}")
         summary = {
             "tensors": len(register.entries),
@@ -94,7 +96,14 @@ class Bus:
         }
         # Without shadows: there is nothing that could come into them.
         return Registered(
-            seq=seq, atomic=register.atomic, shadows=False, send=True, recv=True, receives=receives, summary=summary
+            generation=generation,
+            seq=seq,
+            atomic=register.atomic,
+            shadows=False,
+            send=True,
+            recv=True,
+            receives=receives,
+            summary=summary,
         )
 
     def transfer(self, call: Transfer) -> Moved:

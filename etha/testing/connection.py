@@ -15,6 +15,7 @@ from etha.bus.link import AgentLink
 from etha.bus.messages import (
     AttachSnapshot,
     CloseBatch,
+    Confirm,
     GetStatus,
     InitPair,
     Ok,
@@ -71,7 +72,7 @@ class _Link(AgentLink):
                 return self._bus.transfer(message)
             case WaitOffer():
                 return self._bus.offer(message)
-            case CloseBatch() | AttachSnapshot() | Supersede():
+            case CloseBatch() | Confirm() | AttachSnapshot() | Supersede():
                 return Ok()
             case GetStatus():
                 return Status(report=self._bus.status())

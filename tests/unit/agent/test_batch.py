@@ -194,7 +194,24 @@ def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
     world.perform(world.batch.break_up(lost))
     second = world.enter(("t", 1))
     assert world.told == {first: lost, second: lost}
-    world.perform(world.batch.close(("t", 0)))
+    assert world.batch.state is Standing.CLOSED and not world.batch.open, "nobody was told that it stands"
+
+
+def test_a_batch_that_stood_is_lost_until_all_who_hold_it_have_left() -> None:
+    world = World(ONE)
+    for member in world.everybody[:2]:
+        world.enter(member)
+    world.publish(("i", 0))
+    world.look()
+    world.plan()
+    lost = PeerLostError("i rank 0 cannot take part", reason="closed")
+    assert world.batch.holders == set(world.everybody[:2])
+    world.perform(world.batch.break_up(lost))
+    late = world.enter(("i", 0))
+    assert world.told[late] == lost and world.batch.holders == set(world.everybody[:2])
+    for member in world.everybody[:2]:
+        assert world.batch.state is Standing.LOST
+        world.perform(world.batch.close(member))
     assert world.batch.state is Standing.CLOSED
 
 
