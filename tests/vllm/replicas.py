@@ -144,6 +144,12 @@ def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict
             trainer.shutdown()
 
 
+def compared(worker: Any) -> tuple[int, list[str], list[str]]:
+    """What a worker finds when it compares its live model with what it received: how much, what differs, what not."""
+    found = worker.weight_transfer_engine._received.compare()
+    return found.compared, found.differs, found.left_out
+
+
 def _report(worker: Any) -> dict[str, Any]:
     return dict(worker.weight_transfer_engine.report())
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from tests.vllm.checkpoints import FAMILIES
-from tests.vllm.replicas import Replica, different, reference
+from tests.vllm.replicas import Replica, compared, different, reference
 
 Checkpoints = Callable[[str, int], Path]
 Env = dict[str, str]
+#: Parameters that can neither be read nor be computed with alone.
+UNCOMPARED: dict[str, list[str]] = {}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -26,6 +28,9 @@ def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, l
             live.send(versions[number])
             wrong = different(live.logits(), fresh[number])
             assert wrong is None, f"{family}, version {number}: {wrong}"
+            for count, differs, left_out in live.run(compared):
+                assert count and not differs, f"{family}, version {number}: {differs}"
+                assert left_out == UNCOMPARED.get(family, []), family
 
 
 def test_a_tensor_that_the_first_rank_copies_and_the_second_computes_with(

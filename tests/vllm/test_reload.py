@@ -23,6 +23,7 @@ with warnings.catch_warnings():  # of others' packages
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+    from etha.integrations.vllm.loading import Reload
     from etha.integrations.vllm.received import Received, widest
 
 CPU = torch.device("cpu")
@@ -337,3 +338,62 @@ def test_workers_receive_at_the_dtype_that_holds_what_each_of_them_wants() -> No
         assert into.tensors["bias"].dtype is torch.float32
         bring(into, new)
         assert torch.equal(live.bias_of, new["bias"].bfloat16() * first_rank)
+
+
+# ---- the live model compared with what was received ----
+
+
+def packed() -> Model:
+    """A weight that is packed, one that stays beside its packed copy, and plain parameters."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        (model.sinks if name == "sinks" else getattr(model, name).weight).data.copy_(tensor)
+
+    sinks = nn.Parameter(torch.zeros(4), requires_grad=False)
+    return Model(load, up=Linear(6, 8), down=Linear(5, 8, keep=True), sinks=sinks)
+
+
+def test_a_model_compared_is_what_was_received_and_stays_so() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"up": (6, 8), "down": (5, 8), "sinks": (4,)}
+    live, new = packed().first(random(**shapes)), random(**shapes)
+    new["sinks"][2] = torch.nan
+    into = received(live, new)
+    for version in (new, random(**shapes)):
+        bring(into, version)
+        before = live.up(X), live.down(X)
+        found = into.compare()
+        assert (found.compared, found.differs, found.left_out) == (3, [], [])
+        assert torch.equal(live.up(X), before[0]) and torch.equal(live.down(X), before[1])
+
+
+def test_what_is_not_what_was_received_is_named() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"up": (6, 8), "down": (5, 8), "sinks": (4,)}
+    live, new = packed().first(random(**shapes)), random(**shapes)
+    into = received(live, new)
+    bring(into, new)
+    live.up.packed[3] *= 1.00001
+    live.down.packed[1, 2] += 1
+    live.sinks.data[1] += 1
+    assert sorted(into.compare().differs) == [
+        "down.weight: 2 of 45 products differ",
+        "sinks: 1 of 4 elements differ",
+        "up.weight: 9 of 54 products differ",
+    ]
+    into.apply()
+    assert into.compare().differs == []
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["loaded", "written in place"])
+def test_a_tied_head_that_is_not_packed_anew_is_named(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        model.embed.weight.data.copy_(tensor)
+
+    live = tied(load).first(random(embed=(6, 8)))
+    new = random(embed=(6, 8))
+    into = received(live, new, direct=direct)
+    monkeypatch.setattr(Reload, "settle", lambda *_: None)
+    bring(into, new)
+    assert [line.partition(":")[0] for line in into.compare().differs][-1] == "head.weight"
+    monkeypatch.undo()
+    bring(into, new)
+    assert into.compare().differs == []

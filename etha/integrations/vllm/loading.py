@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from etha.errors import ConfigError, TransferError
+from etha.integrations.vllm.compare import Comparison, Experts, Probed, Product, multiplies, unequal
 from etha.integrations.vllm.filling import Filling, Place
 from etha.integrations.vllm.keep import Meta, Recorded, Recording
 
@@ -123,38 +124,119 @@ class Reload:
 
         TransferError where the loaders did something else than in the rehearsal: the model is then of two versions.
         """
-        done: set[nn.Module] = set()
         with _created(self._model, self._config):
-            places = _places(self._model)
-            open_: dict[nn.Module, list[Place]] = {}
-            for place in places:
-                place.due = self._due.get(place.name, 0)
-                open_.setdefault(place.module, []).append(place)
-            open_ = {module: own for module, own in open_.items() if any(place.due for place in own)}
-            filling = _Filling(places, self._device, self._whole)
-
-            def finish_full() -> None:
-                for module in [m for m, own in open_.items() if all(p.writes == p.due for p in own)]:
-                    with filling.off():
-                        self._finish(module, open_.pop(module))
-                    done.add(module)
-
-            def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-                for pair in weights:
-                    yield pair
-                    finish_full()
-
-            with torch.no_grad(), filling:
-                _loader(self._model)(tensors())
-                finish_full()
-            wrong = sorted(place.name for place in places if place.writes != place.due)
-            if wrong or filling.late:
-                raise TransferError(
-                    f"the engine's loaders did not do what they did when the trainer was met: {len(wrong)} parameters, "
-                    f"{(wrong or sorted(filling.late))[0]!r} first, are not those of the version that was received; "
-                    f"the model is of two versions until it has received one whole: restart the engine, or send again"
-                )
+            done, wrong = self._load(weights, self._finish)
+        if wrong:
+            raise TransferError(
+                f"the engine's loaders did not do what they did when the trainer was met: {len(wrong)} parameters, "
+                f"{wrong[0]!r} first, are not those of the version that was received; "
+                f"the model is of two versions until it has received one whole: restart the engine, or send again"
+            )
         return done
+
+    def compare(self, weights: Weights) -> Comparison:
+        """What of the live model is not what a load of ``weights`` would make of it; the model serves on as it is."""
+        found, probed = Comparison(), []
+        names = {module: name for name, module in self._model.named_modules()}
+
+        def full(module: nn.Module, places: list[Place]) -> None:
+            probed.extend(self._compared(names[module], module, places, found))
+            for place in places:
+                place.memory, place.closed = None, True
+
+        with _created(self._model, self._config):
+            _, wrong = self._load(weights, full)
+        found.differs += [f"{name}: the loaders did not do what they did when the trainer was met" for name in wrong]
+        self._add_products(probed, names, found)
+        return found
+
+    def compare_computed(self, modules: Iterable[nn.Module]) -> Comparison:
+        """Which of ``modules`` compute with something else than the weight that they hold, which can be read."""
+        found, probed = Comparison(), []
+        names = {module: name for name, module in self._model.named_modules()}
+        for module in modules:
+            weight = module._parameters.get("weight")
+            if weight is not None and multiplies(module, weight):
+                probed.append(Probed(f"{names[module]}.weight", module, Product(weight.detach())))
+        self._add_products(probed, names, found)
+        return found
+
+    @torch.no_grad()
+    def _add_products(self, probed: list[Probed], names: Mapping[nn.Module, str], found: Comparison) -> None:
+        for one in self._with_ties(probed, names):
+            found.add(one.name, one.product.wrong(one.module))
+
+    def _compared(self, name: str, module: Any, places: list[Place], found: Comparison) -> list[Probed]:
+        """Compare what can be read of a module; its products, for what cannot, or is computed with as a copy."""
+        loaded = {place.leaf: place for place in places if place.memory is not None}
+        made = {leaf: place.memory for leaf, place in loaded.items() if place.memory is not None}
+        products: list[Probed] = []
+        covered: set[str] = set()
+        weight = made.get("weight")
+        if weight is not None and multiplies(module, weight):
+            products.append(Probed(f"{name}.weight", module, Product(weight)))
+            covered = {"weight"}
+        elif Experts.possible(module, made):
+            products.append(Probed(name, module, Experts(module, made["w13_weight"], made["w2_weight"])))
+            covered = set(made)
+        for leaf, place in loaded.items():
+            memory, live = made[leaf], _live(place)
+            if place.seen.device.type != "meta":
+                live = place.seen
+            twins = self._twins.get((id(module), leaf), ())
+            for twin in twins:
+                found.add(place.name, unequal(twin, memory.view_as(twin)))
+            if live is not None and (_readable(place) or not isinstance(place.seen, nn.Parameter)):
+                found.add(place.name, unequal(live, memory))
+            elif leaf not in covered and not twins:
+                found.left_out.append(place.name)
+        return products
+
+    def _with_ties(self, probed: list[Probed], names: Mapping[nn.Module, str]) -> Iterator[Probed]:
+        """Modules, and those that nothing was loaded into, but whose weight is that of one of them."""
+        yield from probed
+        own = {one.module for one in probed}
+        for one in probed:
+            weight = one.module._parameters.get("weight")
+            if weight is None or not weight.numel():
+                continue
+            for module, name in names.items():
+                other = module._parameters.get("weight")
+                tied = other is not None and other.untyped_storage()._cdata == weight.untyped_storage()._cdata
+                if tied and other is not None and module not in own and multiplies(module, other):
+                    yield Probed(f"{name}.weight", module, one.product)
+
+    def _load(
+        self, weights: Weights, full: Callable[[nn.Module, list[Place]], None]
+    ) -> tuple[set[nn.Module], list[str]]:
+        """Load ``weights`` into new memory; ``full`` is called with each module that has all of its own.
+
+        The modules, and the parameters with which the loaders did something else than in the rehearsal.
+        """
+        done: set[nn.Module] = set()
+        places = _places(self._model)
+        open_: dict[nn.Module, list[Place]] = {}
+        for place in places:
+            place.due = self._due.get(place.name, 0)
+            open_.setdefault(place.module, []).append(place)
+        open_ = {module: own for module, own in open_.items() if any(place.due for place in own)}
+        filling = _Filling(places, self._device, self._whole)
+
+        def finish_full() -> None:
+            for module in [m for m, own in open_.items() if all(p.writes == p.due for p in own)]:
+                with filling.off():
+                    full(module, open_.pop(module))
+                done.add(module)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for pair in weights:
+                yield pair
+                finish_full()
+
+        with torch.no_grad(), filling:
+            _loader(self._model)(tensors())
+            finish_full()
+        return done, sorted({place.name for place in places if place.writes != place.due} | filling.late)
 
     @torch.no_grad()
     def _finish(self, module: nn.Module, places: list[Place]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from etha.client.tensors import empty as mapped
 from etha.errors import ConfigError
+from etha.integrations.vllm.compare import Comparison, unequal
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
 from etha.integrations.vllm.keep import Kept, Meta, nothing
@@ -161,6 +162,18 @@ class Received:
         if rest:
             done |= self._reload.run(self._stand_in(item, self.tensors[item.meta.name]) for item in rest)
         self._reload.settle(done)
+
+    def compare(self) -> Comparison:
+        """What of the live model is not what ``apply`` would make of what was received; between two of its steps."""
+        found = Comparison()
+        for name, view in self._live.items():
+            if name not in self._written:
+                found.add(name, unequal(view, self.tensors[name]))
+        found.extend(self._reload.compare_computed(self._model.get_submodule(path) for path in self._written_modules))
+        rest = self._rest()
+        if rest:
+            found.extend(self._reload.compare(self._stand_in(item, self.tensors[item.meta.name]) for item in rest))
+        return found
 
     def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
         tap = _Replay(Cut(dense, item.region))
