@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from etha.addresses import Advertised, check_redis_url, parse_address
 from etha.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -24,6 +25,8 @@ CUDA_AGENT = "cuda-"
 STAGING = 256 << 20
 #: Bytes beyond which the log of an autostarted agent is set aside; one older is kept.
 MAX_LOG = 1 << 20
+#: Characters of a variable that names something.
+MAX_TEXT = 500
 #: Ranks of one side.
 MAX_WORLD = 1 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
@@ -61,6 +64,16 @@ def parse_bytes(what: str, text: str) -> int:
     if found is None or not int(found[1]):
         raise ConfigError(f"{what}={text!r} is not a number of bytes: write 268435456 or 256MiB")
     return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
+
+
+def _text(env: Mapping[str, str], name: str) -> str | None:
+    """A variable that travels as text between processes, None where it is unset or empty."""
+    text = env.get(name) or None
+    if text is not None and len(text) > MAX_TEXT:
+        raise ConfigError(f"{name} has {len(text)} characters, at most {MAX_TEXT} are possible")
+    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{name}={text!r} is no text in UTF-8")
+    return text
 
 
 def _flag(name: str, text: str) -> bool:
@@ -116,14 +129,34 @@ class Settings:
             redis_url=env.get("ETHA_REDIS_URL") or None,
             namespace=check_name("namespace", env.get("ETHA_NAMESPACE") or "default"),
             runtime_dir=runtime_dir,
-            host_id=env.get("ETHA_HOST_ID") or _host_id(),
-            listen=env.get("ETHA_LISTEN") or None,
-            advertise=env.get("ETHA_ADVERTISE") or None,
+            host_id=_text(env, "ETHA_HOST_ID") or _host_id(),
+            listen=_text(env, "ETHA_LISTEN"),
+            advertise=_text(env, "ETHA_ADVERTISE"),
             encrypt=_flag("ETHA_ENCRYPT", env.get("ETHA_ENCRYPT") or "0"),
-            launch_id=env.get("ETHA_LAUNCH_ID") or None,
+            launch_id=_text(env, "ETHA_LAUNCH_ID"),
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
         )
+
+    def check_agent(self) -> None:
+        """ConfigError that names the variable where an agent could not start with these settings.
+
+        What only the agent can find out (whether an address is this host's, whether a port is free) it says itself.
+        """
+        if self.listen is not None:
+            parse_address(self.listen, what="ETHA_LISTEN=")
+        if self.advertise is not None:
+            Advertised.parse(self.advertise)
+            if self.listen is None:
+                raise ConfigError(
+                    f"ETHA_ADVERTISE={self.advertise} says where others reach ETHA_LISTEN=HOST:PORT: set both"
+                )
+
+    def redis_of(self, argument: str | None) -> str | None:
+        """The URL of Redis that a client uses, None for the embedded server; ``argument``: its ``redis_url``."""
+        if argument:
+            return check_redis_url("redis_url", argument)
+        return None if self.redis_url is None else check_redis_url("ETHA_REDIS_URL", self.redis_url)
 
     @property
     def host_name(self) -> str:
@@ -219,19 +252,16 @@ class LaunchEnv:
                 raise ConfigError(f"{name}={text!r} is not a rank or a number of ranks")
             return int(text)
 
-        launch = env.get("ETHA_LAUNCH_ID") or None
-        run_id = env.get("TORCHELASTIC_RUN_ID")
+        launch = _text(env, "ETHA_LAUNCH_ID")
+        run_id = _text(env, "TORCHELASTIC_RUN_ID")
         # Plain torchrun sets the run id to "none": no id at all, it is the same for every launch.
         torchrun = launch is None and bool(run_id) and run_id != "none"
         if torchrun:
             launch = f"{run_id}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        takeover = env.get("ETHA_TAKEOVER") or "0"
-        if takeover not in ("0", "1"):
-            raise ConfigError(f"ETHA_TAKEOVER={takeover!r} is neither 0 nor 1")
         return cls(
             rank=number("RANK"),
             world_size=number("WORLD_SIZE"),
             launch_id=launch,
             run_id=run_id if torchrun else None,
-            takeover=takeover == "1",
+            takeover=_flag("ETHA_TAKEOVER", env.get("ETHA_TAKEOVER") or "0"),
         )

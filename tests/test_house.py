@@ -18,19 +18,43 @@ PACKAGE = ROOT / "etha"
 EDGES: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
-    "config": {"errors"},
+    "addresses": {"errors"},
+    "config": {"errors", "addresses"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
     "plan": {"errors"},
     "bus": {"errors", "config", "limits", "memory.handles"},
-    "store": {"errors", "config"},
+    "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
-    "peer": {"errors", "config", "limits", "version", "bus.codec", "bus.schema", "bus.socket", "memory.handles"},
+    "peer": {
+        "addresses",
+        "errors",
+        "config",
+        "limits",
+        "version",
+        "bus.codec",
+        "bus.schema",
+        "bus.socket",
+        "memory.handles",
+    },
     # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
     "cuda": {"errors", "config"},
     "memory": {"errors", "config", "cuda"},
     "transport": {"errors", "config", "limits", "memory", "plan", "cuda"},
-    "agent": {"errors", "config", "limits", "version", "plan", "bus", "store", "peer", "memory", "transport", "cuda"},
+    "agent": {
+        "addresses",
+        "errors",
+        "config",
+        "limits",
+        "version",
+        "plan",
+        "bus",
+        "store",
+        "peer",
+        "memory",
+        "transport",
+        "cuda",
+    },
     "client": {"errors", "config", "version", "bus", "memory", "plan", "cuda"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
@@ -39,7 +63,7 @@ EDGES: dict[str, set[str]] = {
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},
     "demo": {""},
-    "doctor": {"errors", "config", "memory", "store", "cuda"},
+    "doctor": {"addresses", "errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
     "status": set(),
     "observer": {"errors", "config", "version", "bus"},
@@ -64,6 +88,7 @@ EDGES: dict[str, set[str]] = {
 #: The ``*`` of the design: they compute and do no I/O.
 PURE = {
     "errors.py",
+    "addresses.py",
     "config.py",
     *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
     *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import uvloop
 
+from etha.addresses import Advertised, check_redis_url, parse_address
 from etha.agent.card import Card, find
 from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
 from etha.agent.lane import Lane
@@ -24,6 +25,7 @@ from etha.config import Settings, check_name, parse_bytes
 from etha.cuda.driver import DeviceError, driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.reach import ReachError
+from etha.memory.room import check_staging
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
 
@@ -52,7 +54,7 @@ async def serve(
     startup = startup or Startup()
     settings.ensure_runtime_dir()
     raise_descriptor_limit()
-    url = redis_url or settings.redis_url
+    url = settings.redis_of(redis_url)
     lost: list[str] = []
     stopped, hurry = stop or asyncio.Event(), asyncio.Event()
 
@@ -165,11 +167,18 @@ def main(argv: list[str] | None = None) -> int:
         if args.namespace:
             settings = replace(settings, namespace=check_name("namespace", args.namespace))
         if args.listen:
+            parse_address(args.listen, what="--listen ")
             settings = replace(settings, listen=args.listen)
         if args.advertise:
+            Advertised.parse(args.advertise, what="--advertise ")
             settings = replace(settings, advertise=args.advertise)
         if args.staging:
             settings = replace(settings, staging=parse_bytes("--staging", args.staging))
+        if args.redis:
+            check_redis_url("--redis", args.redis)
+        settings.check_agent()
+        if args.device == "cpu":
+            check_staging(settings)
         if args.owned:
             leave_with_parent()
         if args.device == "all":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from etha.addresses import Advertised, format_address, parse_address
 from etha.agent.card import Card
 from etha.config import STAGING
 from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of
@@ -24,7 +25,6 @@ from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
 from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, Meet, Met
 from etha.peer.keys import Keys
-from etha.peer.ports import Advertised, format_address, parse_address
 from etha.peer.tokens import TOKEN_BYTES, Tokens
 from etha.peer.wire import Said, Scope
 from etha.store.records import AgentRecord
@@ -72,8 +72,6 @@ class Links:
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
         self._advertised = None if advertise is None else Advertised.parse(advertise)
-        if advertise is not None and listen is None:
-            raise ConfigError(f"ETHA_ADVERTISE={advertise} says where others reach ETHA_LISTEN=HOST:PORT: set both")
         self._listen, self._said, self._gone = listen, said, gone
         self._identity = Identity.fresh() if encrypt else None
         #: Of the agents that were met, what their data ports show.

@@ -19,6 +19,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from etha.addresses import redact
 from etha.agent.batches import Batches
 from etha.agent.behind import Behind
 from etha.agent.calls import Calls
@@ -38,7 +39,6 @@ from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory
-from etha.store.connect import redact
 from etha.store.records import AgentRecord, Reason
 from etha.store.records import Member as Holder
 from etha.store.registry import Store

@@ -58,6 +58,7 @@ from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
+from etha.memory.room import check_staging
 
 #: Seconds within which the kernel's word of a process's death has come.
 _NEWS = 1.0
@@ -91,8 +92,11 @@ class AsyncTensorBusClient:
             settings if namespace is None else replace(settings, namespace=check_name("namespace", namespace))
         )
         self._agent = agent or self._settings.agent
-        self._redis_url = redis_url or self._settings.redis_url
+        settings.check_agent()
+        self._redis_url = settings.redis_of(redis_url)
         wanted = device_of(device)
+        if wanted.type == "cpu":
+            check_staging(settings)
         #: Whose agent is found or started, where none is named.
         self._served = "" if self._agent is not None else agent_of(wanted)
         self._autostart = check_flag("autostart", autostart)

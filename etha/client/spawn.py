@@ -83,6 +83,8 @@ async def ensure_agent(
         patient=patient,
     )
 
+    start.remember()
+
     def settle(error: EthaError | None) -> None:
         if not done.done():
             done.set_result(error)
@@ -121,10 +123,18 @@ class _Start:
     abandoned: bool = False
     _spawned: bool = field(default=False, init=False)
     _log_from: int = field(default=0, init=False)
+    #: What ``late`` says of the last one that failed.
+    _before: str = field(default="", init=False)
 
     @property
     def log(self) -> Path:
         return self.path.with_suffix(".log")
+
+    def remember(self) -> None:
+        """Read how the last agent that was asked for alike has failed: a caller with little time hears that much."""
+        with contextlib.suppress(OSError):
+            if (said := self._failure(self._lock.read_bytes()[:_MAX_NOTE])) is not None:
+                self._before = f". The one before it did not start: {self._failed(said).message}"
 
     def run(self) -> EthaError | None:
         """None when an agent listens at the end, else why not."""
@@ -160,8 +170,9 @@ class _Start:
         stage = "the one that was started" if self._spawned else "another process, which is starting one"
         who = ", ".join([*filter(None, [starting]), f"log: {self.log}"])
         return AgentUnavailableError(
-            f"{ended}; waited for {stage} ({who}). It goes on, and the next call finds it: give more time, "
-            f"or start one by `etha agent`{self._tail() if self._spawned else ''}"
+            f"{ended}; waited for {stage} ({who}). It goes on: once it listens, the next call finds it, and if it "
+            f"fails, that log says why{self._before}. Give more time, or start one by `etha agent`"
+            f"{self._tail() if self._spawned else ''}"
         )
 
     @property

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from etha.addresses import redact
 from etha.config import Settings
 from etha.doctor.finding import Failing
 from etha.errors import EthaError
 from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
 from etha.memory.reach import ReachError
-from etha.store.connect import redact
 from etha.store.embedded import find_binary
 from etha.store.registry import identify
 

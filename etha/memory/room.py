@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from etha.config import STAGING, Settings
 from etha.errors import ConfigError
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -55,16 +56,46 @@ def check_room(nbytes: int, what: str) -> None:
         )
 
 
-def _machine(proc: Path) -> Iterator[Room]:
+def capacity(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Room:
+    """The most memory that processes here can ever have: the machine's, or what a cgroup of this process allows."""
+    found = [Room(nbytes=_meminfo(proc)["MemTotal"], limit="memory of this machine")]
+    for place, names in _places(proc, cgroups):
+        if (most := _number(place / names[0])) is not None:
+            found.append(Room(nbytes=most, limit=f"{names[0]} of cgroup {place}"))
+    return min(found, key=lambda room: room.nbytes)
+
+
+def check_staging(settings: Settings) -> None:
+    """ConfigError where ETHA_STAGING allows an agent more memory than there is; its default is for every machine."""
+    most = capacity()
+    if settings.staging != STAGING and settings.staging > most.nbytes:
+        raise ConfigError(
+            f"ETHA_STAGING={settings.staging} bytes is more than the {most.nbytes} that there are ({most.limit}): "
+            f"give an agent a part of them, the default is {STAGING >> 20}MiB"
+        )
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
     fields = {}
     for line in (proc / "meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         fields[name] = int(value.split()[0]) * 1024
+    return fields
+
+
+def _machine(proc: Path) -> Iterator[Room]:
+    fields = _meminfo(proc)
     yield Room(nbytes=fields["MemAvailable"] + fields.get("SwapFree", 0), limit="memory and swap of this machine")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Room]:
-    """Of the process's own cgroup and all above it, of version 2 and of version 1."""
+    for place, names in _places(proc, cgroups):
+        if (left := _group(place, *names)) is not None:
+            yield Room(nbytes=left, limit=f"{names[0]} of cgroup {place}")
+
+
+def _places(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The process's own cgroup and all above it, of version 2 and of version 1, and how their files are called."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -82,21 +113,28 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Room]:
         group = base / path.lstrip("/")
         # In a container the path may be the host's, and the container's own group the root of what is mounted.
         for place in dict.fromkeys((group, *group.parents, base)):
-            if place != base and base not in place.parents:
-                continue
-            if (left := _group(place, *names)) is not None:
-                yield Room(nbytes=left, limit=f"{names[0]} of cgroup {place}")
+            if place == base or base in place.parents:
+                yield place, names
 
 
 def _group(place: Path, limit: str, used: str, cache: str) -> int | None:
     """What a cgroup leaves; None without a limit. Cached files give way."""
     try:
-        most = (place / limit).read_text().strip()
-        if most == "max":
+        most = _number(place / limit)
+        if most is None:
             return None
         now = int((place / used).read_text())
         stats = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-        return max(0, int(most) - now + int(stats.get(cache, 0)))
+        return max(0, most - now + int(stats.get(cache, 0)))
+    except (OSError, ValueError):
+        return None
+
+
+def _number(limit: Path) -> int | None:
+    """A limit of a cgroup; None where there is none."""
+    try:
+        text = limit.read_text().strip()
+        return None if text == "max" else int(text)
     except (OSError, ValueError):
         return None
 

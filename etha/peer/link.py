@@ -15,10 +15,10 @@ from enum import Enum
 
 import zmq
 
+from etha.addresses import format_address, parse_address
 from etha.bus.socket import LoopSocket
 from etha.errors import ProtocolError
 from etha.peer.keys import Keys, check_public_key
-from etha.peer.ports import format_address, parse_address
 from etha.peer.sockets import HIGH_WATER, Monitor, link_socket
 from etha.peer.wire import Beat, Bye, Control, Hello, Malformed, Said, Scope, Welcome, decode, encode
 

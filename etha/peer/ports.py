@@ -13,6 +13,7 @@ import logging
 import socket
 from dataclasses import dataclass
 
+from etha.addresses import format_address, parse_address
 from etha.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -21,49 +22,6 @@ BACKLOG = 512
 #: Free ports tried until the next one is free as well.
 ATTEMPTS = 256
 LOOPBACK = "127.0.0.1"
-
-
-def parse_address(text: str, most: int = 65534) -> tuple[str, int]:
-    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to 65534 or ``most``; ConfigError for anything else."""
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > most:
-        raise ConfigError(f"address {text!r} is not HOST:PORT with a port up to 65534 (PORT+1 is for data)")
-    host = host[1:-1] if bracketed else host
-    if not host or (":" in host) is not bracketed or any(c.isspace() or c in "/;,[]" for c in host):
-        raise ConfigError(f"address {text!r} is not HOST:PORT; an IPv6 host goes in brackets, [::1]:7000")
-    return host, int(port)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advertised:
-    """Where others reach an agent: ``address`` and ``data_address`` are HOST:PORT each."""
-
-    address: str
-    data_address: str
-
-    @classmethod
-    def parse(cls, text: str) -> Advertised:
-        """HOST:PORT[,DATAPORT], by default PORT+1; ConfigError for anything else."""
-        address, comma, data = text.partition(",")
-        host, port = parse_address(address)
-        fine = not comma or (data.isascii() and data.isdigit() and len(data) <= 5 and 0 < int(data) < 65536)
-        if not fine or not port:
-            raise ConfigError(
-                f"ETHA_ADVERTISE={text!r} is not HOST:PORT or HOST:PORT,DATAPORT, with ports that are known"
-            )
-        number = int(data) if comma else port + 1
-        return cls(address=format_address(host, port), data_address=format_address(host, number))
-
-    def after(self, ports: int) -> str:
-        """What ``parse`` reads, for an agent whose own ports lie ``ports`` further."""
-        host, port = parse_address(self.address)
-        return f"{format_address(host, port + ports)},{parse_address(self.data_address, 65535)[1] + ports}"
-
-
-def format_address(host: str, port: int) -> str:
-    """The inverse of ``parse_address``."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,30 +42,31 @@ class Ports:
         Raises ConfigError when they are taken, or for an address that says nothing to other hosts, which is fine
         where another one is ``advertised`` to them.
         """
-        name, port = (LOOPBACK, 0) if listen is None else parse_address(listen)
+        name, port = (LOOPBACK, 0) if listen is None else parse_address(listen, what="ETHA_LISTEN=")
+        asked = "" if listen is None else f" (ETHA_LISTEN={listen})"
         try:
             found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {listen}: no address for {name!r}: {error}") from error
+            raise ConfigError(f"ETHA_LISTEN={listen}: {name!r} has no address here: {error}") from error
         family, host = found[0][0], str(found[0][4][0])
         if ipaddress.ip_address(host.partition("%")[0]).is_unspecified and not advertised:
             raise ConfigError(
-                f"{listen} names no one address: give the one by which other hosts reach this host, or "
+                f"ETHA_LISTEN={listen} names no one address: give the one by which other hosts reach this host, or "
                 f"ETHA_ADVERTISE=HOST:PORT[,DATAPORT] beside it"
             )
         for _ in range(1 if port else ATTEMPTS):
             try:
                 links = _listen(family, host, port, fixed=port != 0)
             except OSError as error:
-                raise ConfigError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from error
+                raise ConfigError(f"cannot listen on {format_address(host, port)}{asked}: {error.strerror}") from error
             taken = int(links.getsockname()[1])
             try:
                 data = _listen(family, host, taken + 1, fixed=port != 0)
             except (OSError, OverflowError) as error:  # OverflowError: there is no port after the last one
                 links.close()
                 if port or (isinstance(error, OSError) and error.errno != errno.EADDRINUSE):
-                    text = f"cannot listen on {format_address(host, taken + 1)}, where data arrives: {error}"
-                    raise ConfigError(text) from error
+                    where = format_address(host, taken + 1)
+                    raise ConfigError(f"cannot listen on {where}{asked}, where data arrives: {error}") from error
                 continue
             warning = "" if advertised else _loopback(name, host)
             if warning:

@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from etha.addresses import bad_redis_url, redact
 from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError
 from etha.store.keys import CLOSED_LEASE, HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
 
@@ -43,22 +44,6 @@ MAX_CONNECTIONS = 4
 MAX_MOVES = 5
 #: Of a server that takes what it is sent and says nothing, or of a network that drops it.
 NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
-
-
-def redact(url: str) -> str:
-    """``url`` with the password, wherever it stands, replaced by ``***``."""
-    try:
-        parts = urlsplit(url)
-        user, at, host = parts.netloc.rpartition("@")
-        name, colon, _ = user.partition(":")
-        secret = {"password", "ssl_password"}
-        query = urlencode(
-            [(k, "***" if k in secret else v) for k, v in parse_qsl(parts.query, keep_blank_values=True)], safe="*/"
-        )
-        netloc = (f"{name}:***" if colon else name) + at + host
-        return f"{parts.scheme}://{netloc}{parts.path}" + (f"?{query}" if query else "")
-    except ValueError:
-        return "(malformed URL)"
 
 
 def with_host(url: str, host: str, port: int) -> str:
@@ -99,11 +84,9 @@ def make_pool(url: str, **options: Any) -> Any:
     """Connections to ``url`` with explicit options; ConfigError when it cannot be read."""
     try:
         pool = aioredis.ConnectionPool.from_url(url, max_connections=2 * MAX_CONNECTIONS, **_options(url, **options))
-    except ValueError as error:
-        raise ConfigError(
-            f"Redis URL {redact(url)} cannot be read ({error}): use redis://, rediss:// or unix://, for example "
-            f"redis://user:password@host:6379/0 or unix://user:password@/path/redis.sock"
-        ) from None
+        pool.connection_class(**pool.connection_kwargs)  # connects to nothing; refuses options that it does not know
+    except (TypeError, ValueError) as error:
+        raise bad_redis_url(url, f"cannot be read ({error})") from None
     _check_certificates(url, pool.connection_kwargs)
     return pool
 

@@ -15,8 +15,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from types import TracebackType
 from typing import Any, Self
 
+from etha.addresses import redact
 from etha.errors import EthaError, ProtocolError
-from etha.store.connect import Client, Connection, redact
+from etha.store.connect import Client, Connection
 from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, Keys
 from etha.store.lease import Lease
 from etha.store.watch import Callback, Watches

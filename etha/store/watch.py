@@ -16,8 +16,9 @@ from typing import Any
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from etha.addresses import redact
 from etha.errors import EthaError
-from etha.store.connect import Unreachable, make_pool, redact, translated
+from etha.store.connect import Unreachable, make_pool, translated
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from etha.addresses import Advertised
 from etha.config import Settings
 from etha.errors import ConfigError
-from etha.peer.ports import Advertised, Ports
+from etha.peer.ports import Ports
 
 from .sides import Sides
 from .sites import Site, open_site

@@ -251,7 +251,7 @@ def test_one_whose_starter_has_gone_comes_up_for_the_next(settings: Settings) ->
 async def test_an_agent_that_died_while_it_started_is_followed_by_another(settings: Settings) -> None:
     to_do(settings, "hang")
     while not started(settings):
-        with pytest.raises(AgentUnavailableError, match="the next call finds it"):
+        with pytest.raises(AgentUnavailableError, match="once it listens, the next call finds it"):
             await ensure(settings, timeout=0.5)
     to_do(settings, "serve")
     os.kill(started(settings)[0], signal.SIGKILL)
@@ -284,6 +284,16 @@ async def test_who_waited_for_a_start_that_failed_does_not_repeat_it(
     os.close(await asyncio.to_thread(os.open, gate, os.O_WRONLY))
     assert "something broke" in str((await asyncio.gather(wish, return_exceptions=True))[0])
     assert len(started(settings)) == 2, "one for the five, and one for the other wish"
+
+
+async def test_who_gives_too_little_time_hears_how_the_last_start_failed(settings: Settings) -> None:
+    to_do(settings, "refuse")
+    with pytest.raises(ConfigError, match="ETHA_LISTEN is wrong"):
+        await ensure(settings)
+    to_do(settings, "hang")
+    with pytest.raises(AgentUnavailableError, match="if it fails, that log says why") as caught:
+        await ensure(settings, timeout=0.5)
+    assert "The one before it did not start: the agent of cpu did not start: ETHA_LISTEN" in caught.value.message
 
 
 async def test_what_keeps_a_starting_agent_is_told(settings: Settings) -> None:

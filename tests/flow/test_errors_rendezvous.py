@@ -229,11 +229,43 @@ async def test_what_somebody_else_wrote_into_redis_is_a_protocol_error(runtime: 
         assert caught.value.code == "protocol"
 
 
-async def test_a_bad_redis_url(runtime: Path) -> None:
-    async with etha.AsyncTensorBusClient(redis_url="http://me:secret@host", timeout=30) as client:
-        with pytest.raises(ConfigError, match="use redis://, rediss:// or unix://") as caught:
-            await client.init_pair("p", "a", "b")
-        assert "secret" not in str(caught.value)
+def test_a_bad_address_is_refused_by_its_name_before_anything_is_started(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (etha.AsyncTensorBusClient, etha.TensorBusClient):
+        for url in ("http://me:secret@host", "me:secret@host:6379"):
+            with pytest.raises(ConfigError, match=r"^redis_url=.*: use redis://, rediss:// or unix://") as caught:
+                kind(redis_url=url)
+            assert "secret" not in str(caught.value)
+        for name, value in (
+            ("ETHA_REDIS_URL", "host:6379"),
+            ("ETHA_LISTEN", "host"),
+            ("ETHA_ADVERTISE", "host:7000"),
+            ("ETHA_STAGING", "1000000GiB"),
+        ):
+            with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"^{name}="):
+                patch.setenv(name, value)
+                kind()
+    assert not list(runtime.iterdir())
+    monkeypatch.setenv("ETHA_REDIS_URL", "host:6379")
+    etha.AsyncTensorBusClient(redis_url="redis://host")  # the variable is not asked
+
+
+@pytest.mark.parametrize(
+    ("listen", "text"),
+    [
+        ("192.0.2.1:0", "cannot listen on 192.0.2.1:0 .ETHA_LISTEN=192.0.2.1:0.: "),
+        ("no.such.host.invalid:0", "ETHA_LISTEN=no.such.host.invalid:0: 'no.such.host.invalid' has no address here"),
+        ("0.0.0.0:0", "ETHA_LISTEN=0.0.0.0:0 names no one address"),
+    ],
+)
+async def test_what_only_an_agent_finds_names_the_variable(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, listen: str, text: str
+) -> None:
+    monkeypatch.setenv("ETHA_LISTEN", listen)
+    async with etha.AsyncTensorBusClient(timeout=60) as client:
+        with pytest.raises(ConfigError, match=text):
+            await client.status()
 
 
 def test_plans_that_cannot_be() -> None:

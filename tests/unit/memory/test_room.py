@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from etha.config import Settings
+from etha.errors import ConfigError
 from etha.memory import room
 from etha.memory.room import Room
 
@@ -103,3 +105,20 @@ def test_what_cannot_fit_is_refused_with_both_numbers_before_a_page_is_touched(
     assert f"{1 << 42} bytes" in lines["empty"] and f"{1 << 61} bytes" in lines["huge"]
     assert f"{3 << 40} bytes" in lines["stage"]
     assert all(" are left (" in line and named in line for line in lines.values())
+
+
+def test_the_capacity_is_the_machines_or_a_cgroups_whatever_is_in_use(proc: Path, tmp_path: Path) -> None:
+    assert room.capacity(proc, tmp_path / "none") == Room(nbytes=900 * 1024, limit="memory of this machine")
+    laid(proc, {"self/cgroup": "0::/a"})
+    groups = laid(tmp_path / "groups", {"a/memory.max": 4096, "memory.max": "max"})
+    assert room.capacity(proc, groups) == Room(nbytes=4096, limit=f"memory.max of cgroup {groups / 'a'}")
+
+
+def test_staging_beyond_the_machines_memory_is_refused_by_its_variable() -> None:
+    def settings(staging: str) -> Settings:
+        return Settings.from_env({"ETHA_STAGING": staging})
+
+    most = room.capacity().nbytes
+    room.check_staging(settings(str(most)))
+    with pytest.raises(ConfigError, match=rf"ETHA_STAGING={most + 1} bytes is more than the {most} that there are"):
+        room.check_staging(settings(str(most + 1)))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from redis import exceptions as redis_errors
 
+from etha.addresses import redact
 from etha.errors import ConfigError, ProtocolError, RedisUnavailableError
-from etha.store.connect import Connection, Unreachable, make_pool, redact, script_text, translated
+from etha.store.connect import Connection, Unreachable, make_pool, script_text, translated
 from etha.store.process import alive, start_ticks
 
 
@@ -32,7 +33,9 @@ def test_passwords_are_not_shown(url: str, shown: str) -> None:
     assert redact(url) == shown
 
 
-@pytest.mark.parametrize("url", ["http://u:secret@host", "host:6379", "redis://h?socket_timeout=x", "redis://h:port"])
+@pytest.mark.parametrize(
+    "url", ["http://u:secret@host", "host:6379", "redis://h?socket_timeout=x", "redis://h?foo=1", "redis://h:port"]
+)
 def test_a_url_that_cannot_be_read_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match="use redis://, rediss:// or unix://") as caught:
         make_pool(url)
