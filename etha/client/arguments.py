@@ -129,7 +129,9 @@ def impossible(sizes: tuple[int, ...]) -> str:
     for dim, size in enumerate(sizes):
         if not 0 <= size <= MOST_SIZE:
             return f"size {dim} is {shown(size)}, not from 0 to {MOST_SIZE}"
-    return f"{shown(sizes)} has more elements than fit 63 bits" if math.prod(sizes) > MOST_SIZE else ""
+    # Also of a tensor without elements: torch computes its strides.
+    most = math.prod(max(size, 1) for size in sizes)
+    return f"{shown(sizes)} has more elements than fit 63 bits" if most > MOST_SIZE else ""
 
 
 def check_mapping(what: str, value: Any, example: str) -> None:

@@ -15,10 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 from etha.client.active_calls import ActiveCall, callback_of
+from etha.client.arguments import shown
 from etha.client.deadline import Deadline
 from etha.client.options import OnCommit, OnProgress
 from etha.client.shield import Shield
-from etha.errors import TransferTimeoutError
+from etha.errors import ConfigError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ async def call_on_commit(
     with callback_of(call):
         callback = asyncio.ensure_future(_called(on_commit))
     if await _in_time(callback, call, deadline, shield):
-        return callback.result()
+        return _raisable(callback.result(), batch)
     callback.cancel()
     if not await shield.wait(callback, _GRACE):
         log.error("batch %s: on_commit was cancelled at the deadline and goes on", batch)
@@ -78,6 +79,19 @@ async def call_on_commit(
         f"returned by the deadline and was not waited for; make it shorter, or give more time",
         outcome="committed",
     )
+
+
+def _raisable(error: BaseException | None, batch: str) -> BaseException | None:
+    """``error``, or what stands for a StopIteration: no coroutine can raise that, Python makes a RuntimeError of it."""
+    stop = error.__cause__ if type(error) is RuntimeError else error
+    if not isinstance(stop, StopIteration):
+        return error
+    told = ConfigError(
+        f"batch {batch!r}: on_commit raised {shown(stop)}, as next() of an iterator at its end does, which cannot be "
+        f"raised here; the transfer is committed and the tensors hold what was received"
+    )
+    told.__cause__ = stop
+    return told
 
 
 async def _in_time(

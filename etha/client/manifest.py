@@ -219,7 +219,7 @@ def _entries(tensors: Any, pair_name: str | None) -> tuple[Literal["list", "map"
         if pair_name is None:
             raise ConfigError("register_tensors with a mapping of names needs pair_name=")
         return "map", [(name, tensor, pair_name) for name, tensor in tensors.items()]
-    if isinstance(tensors, str | bytes) or not isinstance(tensors, Iterable):
+    if isinstance(tensors, str | bytes | torch.Tensor) or not isinstance(tensors, Iterable):
         raise ConfigError(
             f"tensors={shown(tensors)} must be a mapping name -> tensor or a list of (tensor, pair_name) tuples"
         )

@@ -81,7 +81,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"device={shown(device)}: {str(error).splitlines()[0]}") from None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from etha.bus.process import check_not_forked
 from etha.errors import EthaError, PeerLostError
 
 Version = int | str | None
@@ -70,20 +72,28 @@ class Offer:
 class Lost:
     """Set once a pair's epoch is over: ``await pair.lost`` returns the reason, ``is_set()`` asks.
 
-    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch stands.
+    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch stands. A forked child,
+    which hears of no loss, is refused (ConfigError).
     """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._pid = os.getpid()
         self.reason: str | None = None
         self.text = ""
 
+    def check_process(self) -> None:
+        """ConfigError in a forked child."""
+        check_not_forked(self._pid, "pair")
+
     def is_set(self) -> bool:
         """Whether the epoch is over."""
+        self.check_process()
         return self._event.is_set()
 
     async def wait(self) -> str:
         """Wait until it is; returns the reason."""
+        self.check_process()
         await self._event.wait()
         assert self.reason is not None
         return self.reason

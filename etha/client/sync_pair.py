@@ -20,7 +20,7 @@ class Lost:
     @property
     def reason(self) -> str | None:
         """ "relaunched", "closed" or "died"; None while the epoch stands."""
-        return self._inner.reason
+        return self._inner.reason if self._inner.is_set() else None
 
     def is_set(self) -> bool:
         """Whether the epoch is over."""
@@ -28,6 +28,7 @@ class Lost:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is, at most ``timeout`` seconds; tells whether it is."""
+        self._inner.check_process()
         return bool(self._run(self._inner.heard(timeout)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -97,6 +98,19 @@ def test_it_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
     assert {thread.ident for thread in threading.enumerate()} <= before, "its loop's thread is gone"
 
 
+def test_a_forked_child_does_not_hear_of_losses_and_is_refused(
+    client: DummyTensorBusClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = meet(client).lost
+    assert not lost.is_set()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        for ask in (lost.is_set, lost.wait, lambda: lost.reason):
+            with pytest.raises(etha.ConfigError, match="this pair belongs to process"):
+                ask()
+    assert not lost.is_set() and lost.reason is None
+
+
 def test_snapshots(careful: DummyTensorBusClient) -> None:
     meet(careful)
     handle, _ = register(careful)
@@ -106,6 +120,26 @@ def test_snapshots(careful: DummyTensorBusClient) -> None:
     assert not handle.transfer("send", snapshot=True).result(10).ok
     with pytest.raises(etha.ConfigError, match="snapshot"):
         careful.transfer("policy", "recv", snapshot=True)
+
+
+def test_an_on_commit_that_ends_an_iterator_is_told(client: DummyTensorBusClient) -> None:
+    """StopIteration ends no coroutine: Python makes "coroutine raised StopIteration" of it."""
+    meet(client)
+    handle, _ = register(client, atomic=True)
+
+    async def coroutine() -> None:
+        next(iter(()))
+
+    for on_commit in (lambda: next(iter(())), coroutine):
+        with pytest.raises(etha.ConfigError, match=r"on_commit raised StopIteration.* is committed") as caught:
+            handle.transfer("recv", on_commit=on_commit)
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    def broken() -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        handle.transfer("recv", on_commit=broken)
 
 
 def test_on_commit_runs_with_an_atomic_recv(client: DummyTensorBusClient) -> None:
