@@ -1,7 +1,7 @@
 """How much more memory this process can have: what the machine, its cgroups and its own limits leave.
 
-Asked before shared memory is made. Its pages are touched one after the other, and what does not fit would end in the
-kernel's OOM killer, which takes whom it likes.
+Asked before shared memory of a worker or staging of an agent is made. Its pages are touched one after the other, and
+what does not fit would end in the kernel's OOM killer, which takes whom it likes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from etha.errors import ConfigError
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 #: Bytes that may be made without asking again: a model has thousands of small tensors.
 UNASKED = 32 << 20
+CURE = "check the shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,17 @@ class Room:
     limit: str
 
 
-def room(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Room:
-    """The least that any limit leaves for one more shared mapping."""
-    return min((*_machine(proc), *_groups(proc, cgroups), *_limits(proc)), key=lambda found: found.nbytes)
+def room(proc: Path = _PROC, cgroups: Path = _CGROUPS, *, shared: bool = True) -> Room:
+    """The least that any limit leaves for one more mapping, ``shared`` or private."""
+    limits = (*_machine(proc), *_groups(proc, cgroups), *_limits(proc, shared=shared))
+    return min(limits, key=lambda found: found.nbytes)
 
 
 class RoomCheck:
-    """Asks for each large allocation, and after every 32 MiB of small ones; any thread."""
+    """Asks for each large allocation, and after every 32 MiB of small ones; any thread. Options: ``check_room``'s."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = True, cure: str = CURE) -> None:
+        self._shared, self._cure = shared, cure
         self._unasked = 0
 
     def check(self, nbytes: int, what: str) -> None:
@@ -43,16 +46,17 @@ class RoomCheck:
         self._unasked += nbytes
         if self._unasked >= UNASKED:
             self._unasked = 0
-            check_room(nbytes, what)
+            check_room(nbytes, what, shared=self._shared, cure=self._cure)
 
 
-def check_room(nbytes: int, what: str) -> None:
-    """ConfigError with both numbers where ``nbytes`` of shared memory for ``what`` do not fit."""
-    left = room()
+def check_room(nbytes: int, what: str, *, shared: bool = True, cure: str = CURE) -> None:
+    """ConfigError with both numbers where ``nbytes`` of memory for ``what`` do not fit; ``cure``: what to do first."""
+    left = room(shared=shared)
     if nbytes > left.nbytes:
+        kind = "shared memory" if shared else "memory"
         raise ConfigError(
-            f"{what} needs {nbytes} bytes of shared memory, {left.nbytes} are left ({left.limit}): "
-            f"check the shape, free memory or raise that limit"
+            f"{what} needs {nbytes} bytes of {kind}, {left.nbytes} are left ({left.limit}): "
+            f"{cure}, free memory or raise that limit"
         )
 
 
@@ -139,12 +143,17 @@ def _number(limit: Path) -> int | None:
         return None
 
 
-def _limits(proc: Path) -> Iterator[Room]:
-    """Of the process itself: its address space, and the size of a file, which a memfd is."""
+def _limits(proc: Path, *, shared: bool) -> Iterator[Room]:
+    """Of the process itself: its address space; its private memory, or the size of a file, which a memfd is."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    private, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    pages = [int(field) * resource.getpagesize() for field in (proc / "self/statm").read_text().split()]
     if space != resource.RLIM_INFINITY:
-        used = int((proc / "self/statm").read_text().split()[0]) * resource.getpagesize()
-        yield Room(nbytes=max(0, space - used), limit="RLIMIT_AS of this process, `ulimit -v`")
+        yield Room(nbytes=max(0, space - pages[0]), limit="RLIMIT_AS of this process, `ulimit -v`")
+    if not shared:
+        if private != resource.RLIM_INFINITY:
+            yield Room(nbytes=max(0, private - pages[5]), limit="RLIMIT_DATA of this process, `ulimit -d`")
+        return
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size != resource.RLIM_INFINITY:
         yield Room(nbytes=size, limit="RLIMIT_FSIZE of this process, `ulimit -f`")

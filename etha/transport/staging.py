@@ -20,6 +20,7 @@ import torch
 from etha.errors import ConfigError
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import THREADS, Guard
+from etha.memory.room import RoomCheck
 from etha.memory.views import CARRIERS, View
 from etha.transport import kernels
 from etha.transport.kernels import Buffer, Workspace
@@ -27,6 +28,8 @@ from etha.transport.program import Member
 from etha.transport.segments import Op
 from etha.transport.tiles import BOUNCE_BYTES
 
+#: What an agent says whose machine has not as much memory as it may use.
+GIVE_LESS = "give this agent less (ETHA_STAGING, etha agent --staging)"
 #: Numbers below are the lane's threads'.
 FIRST_NUMBER = 8
 
@@ -39,10 +42,11 @@ class Peak:
 
 
 class Budget:
-    """Bytes in use, at most ``limit``, and their peak; any thread."""
+    """Bytes in use, at most ``limit`` and what the machine has, and their peak; any thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self._room = RoomCheck(shared=False, cure=GIVE_LESS)
         self.used = self.peak = 0
         #: Asked, one after the other, to give up at least so many bytes of what nobody uses, before ``take`` says no.
         self.spares: list[Callable[[int], None]] = []
@@ -50,7 +54,10 @@ class Budget:
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` more (or less, if negative); ConfigError instead of going over the limit."""
+        """Count ``nbytes`` more (or less, if negative).
+
+        ConfigError instead of going over the limit, or where the machine has no room for them.
+        """
         with self._lock:
             for give_up in self.spares:
                 if nbytes > 0 and self.used + nbytes > self.limit:
@@ -60,6 +67,8 @@ class Budget:
                     f"{nbytes} bytes of staging more than the {self.used} in use would exceed the {self.limit} of this "
                     f"agent: give it more staging memory, or fewer streams per peer"
                 )
+            if nbytes > 0:
+                self._room.check(nbytes, f"staging beside the {self.used} bytes of it that this agent uses")
             self.used += nbytes
             self.peak = max(self.peak, self.used)
             for watch in self._watches:

@@ -122,3 +122,40 @@ def test_staging_beyond_the_machines_memory_is_refused_by_its_variable() -> None
     room.check_staging(settings(str(most)))
     with pytest.raises(ConfigError, match=rf"ETHA_STAGING={most + 1} bytes is more than the {most} that there are"):
         room.check_staging(settings(str(most + 1)))
+
+
+STAGE = """
+import resource, sys, etha
+from etha.transport.staging import Budget
+kind, limit = sys.argv[1], int(sys.argv[2])
+pages = open("/proc/self/statm").read().split()
+used = {"RLIMIT_AS": pages[0], "RLIMIT_DATA": pages[5]}.get(kind, 0)
+if limit:
+    resource.setrlimit(getattr(resource, kind), (limit + int(used) * resource.getpagesize(),) * 2)
+budget = Budget(2**45)
+try:
+    for nbytes in (1, 2**19, 2**40):
+        budget.take(nbytes)
+except etha.ConfigError as error:
+    print(budget.used, error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "named"),
+    [
+        ("none", 0, ""),
+        ("RLIMIT_AS", 1 << 28, "RLIMIT_AS"),
+        ("RLIMIT_DATA", 1 << 28, "RLIMIT_DATA"),
+        ("RLIMIT_FSIZE", 1 << 20, "memory"),
+    ],
+)
+def test_staging_that_does_not_fit_is_refused_with_both_numbers(kind: str, limit: int, named: str) -> None:
+    """The size of files bounds no private memory."""
+    command = [sys.executable, "-c", STAGE, kind, str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    used, said = done.stdout.split(" ", 1)
+    assert int(used) == 2**19 + 1, "what was refused is not counted"
+    assert f"staging beside the {used} bytes of it that this agent uses needs {1 << 40} bytes of memory, " in said
+    assert " are left (" in said and "ETHA_STAGING" in said
+    assert named in said and "RLIMIT_FSIZE" not in said
