@@ -13,11 +13,14 @@ from typing import Any
 
 import requests
 
+from tests.vllm.checkpoints import VOCABULARY
 from tests.vllm.nursery import PATIENCE, Child, serve
 
 PROMPTS = ("the quick brown", "lazy dog. the", "over the")
 #: Answers are compared token by token.
 TOKENS = 16
+#: Of so many steps the logits over the whole vocabulary are compared.
+STEPS = 4
 
 
 def environment(workers: int) -> dict[str, str]:
@@ -45,13 +48,24 @@ def _free_port() -> int:
 class Server:
     """A live `vllm serve` of random weights with the backend "etha"."""
 
-    def __init__(self, model: Path, workers: int, env: dict[str, str], log: Path, port: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        workers: int,
+        env: dict[str, str],
+        log: Path,
+        port: int | None = None,
+        *,
+        raw_logits: bool = False,
+    ) -> None:
         self.port, self.workers = port or _free_port(), workers
         self.url = f"http://127.0.0.1:{self.port}"
         arguments = ["--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"]
         arguments += ["--max-model-len", "128", "--max-num-seqs", "8", "--tensor-parallel-size", str(workers)]
         arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "model"]
         arguments += ["--weight-transfer-config", '{"backend": "etha"}']
+        if raw_logits:
+            arguments += ["--max-logprobs", "-1", "--logprobs-mode", "raw_logits", "--no-enable-prefix-caching"]
         self.child = Child(_serve, arguments, env={**env, **environment(workers)}, log=log)
 
     def wait(self) -> Server:
@@ -75,6 +89,18 @@ class Server:
             answer = requests.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE)
             answer.raise_for_status()
             found.append(answer.json()["choices"][0]["token_ids"])
+        return found
+
+    def logits(self) -> list[list[dict[int, float]]]:
+        """Of each of PROMPTS, the logits of every token at each of STEPS; of a server with ``raw_logits``."""
+        found = []
+        for prompt in PROMPTS:
+            body = {"model": "model", "prompt": prompt, "max_tokens": STEPS, "temperature": 0, "ignore_eos": True}
+            body |= {"logprobs": VOCABULARY, "return_tokens_as_token_ids": True}
+            answer = requests.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE)
+            answer.raise_for_status()
+            steps = answer.json()["choices"][0]["logprobs"]["top_logprobs"]
+            found.append([{int(name.removeprefix("token_id:")): logit for name, logit in s.items()} for s in steps])
         return found
 
     def version(self) -> str:

@@ -63,6 +63,7 @@ class Child:
                 stack.callback(os.close, process)
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()  # one that was begun just now leads no group yet
             for process in ended:  # a forked child has the listening socket of its parent, too
                 assert select.select([process], [], [], 60)[0], "a process outlives its SIGKILL"
         self._process.join()

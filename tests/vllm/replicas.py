@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from tests.vllm.checkpoints import Checkpoint
-from tests.vllm.engines import PROMPTS, environment
+from tests.vllm.engines import PROMPTS, STEPS, environment
 from tests.vllm.nursery import Child, serve
 
-#: Steps of which the logits over the whole vocabulary are told.
-STEPS = 4
 Logits = list[list[dict[int, float]]]
 
 

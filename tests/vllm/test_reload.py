@@ -95,7 +95,7 @@ def received(model: Model, tensors: dict[str, Tensor], **how: Any) -> Received:
 
 def bring(into: Received, tensors: dict[str, Tensor]) -> None:
     """As if agents had: each tensor's region, as it is kept."""
-    for name, dense in into.tensors.items():
+    for name, dense in into.room().items():
         part = tensors[name]
         for dim, runs in enumerate(into.regions[name]):
             part = torch.cat([part.narrow(dim, start, stop - start) for start, stop in runs], dim) if runs else part[:0]
@@ -335,7 +335,7 @@ def test_workers_receive_at_the_dtype_that_holds_what_each_of_them_wants() -> No
     for first_rank in (True, False):
         live = make(first_rank).first(new)
         into = received(live, new, agree=lambda _: widest(told))
-        assert into.tensors["bias"].dtype is torch.float32
+        assert into.room()["bias"].dtype is torch.float32
         bring(into, new)
         assert torch.equal(live.bias_of, new["bias"].bfloat16() * first_rank)
 

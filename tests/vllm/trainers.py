@@ -20,7 +20,11 @@ class Trainer:
     """The ranks of one trainer, one process each."""
 
     def __init__(self, shape: Sequence[int], model: Path, url: str, env: dict[str, str], logs: Path, **info: Any):
-        """``shape``: () plain, (n,) FSDP2 over n ranks, (n, t) FSDP2 over n times tensor-parallel t."""
+        """``shape``: () plain, (n,) FSDP2 over n ranks, (n, t) FSDP2 over n times tensor-parallel t.
+
+        ``stages``: each of the n ranks has a layer of the model ("held", "iterated"), or all of it, and knows nothing
+        of the others ("alone").
+        """
         world = torch.Size(shape).numel()
         meeting = logs / f"meeting-{os.urandom(4).hex()}"
         self.ranks = [
@@ -73,7 +77,7 @@ def _train(
             extra = {name: torch.ones(1, 8) for name in arguments}
             plain = {**Checkpoint(Path(path)).tensors(), **extra}
             source: Any = EthaSource(plain) if model is None else ModuleSource(model)
-            if stages:
+            if stages in ("held", "iterated"):
                 source = _stage(stages, plain, rank, torch.Size(shape).numel(), meeting)
             told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
             client = HTTPVLLMWeightSyncClient(url)

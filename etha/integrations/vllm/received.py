@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -94,7 +95,10 @@ class _Rehearsal:
 
 
 class Received:
-    """A version on its way into ``model``: ``tensors`` and ``regions`` are what to register, ``apply`` brings it in.
+    """A version on its way into ``model``: ``room()`` and ``regions`` are what to register, ``apply`` brings it in.
+
+    Made between two steps of the engine, for it puts the live parameters aside for a moment; no memory is taken before
+    ``room`` is asked for, in any thread.
 
     ``direct``: parameters that can be written as they are take no way through loaders. ``atomic``: they, too, change
     in ``apply`` only; else the live parameters themselves are registered, and are torn while bytes arrive.
@@ -137,9 +141,17 @@ class Received:
         if rest:
             self._reload.rehearse((self._rehearsed(item) for item in rest), recorded.writes)
         self._partial = self._reload.partial
-        self.tensors = {name: self._room(item) for name, item in self.kept.items()}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._taking = Lock()
         self.regions = {name: item.region for name, item in self.kept.items()}
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """Memory for what is kept of each tensor; taken once."""
+        with self._taking:
+            if not self._tensors:
+                self._tensors = {name: self._room(item) for name, item in self.kept.items()}
+            return self._tensors
 
     def _room(self, item: Kept) -> torch.Tensor:
         if item.meta.name in self._written:
@@ -156,11 +168,11 @@ class Received:
         """Bring what was received into the live model; between two steps of the engine."""
         for name, view in self._live.items():
             if name not in self._written:
-                view.copy_(self.tensors[name])
+                view.copy_(self._tensors[name])
         done = {self._model.get_submodule(path) for path in self._written_modules}
         rest = self._rest()
         if rest:
-            done |= self._reload.run(self._stand_in(item, self.tensors[item.meta.name]) for item in rest)
+            done |= self._reload.run(self._stand_in(item, self._tensors[item.meta.name]) for item in rest)
         self._reload.settle(done)
 
     def compare(self) -> Comparison:
@@ -168,11 +180,11 @@ class Received:
         found = Comparison()
         for name, view in self._live.items():
             if name not in self._written:
-                found.add(name, unequal(view, self.tensors[name]))
+                found.add(name, unequal(view, self._tensors[name]))
         found.extend(self._reload.compare_computed(self._model.get_submodule(path) for path in self._written_modules))
         rest = self._rest()
         if rest:
-            found.extend(self._reload.compare(self._stand_in(item, self.tensors[item.meta.name]) for item in rest))
+            found.extend(self._reload.compare(self._stand_in(item, self._tensors[item.meta.name]) for item in rest))
         return found
 
     def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from etha.client.place import Place
 from etha.client.portal import Membership
 from etha.client.results import Pair
 from etha.config import LaunchEnv
-from etha.errors import ConfigError, EthaError, PeerLostError, TransferError
+from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError
 from etha.integrations.vllm.control import Control, Pause, told, unreachable
 from etha.integrations.vllm.source import EthaSource, merged
 
@@ -161,11 +161,10 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _form(self) -> None:
         self._pair = None
-        async with _first_error(), asyncio.TaskGroup() as both:
-            if self.is_sender:
-                both.create_task(self._engine_joins())
-            joining = both.create_task(self._join())
-        self._pair = joining.result()
+        if self.is_sender:
+            # First: the engine may still wait for a trainer that has died, and would take this one for it.
+            await self._engine_joins()
+        self._pair = await self._join()
 
     async def _join(self) -> Pair:
         info = self._info
@@ -195,19 +194,31 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             "timeout": info.timeout,
         }
         plan |= {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
-        waits = False
-        while True:
-            try:
-                # A trainer that was killed may have left the engine waiting.
-                await asyncio.to_thread(self._control.recover)
-                await asyncio.to_thread(told, self.client.init_weight_transfer_engine, plan)
-                return
-            except Exception as error:
-                if not unreachable(error):
-                    raise
-                log.log(logging.DEBUG if waits else logging.WARNING, "pair %s: no engine yet: %s", info.pair, error)
-                waits = True
-            await asyncio.sleep(_AGAIN)
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(info.timeout):
+                while True:
+                    last = await self._ask_to_join(plan, last)
+                    if last is None:
+                        return
+                    await asyncio.sleep(_AGAIN)
+        except TimeoutError:
+            text = f"pair {info.pair!r}: no engine has answered in {info.timeout:g} s: {last}"
+            raise RendezvousTimeoutError(text, missing={info.remote_name: (0,)}) from last
+
+    async def _ask_to_join(self, plan: dict[str, Any], before: Exception | None) -> Exception | None:
+        """Tell the engine to meet this trainer; the error where nobody answers for it, ``before`` the one before."""
+        try:
+            # A trainer that was killed may have left the engine waiting.
+            await asyncio.to_thread(self._control.recover)
+            await asyncio.to_thread(told, self.client.init_weight_transfer_engine, plan)
+        except Exception as error:
+            if not unreachable(error):
+                raise
+            level = logging.WARNING if before is None else logging.DEBUG
+            log.log(level, "pair %s: no engine yet: %s", self._info.pair, error)
+            return error
+        return None
 
     async def _send(self, version: int | str | None) -> TransferResult:
         fresh = self._pair is None or self._pair.lost.is_set()
@@ -312,13 +323,3 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     async def _cancel(self) -> None:
         with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
             await asyncio.to_thread(self.client.update_weights, {"cancel": True})
-
-
-@asynccontextmanager
-async def _first_error() -> AsyncIterator[None]:
-    """Of the errors of a task group one, ours rather than a client's: the others are of its end."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        found = group.exceptions
-        raise next((error for error in found if isinstance(error, EthaError)), found[0]) from None

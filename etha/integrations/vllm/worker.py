@@ -1,6 +1,6 @@
 """The engine's side: what each vLLM worker does in vLLM's four calls.
 
-    init_weight_transfer_engine   record what the loaders keep; meet the trainer; register memory for just that
+    init_weight_transfer_engine   record what the loaders keep; begin to meet the trainer (meeting.py)
     start_weight_update           begin to receive, beside the engine's steps
     update_weights                wait until it is committed; nothing of the model has changed
     finish_weight_update          bring it into the model, between two steps
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from etha import TensorBusClient, TransferFuture, TransferResult
-from etha.client.sync_handle import BatchHandle
+from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError
 from etha.integrations.vllm.keep import Meta
+from etha.integrations.vllm.meeting import Meetings
 from etha.integrations.vllm.plugin import unsupported
 from etha.integrations.vllm.received import Dtypes, Received, widest
 
@@ -81,6 +81,15 @@ class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
     cancel: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A version on its way, what it is received into, and, once all of it is there, its result."""
+
+    received: Received
+    moving: TransferFuture
+    result: TransferResult | None = None
+
+
 class _Together:
     """The workers of an engine agree on dtypes in the middle of what each does for itself, and all fail if one does.
 
@@ -122,67 +131,49 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     # What is kept was recorded of one model.
     supports_draft_weight_update = False
 
-    _client: TensorBusClient | None = None
-    _batch: BatchHandle | None = None
-    _received: Received | None = None
-    _known: tuple[Any, ...] = ()
-    _standing_for: tuple[str, int, str] | None = None
+    _meetings: Meetings | None = None
     _where: tuple[str | None, str | None] | None = None
-    _moving: TransferFuture | None = None
-    _result: TransferResult | None = None
+    _known: tuple[Any, ...] = ()
+    _received: Received | None = None
+    _coming: _Coming | None = None
     _timeout = 300.0
 
     def init_transfer_engine(self, init_info: EthaWeightTransferInitInfo) -> None:
-        """Meet the trainer and register what this worker keeps; again for a relaunched trainer.
+        """Record what this worker keeps, and begin to meet the trainer; again for a relaunched trainer.
 
-        Errors of ``init_pair`` and ``register_tensors``.
+        Returns before the trainer has been met. ConfigError for tensors that the model does not take.
         """
         why = unsupported(vllm.__version__)
         if why is not None:
             raise ConfigError(f"{why}: install a vLLM that is, or a sub-etha that supports this one")
         metas = init_info.metas()
         rank, world = self._place(init_info.pair)
-        self._stop()
-        client = self._connect(init_info)
+        meetings = self._connect(init_info)
+        if meetings.standing() is None:
+            self._stop()
+        received = self._record(init_info, metas)
+        self._tell(init_info.pair, rank)
         self._timeout = init_info.timeout
-        pair = client.init_pair(
-            init_info.pair, init_info.local_name, init_info.remote_name, world, rank=rank, timeout=init_info.timeout
-        )
+        meetings.begin(init_info, rank, world, received)
+
+    def _record(self, init_info: EthaWeightTransferInitInfo, metas: list[Meta]) -> Received:
+        """What the loaders keep; of a trainer that announces the same again, what they kept before."""
         known = (metas, init_info.direct, init_info.atomic)
-        standing = (pair.name, pair.epoch, init_info.batch)
-        if self._batch is not None and self._standing_for == standing:
-            if self._known == known:
-                return
-            raise ConfigError(
-                f"pair {pair.name!r} stands with a trainer that lives and announced other tensors; end it first, or "
-                f"give another pair"
-            )
-        if self._batch is not None:
-            self._batch.close()
-            self._batch = None
         if self._received is None or self._known != known:
-            self._received = None  # there is never a second shadow beside it
+            self._received = None
             with set_current_vllm_config(self.vllm_config), _Together() as together:
                 self._received = Received(
                     self.model, self.model_config, metas, self.device,
                     direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
                 )  # fmt: skip
             self._known = known
-        received = self._received
-        self._batch = client.register_tensors(
-            init_info.batch,
-            received.tensors,
-            pair_name=init_info.pair,
-            regions=received.regions,
-            shapes=received.shapes,
-            direction="recv",
-            timeout=init_info.timeout,
-        )
-        self._standing_for = standing
+        return self._received
+
+    def _tell(self, pair: str, rank: int) -> None:
         report = self.report()
         log.info(
             "pair %s: rank %d receives %d of %d bytes of %d tensors; %d written in place, received whole: %s",
-            init_info.pair,
+            pair,
             rank,
             report["bytes"],
             report["checkpoint_bytes"],
@@ -194,7 +185,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             log.warning(
                 "pair %s: the engine keeps what it has in the parameters %s, that the trainer sends nothing of, and in "
                 "the rest of %s",
-                init_info.pair,
+                pair,
                 report["unfilled"] or "(none)",
                 report["partial"] or "(none)",
             )
@@ -210,57 +201,65 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             )
         return rank, world
 
-    def _connect(self, init_info: EthaWeightTransferInitInfo) -> TensorBusClient:
+    def _connect(self, init_info: EthaWeightTransferInitInfo) -> Meetings:
         where = (init_info.redis_url, init_info.namespace)
-        if self._where != where:
+        if self._meetings is not None and (met := self._meetings.standing()) is not None:
+            if self._where != where or met.pair.name != init_info.pair:
+                raise ConfigError(
+                    f"pair {met.pair.name!r} stands with a trainer that lives: end that one before another meets this "
+                    f"engine on pair {init_info.pair!r}, or give the other one an engine of its own"
+                )
+        elif self._where != where:
             self.shutdown()
+        if self._meetings is None:
             self._where = where
-        if self._client is None:
-            self._client = TensorBusClient(
-                device=self.device, redis_url=init_info.redis_url, namespace=init_info.namespace
-            )
-        return self._client
+            self._meetings = Meetings(self.device, redis_url=init_info.redis_url, namespace=init_info.namespace)
+        return self._meetings
 
     def start_weight_update(self) -> None:
-        """Begin to receive the next version; ConfigError before ``init_weight_transfer_engine``."""
+        """Begin to receive the next version; ConfigError before ``init_weight_transfer_engine``.
+
+        Errors of ``init_pair`` and ``register_tensors``, if that is how the meeting with the trainer has ended.
+        """
         self._stop()
-        self._result = None
-        self._moving = self._standing().transfer("recv", blocking=False, timeout=self._timeout)
+        if self._meetings is None:
+            raise ConfigError(
+                "the weight transfer engine of this worker has met no trainer: call init_weight_transfer_engine"
+            )
+        met = self._meetings.met()
+        self._coming = _Coming(received=met.received, moving=self._meetings.receive(met, self._timeout))
 
     def receive_weights(self, update_info: EthaWeightTransferUpdateInfo) -> None:
         """Wait for the version that ``start_weight_update`` began to receive.
 
         TransferError and its subclasses: the model serves on with the version that it had.
         """
+        coming = self._coming
         if update_info.cancel:
             self._stop()
-            torn = self._received is not None and self._received.in_place
+            torn = coming is not None and coming.received.in_place
             left = "what is written in place may be torn until the next one" if torn else "the model has the one it had"
             raise TransferAbortedError(f"the trainer has ended this version on its way; {left}")
-        if self._moving is None:
+        if coming is None:
             raise ConfigError("update_weights without start_weight_update: call that first, for each version")
-        moving, self._moving = self._moving, None
-        self._result = moving.result()
+        self._coming = None
+        self._coming = replace(coming, result=coming.moving.result())
 
     def finish_weight_update(self) -> None:
         """Bring the received version into the model."""
-        if self._result is None or self._received is None:
+        coming, self._coming = self._coming, None
+        if coming is None or coming.result is None:
             raise ConfigError("finish_weight_update without a version: call start_weight_update and update_weights")
-        self._received.apply()
-        log.info(
-            "version %s (number %d) is live: %d bytes received",
-            self._result.version,
-            self._result.seq,
-            self._result.bytes,
-        )
-        self._result = None
+        coming.received.apply()
+        result = coming.result
+        log.info("version %s (number %d) is live: %d bytes received", result.version, result.seq, result.bytes)
 
     def shutdown(self) -> None:
         """Leave the pair; ``init_weight_transfer_engine`` joins again."""
         self._stop()
-        client, self._client, self._batch = self._client, None, None
-        if client is not None:
-            client.close()
+        meetings, self._meetings = self._meetings, None
+        if meetings is not None:
+            meetings.close()
 
     def report(self) -> dict[str, Any]:
         """How this worker receives each tensor, and bytes; see ``Received.report``."""
@@ -268,17 +267,10 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             raise ConfigError("nothing is known of a checkpoint yet: call init_weight_transfer_engine")
         return dict(self._received.report())
 
-    def _standing(self) -> BatchHandle:
-        if self._batch is None:
-            raise ConfigError(
-                "the weight transfer engine of this worker has met no trainer: call init_weight_transfer_engine"
-            )
-        return self._batch
-
     def _stop(self) -> None:
         """End a receive that nobody waits for."""
-        moving, self._moving = self._moving, None
-        if moving is not None:
-            moving.cancel()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.moving.cancel()
             with suppress(CancelledError):
-                moving.exception()
+                coming.moving.exception()
