@@ -70,7 +70,7 @@ def named_tensors(
 
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every name of the module, tied ones too; the last says whether ``named_tensors`` was asked for its kind."""
-    for prefix, owner in _walk(module, ""):
+    for prefix, owner in walk(module):
         _check(owner, prefix)
         for name, parameter in owner._parameters.items():
             if parameter is not None:
@@ -80,11 +80,12 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tens
                 yield prefix + name, buffer, buffers and name not in owner._non_persistent_buffers_set
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module with the prefix of its tensors' names; a wrapper has that of what it wraps, and comes before it."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, prefix if _wraps(module, name) else f"{prefix}{name}.")
+            yield from walk(child, prefix if _wraps(module, name) else f"{prefix}{name}.")
 
 
 def _wraps(module: nn.Module, child: str) -> bool:

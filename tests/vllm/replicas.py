@@ -37,7 +37,10 @@ class Replica:
         return found
 
     def join(self, metas: Path, **info: Any) -> list[dict[str, Any]]:
-        """A trainer of the tensors of ``metas`` meets the engine; each worker's report."""
+        """A trainer of the tensors of ``metas`` meets the engine; each worker's report.
+
+        ``module``: it has them as a module of transformers.
+        """
         found: list[dict[str, Any]] = self._child.ask("join", str(metas), info)
         return found
 
@@ -99,6 +102,7 @@ def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict
     how = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=-1)
     trainers: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
+    models: list[torch.nn.Module] = []
 
     def logits() -> Logits:
         # One after another: a batch may be computed in another order.
@@ -112,21 +116,27 @@ def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict
 
         only = info.pop("only", None)
         tensors.clear()
+        models.clear()
         dtype = info.pop("dtype", None)
         found = Checkpoint(Path(metas)).tensors()
         tensors.update((k, v if dtype is None else v.to(dtype)) for k, v in found.items() if only is None or k in only)
+        source = EthaSource(tensors)
+        if info.pop("module", False):
+            models.append(_module(Path(metas)))
+            source = EthaSource(models[0])
         told = EthaTrainerInitInfo(rank=0, world_size=1, pause=None, **{"pair": "weights", **info})
         while trainers:
             trainers.pop().shutdown()
-        trainers.append(
-            WeightTransferTrainerFactory.trainer_init(told, client=_Client(engine), source=EthaSource(tensors))
-        )
+        trainers.append(WeightTransferTrainerFactory.trainer_init(told, client=_Client(engine), source=source))
         return list(engine.collective_rpc(_report))
 
     def send(version: str) -> None:
-        found = Checkpoint(Path(version)).tensors()
-        for name, tensor in tensors.items():
-            tensor.copy_(found[name])
+        for model in models:
+            model.load_state_dict(_module(Path(version)).state_dict())
+        if not models:
+            found = Checkpoint(Path(version)).tensors()
+            for name, tensor in tensors.items():
+                tensor.copy_(found[name])
         trainers[-1].send_weights()
 
     def run(work: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
@@ -146,6 +156,13 @@ def compared(worker: Any) -> tuple[int, list[str], list[str]]:
     """What a worker finds when it compares its live model with what it received: how much, what differs, what not."""
     found = worker.weight_transfer_engine._received.compare()
     return found.compared, found.differs, found.left_out
+
+
+def _module(path: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return model
 
 
 def _report(worker: Any) -> dict[str, Any]:

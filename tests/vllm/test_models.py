@@ -15,6 +15,7 @@ Checkpoints = Callable[[str, int], Path]
 Env = dict[str, str]
 #: Parameters that can neither be read nor be computed with alone.
 UNCOMPARED: dict[str, list[str]] = {}
+STACKED = {"mixtral", "deepseek2", "moe", "granitemoe"}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -23,7 +24,8 @@ def test_versions_of_a_family(family: str, checkpoints: Checkpoints, env: Env, l
     fresh = [reference(version, env, logs / f"fresh{n}.log") for n, version in enumerate(versions)]
     assert different(*fresh) is not None, "versions that differ"
     with Replica(versions[0], env, logs / "live.log", dummy=True) as live:
-        live.join(versions[0])
+        # What transformers computes with is not what it saves: experts are stacked, and have other names.
+        live.join(versions[0], module=family in STACKED)
         for number in (0, 1, 0):
             live.send(versions[number])
             wrong = different(live.logits(), fresh[number])

@@ -5,22 +5,31 @@ pipeline, some of the experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 
-from etha.errors import ConfigError
+from etha.errors import ConfigError, RegistrationError
 from etha.integrations.fsdp import named_tensors
 from etha.integrations.names import rename
+from etha.integrations.vllm.checkpoint import Shown, checkpoint_parts, has_checkpoint
+from etha.integrations.vllm.part import Part, Parts
 
 
 class EthaSource(WeightSource):
     """A module, or tensors by checkpoint name: DTensors of any layout, or plain tensors that a rank has whole.
 
-    A rank gives what it holds, and only that: what all ranks hold is merged when they meet. ``names``: ordered regex
-    replacements from the trainer's names to the checkpoint's. ``buffers``: a module's persistent ones, too, where the
-    checkpoint has them. ``iter(source)`` yields what this rank holds, each DTensor as it is.
+    A rank gives what it holds, and only that: what all ranks hold is merged when they meet. Of a module of
+    transformers it gives the tensors of its checkpoint, as ``save_pretrained`` writes them: experts that the module
+    has stacked one by one, under the names of the checkpoint, each a view of the module's memory. ``names``: ordered
+    regex replacements from these names, or those of another trainer, to the checkpoint's that the engine reads.
+    ``buffers``: a module's persistent ones, too, where the checkpoint has them; by default, of transformers' modules.
+    ``iter(source)`` yields what this rank holds, each DTensor as it is.
+
+    ConfigError where transformers computes what it saves, or a layout has no placements for a view.
     """
 
     def __init__(
@@ -28,11 +37,17 @@ class EthaSource(WeightSource):
         weights: nn.Module | Mapping[str, torch.Tensor],
         *,
         names: Mapping[str, str] | None = None,
-        buffers: bool = False,
+        buffers: bool | None = None,
     ) -> None:
-        self._buffers = buffers
         self._weights = weights
         self._rules: tuple[Mapping[str, str], ...] = () if names is None else (names,)
+        if buffers is None:
+            buffers = isinstance(weights, nn.Module) and has_checkpoint(weights)
+        self._buffers = buffers
+        self._parts = Parts()
+        self._shown: dict[str, Shown] = {}
+        self._of: tuple[Any, ...] = ()
+        self._given: dict[str, tuple[Any, ...]] = {}
 
     @classmethod
     def of(cls, source: WeightSource | None, names: Mapping[str, str] | None) -> EthaSource | Iterated:
@@ -54,25 +69,64 @@ class EthaSource(WeightSource):
         )
 
     def refresh(self) -> None:
-        """Nothing: the tensors are read where they lie."""
+        """Nothing is read yet; RegistrationError if a tensor of which views were given has other memory since."""
+        if not self._given:
+            return
+        now = self._own()
+        for name, given in self._given.items():
+            if name not in now or _memory(now[name]) != given:
+                raise RegistrationError(
+                    f"{name!r} of the trainer's module has other memory, shape or dtype since it was registered: make "
+                    f"another trainer engine"
+                )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors by checkpoint name: parameters of a module in the order of its state_dict."""
-        if isinstance(self._weights, nn.Module):
-            found = named_tensors(self._weights, buffers=self._buffers)
-        else:
-            found = dict(self._weights)
-        for rules in self._rules:
-            new = rename(found, rules)
-            found = {new[name]: tensor for name, tensor in found.items()}
+        own, found = self._own(), {}
+        self._given = {}
+        for name, shown in self._checkpoint(own).items():
+            tensor = self._parts.of(name, own[shown.source], shown.part)
+            if tensor is not None:
+                found[name] = tensor
+            if tensor is not own[shown.source]:
+                self._given[shown.source] = _memory(own[shown.source])
         return found
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and global shape of every tensor."""
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors().items()]
+        """Name, dtype and global shape of every tensor, also of those that only other ranks hold a part of."""
+        own = self._own()
+        return [
+            ParamMeta(name, own[shown.source].dtype, shown.part.sizes) for name, shown in self._checkpoint(own).items()
+        ]
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names that the trainer has for them."""
+        if isinstance(self._weights, nn.Module):
+            return named_tensors(self._weights, buffers=self._buffers)
+        return dict(self._weights)
+
+    def _checkpoint(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
+        """What each tensor of the checkpoint is of ``own``."""
+        of = tuple((name, tuple(tensor.shape)) for name, tensor in own.items())
+        if self._of != of:
+            if isinstance(self._weights, nn.Module):
+                found = checkpoint_parts(self._weights, own)
+            else:
+                found = {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
+            for rules in self._rules:
+                new = rename(found, rules)
+                found = {new[name]: shown for name, shown in found.items()}
+            self._shown, self._of = found, of
+        return self._shown
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors().items()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a rank's part of a tensor lies, and how."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
 
 
 class Iterated:
