@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from etha.errors import TransferError
 from tests.vllm.checkpoints import FAMILIES
-from tests.vllm.replicas import Replica, compared, different, reference
+from tests.vllm.replicas import Replica, compared, different, reference, settle_nothing
 
 Checkpoints = Callable[[str, int], Path]
 Env = dict[str, str]
@@ -46,3 +47,20 @@ def test_a_tensor_that_the_first_rank_copies_and_the_second_computes_with(
         live.send(model)
         wrong = different(live.logits(), fresh)
         assert wrong is None, wrong
+
+
+def test_verify_finds_what_a_checksum_of_parameters_cannot(checkpoints: Checkpoints, env: Env, logs: Path) -> None:
+    """A tied head is a packed copy beside the parameter: without its repair the engine computes with the old one."""
+    versions = [checkpoints("qwen2", seed) for seed in (0, 1)]
+    with Replica(versions[0], env, logs / "live.log", workers=2, dummy=True) as live:
+        live.join(versions[0])
+        live.send(versions[0])
+        live.verify()
+        live.run(settle_nothing)
+        live.send(versions[1])
+        with pytest.raises(TransferError, match=r"1 of \d+ parameters are not the trainer's: lm_head\.weight: \d+ of"):
+            live.verify()
+        before = live.logits()
+        with pytest.raises(TransferError, match=r"lm_head\.weight"):
+            live.verify()
+        assert different(live.logits(), before) is None, "verify changes nothing"

@@ -122,6 +122,22 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._weights.refresh()
         return self._run(self._send(version))
 
+    def verify(self) -> TransferResult:
+        """Prove that the engine computes with the weights as they are here now; on every rank, after an update.
+
+        They are sent once more, beside the live model, and each worker compares: parameters that can be read bit by
+        bit, packed ones by their products with a fixed probe, to within the dtype's rounding. Nothing of the engine
+        changes; requests wait while it compares. TransferError, on rank 0, names the parameters that differ.
+        ConfigError with ``atomic=False``, where there is no place beside the model.
+        """
+        if self._info.direct and not self._info.atomic:
+            raise ConfigError(
+                f"pair {self._info.pair!r}: with atomic=False weights are sent into the live parameters, so that there "
+                f"is nothing to compare them with: use atomic=True to verify"
+            )
+        self._weights.refresh()
+        return self._run(self._verify())
+
     def shutdown(self) -> None:
         """Leave the pair; idempotent."""
         if self._membership is not None:
@@ -281,6 +297,28 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             await asyncio.to_thread(self._control.pause)
         await asyncio.to_thread(told, self.client.update_weights, {})
         await self._finish(str(result.seq if version is None else version))
+        return result
+
+    async def _verify(self) -> TransferResult:
+        if self._pair is None or self._pair.lost.is_set():
+            await self._form()
+        if not self.is_sender:
+            return await self._bus.transfer(self._info.batch, "send")
+        async with self._documented(None):
+            await self._start()
+            try:
+                result = await self._bus.transfer(self._info.batch, "send")
+            except BaseException:
+                await self._cancel()
+                raise
+            try:
+                await asyncio.to_thread(told, self.client.update_weights, {"verify": True})
+            except Exception as error:
+                if unreachable(error):
+                    raise
+                text = f"pair {self._info.pair!r}: the engine does not compute with the trainer's weights: {error}"
+                raise TransferError(text) from error
+            await asyncio.to_thread(told, self.client.finish_weight_update)
         return result
 
     async def _finish(self, version: str) -> None:

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from etha import TransferFuture, TransferResult
-from etha.errors import ConfigError, TransferAbortedError
+from etha.errors import ConfigError, TransferAbortedError, TransferError
 from etha.integrations.vllm.keep import Meta
 from etha.integrations.vllm.meeting import Meetings
 from etha.integrations.vllm.plugin import unsupported
@@ -36,6 +36,8 @@ from etha.integrations.vllm.received import Dtypes, Received, widest
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = init_logger("vllm.etha")
+#: Parameters that an error names.
+_SHOWN = 5
 
 
 @dataclass(kw_only=True)
@@ -76,9 +78,13 @@ class EthaWeightTransferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing needs to be said of a version but that it shall not come: ``cancel`` ends the update with an error."""
+    """Nothing needs to be said of a version but that it shall not come: ``cancel`` ends the update with an error.
+
+    ``verify``: what comes is not brought in, but the live model is compared with it.
+    """
 
     cancel: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,7 @@ class _Coming:
     received: Received
     moving: TransferFuture
     result: TransferResult | None = None
+    verified: bool = False
 
 
 class _Together:
@@ -232,7 +239,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     def receive_weights(self, update_info: EthaWeightTransferUpdateInfo) -> None:
         """Wait for the version that ``start_weight_update`` began to receive.
 
-        TransferError and its subclasses: the model serves on with the version that it had.
+        TransferError and its subclasses: the model serves on with the version that it had, also where ``verify`` finds
+        that this is not the one that has come.
         """
         coming = self._coming
         if update_info.cancel:
@@ -243,13 +251,32 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         if coming is None:
             raise ConfigError("update_weights without start_weight_update: call that first, for each version")
         self._coming = None
-        self._coming = replace(coming, result=coming.moving.result())
+        coming = replace(coming, result=coming.moving.result(), verified=update_info.verify)
+        if update_info.verify:
+            self._verify(coming.received)
+        self._coming = coming
+
+    def _verify(self, received: Received) -> None:
+        """TransferError, naming parameters, where the live model is not what ``received`` would make of it."""
+        found = received.compare()
+        if found.left_out:
+            log.warning("not compared, for they are packed and no product is known of them: %s", found.left_out)
+        if found.differs:
+            shown = "; ".join(found.differs[:_SHOWN])
+            rest = f"; and {len(found.differs) - _SHOWN} more" if len(found.differs) > _SHOWN else ""
+            raise TransferError(
+                f"{len(found.differs)} of {found.compared} parameters are not the trainer's: {shown}{rest}; "
+                f"call send_weights, and restart the engine if that does not mend it"
+            )
+        log.info("the live model is the trainer's: %d parameters compared", found.compared)
 
     def finish_weight_update(self) -> None:
         """Bring the received version into the model."""
         coming, self._coming = self._coming, None
         if coming is None or coming.result is None:
             raise ConfigError("finish_weight_update without a version: call start_weight_update and update_weights")
+        if coming.verified:
+            return
         coming.received.apply()
         result = coming.result
         log.info("version %s (number %d) is live: %d bytes received", result.version, result.seq, result.bytes)
