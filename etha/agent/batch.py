@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from etha.agent.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.evaluate import Evaluation
 from etha.agent.machine import Machine
-from etha.agent.verdict import Terms, Verdict
+from etha.agent.verdict import Terms, Verdict, torn_apart
 from etha.bus.messages import Registered
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 
@@ -190,6 +190,10 @@ class Batch(Machine[Standing]):
             text = f"agents {self.me} and {who} computed different plans; run the same version of Etha on all"
             side = self.evaluation.sides[0]
             return self._refuse((Violation(code="plan_mismatch", name="", side=side, rank=None, text=text),))
+        if not self.evaluation.atomic and (more := torn_apart(self.agents, verdicts)):
+            self.evaluation = self.evaluation.but(more)
+            if self.evaluation.refused:
+                return self._refuse(self.evaluation.refused)
         return self._stand(Terms.of(verdicts))
 
     def _stand(self, terms: Terms) -> list[BatchEffect]:

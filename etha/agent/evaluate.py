@@ -7,7 +7,7 @@ else: no clock, no memory of earlier batches, one order of everything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from etha.agent.effects import Member
@@ -59,6 +59,19 @@ class Evaluation:
     def digest(self) -> str:
         """Of both directions, as it stands in Redis; equal on every agent."""
         return "+".join(f"{side}:{self.digests.get(side, 'none')}" for side in self.sides)
+
+    def but(self, more: Mapping[str, tuple[Violation, ...]]) -> Evaluation:
+        """With more reasons why a direction (by source side) cannot work, which agents found as they met."""
+        violations = {side: (*found, *more.get(side, ())) for side, found in self.violations.items()}
+        plans = {side: plan for side, plan in self.plans.items() if not violations[side]}
+        return replace(
+            self,
+            plans=plans,
+            violations=violations,
+            digests={side: digest for side, digest in self.digests.items() if side in plans},
+            sizes={side: nbytes for side, nbytes in self.sizes.items() if side in plans},
+            refused=_refused(self.sides, self.asked, violations),
+        )
 
     def nbytes(self, source: str) -> int:
         """Bytes of the whole batch at the wire dtypes, all targets; 0 for an impossible direction."""

@@ -142,6 +142,10 @@ class Exhibition:
             raise ProtocolError(f"{member[0]} rank {member[1]} was not shown by its agent")
         return found
 
+    def opened(self) -> dict[Member, HostMemory]:
+        """All that was opened, by rank."""
+        return dict(self._memories)
+
     def close(self) -> None:
         """Nothing more is waited for."""
         self.closed = True

@@ -15,7 +15,7 @@ from etha.agent.library import Library
 from etha.agent.links import Links
 from etha.agent.live import Live
 from etha.agent.roster import Record
-from etha.agent.verdict import HAS_NCCL, Verdict
+from etha.agent.verdict import HAS_NCCL, Apart, Verdict
 from etha.store.registry import Store
 from etha.transport.alias import Written
 
@@ -66,11 +66,13 @@ async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict
 
 
 def _verdict(live: Live, links: Links, digest: str, readable: list[str], nccl: str) -> Verdict:
+    reads = tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents))
     return Verdict(
         digest=digest,
         nccl=nccl,
-        reads=tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents)),
+        reads=reads,
         shared=_shares(live),
+        apart=_apart(live),
         staging=links.staging,
         streams=links.plane.streams,
         seq=live.seq,
@@ -83,3 +85,20 @@ def _shares(live: Live) -> bool:
     first = min(live.machine.agents)
     written = Written(view for (side, _), some in views.items() if side == first for view in some)
     return any(written.overlaps(view) for (side, _), some in views.items() if side != first for view in some)
+
+
+def _apart(live: Live) -> tuple[Apart, ...]:
+    """A tensor of each side here that lies where a worker of the other side, whom another agent serves, has one."""
+    shown = live.exhibition.opened()
+    found: dict[str, Apart] = {}
+    for side in live.machine.agents:
+        far = {rank: memory.all_views() for (other, rank), memory in sorted(shown.items()) if other != side}
+        lent = Written(view for views in far.values() for view in views)
+        for (own, rank), tensors in sorted(live.tensors.items(), key=lambda item: item[0]):
+            for name, handle in tensors.handles.items() if own == side and side not in found else ():
+                view = tensors.session.memory.resolve(handle)
+                if lent.overlaps(view):
+                    lender = next(rank for rank, views in far.items() if Written(views).overlaps(view))
+                    found[side] = (side, rank, name, lender)
+                    break
+    return tuple(found.values())

@@ -11,11 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etha.errors import ProtocolError
+from etha.config import MAX_WORLD
+from etha.errors import ProtocolError, Violation
 
 #: What agents with NCCL say that make no id.
 HAS_NCCL = "yes"
 _NCCL = re.compile(rf"(|{HAS_NCCL}|[0-9a-f]{{256}})")
+
+
+#: See ``Verdict.apart``.
+Apart = tuple[str, int, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,8 @@ class Verdict:
 
     ``shared``: a source tensor of its workers lies where a target lies, so that nobody else may read it
     at any moment. ``staging`` in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of.
+    ``apart``: per side at most one (side, rank, tensor, other rank): this tensor of a worker here lies where one of
+    ``other rank`` of the other side does, whom another agent serves.
     ``nccl``: of the first of the agents the unique id (hex) of their communicator, of others ``HAS_NCCL``; "": none.
     """
 
@@ -34,10 +41,11 @@ class Verdict:
     streams: int = 0
     seq: int = 0
     nccl: str = ""
+    apart: tuple[Apart, ...] = ()
 
     def to_text(self) -> str:
         """The digest, a space, and short JSON."""
-        fields = [self.reads, self.shared, self.staging, self.streams, self.seq, self.nccl]
+        fields = [self.reads, self.shared, self.staging, self.streams, self.seq, self.nccl, self.apart]
         return f"{self.digest} {json.dumps(fields)}"
 
     @classmethod
@@ -46,12 +54,13 @@ class Verdict:
         digest, _, rest = text.partition(" ")
         try:
             match json.loads(rest):
-                case [[*reads], bool(shared), int(staging), int(streams), int(seq), str(nccl)] if (
+                case [[*reads], bool(shared), int(staging), int(streams), int(seq), str(nccl), [*apart]] if (
                     all(isinstance(read, str) for read in reads)
                     and staging > 0
                     and 0 < streams <= 64
                     and seq >= 0
                     and _NCCL.fullmatch(nccl)
+                    and all(_is_apart(found) for found in apart)
                 ):
                     return cls(
                         digest=digest,
@@ -61,6 +70,7 @@ class Verdict:
                         streams=streams,
                         seq=seq,
                         nccl=nccl,
+                        apart=tuple((side, rank, name, other) for side, rank, name, other in apart),
                     )
         except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             pass
@@ -96,3 +106,33 @@ class Terms:
             seq=max(v.seq for v in verdicts.values()),
             nccl=first if all(v.nccl for v in verdicts.values()) and first != HAS_NCCL else "",
         )
+
+
+def _is_apart(found: object) -> bool:
+    match found:
+        case [str(), int(rank), str(), int(other)]:
+            return 0 <= rank < MAX_WORLD and 0 <= other < MAX_WORLD
+    return False
+
+
+def torn_apart(
+    agents: Mapping[str, tuple[str, ...]], verdicts: Mapping[str, Verdict]
+) -> dict[str, tuple[Violation, ...]]:
+    """By source side: targets that lie in the memory of sources which another agent serves, where several receive.
+
+    One agent reads what lies under its targets before it writes. What several do is in no order: one would write
+    where another still reads.
+    """
+    first, second = agents
+    other = {first: second, second: first}
+    found: dict[str, list[Violation]] = {}
+    for _, verdict in sorted(verdicts.items()):
+        for side, rank, name, lender in verdict.apart:
+            if side in other and len(set(agents[side])) > 1:
+                text = (
+                    f"it lies in memory that {other[side]} rank {lender} sends from by another agent, and several "
+                    f"agents receive: let one agent serve both sides of this process, or receive with atomic=True"
+                )
+                violation = Violation(code="shared_memory", name=name, side=side, rank=rank, text=text)
+                found.setdefault(other[side], []).append(violation)
+    return {source: tuple(dict.fromkeys(violations)) for source, violations in found.items()}

@@ -179,6 +179,10 @@ class HostMemory:
             here = np.array([[byte.ctypes.data, 1]], np.uint64)
             self._memory.process.read(here, np.array([[view.address, 1]], np.uint64))
 
+    def all_views(self) -> tuple[View, ...]:
+        """Of all tensors."""
+        return tuple(self._tensors.values())
+
     def views(self, names: Sequence[str]) -> dict[int, View]:
         """Views of the tensors among ``names``, by their number there."""
         return {i: self._tensors[name] for i, name in enumerate(names) if name in self._tensors}

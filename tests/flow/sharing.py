@@ -50,18 +50,21 @@ class Memory:
 
 @dataclass
 class World:
-    """One pair of random sides."""
+    """One pair of random sides. ``where``: of ``NEIGHBOURS``, then targets lie in place."""
 
     site: Site
     seed: str
+    where: str = ""
 
     async def play(self, transfers: int) -> int:
         """So many transfers, each of them exact; how many they were."""
         dice = random.Random(self.seed)
-        m, n = dice.randint(1, 3), dice.randint(1, 3)
+        m, n = (dice.randint(1, 2), 3) if self.where else (dice.randint(1, 3), dice.randint(1, 3))
+        where = (lambda _, rank: self.where[rank]) if self.where else None
         groups = {"trainer": groups_of(dice, m), "inference": groups_of(dice, n)}
         done = 0
-        async with Sides(self.site, f"sharing-{self.seed}", trainer=m, inference=n, timeout=60) as sides:
+        pair = f"sharing-{self.seed}"
+        async with Sides(self.site, pair, trainer=m, inference=n, timeout=60, where=where) as sides:
             memory = Memory(self.seed, sides.members)
             await sides.meet_each(lambda side, rank: {"device_mesh": _mesh(groups[side], rank)})
             while done < transfers:
@@ -72,11 +75,11 @@ class World:
         dice = random.Random(seed)
         memory.clear()
         # One process is both sides here; that they share memory is for agents of one host to know.
-        in_place = self.site.way in (Way.LOCAL, Way.HOST) and dice.random() < 0.1
+        in_place = bool(self.where) or (self.site.way in (Way.LOCAL, Way.HOST) and dice.random() < 0.1)
         cargo = random_cargo(
             dice, groups["trainer"], groups["inference"], memory.alloc, most=5, in_place=in_place, ties=True
         )
-        atomic, verify = dice.random() < 0.3, dice.choice([None, None, "sample", "full"])
+        atomic, verify = not self.where and dice.random() < 0.3, dice.choice([None, None, "sample", "full"])
         bucket = dice.choice([None, None, 1 << dice.randint(10, 20)])
 
         def given(side: str, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -131,6 +134,15 @@ def _layouts(cargo: Cargo, side: str, rank: int) -> dict[str, Any]:
 def _truth(item: Item, side: str, rank: int) -> Truth | None:
     truths = item.source if side == "trainer" else item.target
     return next((truth for truth in truths if rank in truth.ranks), None)
+
+
+#: Agents of one host by rank: a process that is on both sides has one agent. Ranks 0 and 1 send, all receive.
+NEIGHBOURS = {
+    "two agents with both sides": "aba",
+    "a second receiving agent": "aab",
+    "a third receiving agent": "abc",
+    "two receiving agents": "abb",
+}
 
 
 async def play(site: Site, first: int, transfers: int, *, beside: int = 4) -> int:
