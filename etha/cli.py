@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 # Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
 
-#: Under every --help; typer wants an empty line between paragraphs.
-EPILOG = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
+#: Under ``etha --help``; typer wants an empty line between paragraphs.
+EXPLAINED = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
+#: Under every command's --help.
+EPILOG = f"Environment (`etha --help` says what each is): {', '.join(ENVIRONMENT)}"
 #: For a status call; an agent that takes longer is frozen.
 STATUS_SECONDS = 5.0
 #: For an agent that is to stop: its running transfers have half a minute.
@@ -42,12 +44,14 @@ STOP_SECONDS = 40.0
 #: Events that --watch shows.
 EVENTS_SHOWN = 10
 NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
+#: Of what the doctor finds.
+COLOURS = {"ok": "green", "note": "yellow", "fails": "red"}
 #: Columns where the output is no terminal.
 PLAIN_WIDTH = 132
 
 app = typer.Typer(
     help="Moves tensors between two PyTorch jobs that were launched separately, from any DTensor layout to any other.",
-    epilog=EPILOG,
+    epilog=EXPLAINED,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -163,7 +167,8 @@ def stop(
         paths = [settings.socket_path(name_of_agent(device))]
     stopped = [pid for path in paths if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS))) is not None]
     if not stopped:
-        raise AgentUnavailableError(none_runs(settings))
+        where = ", ".join(map(str, paths)) or place(settings)
+        raise AgentUnavailableError(f"nothing to stop: no agent is running at {where}")
     for pid in stopped:
         typer.echo(f"stopped the agent that was process {pid}")
 
@@ -187,22 +192,32 @@ async def watch_status(settings: Settings, as_json: bool) -> None:
     from etha.observer import Watch
 
     watch, lines = Watch(settings, timeout=STATUS_SECONDS), deque[dict[str, Any]](maxlen=EVENTS_SHOWN)
-    with Live(console=out, auto_refresh=False) if not as_json else nullcontext() as live:
+    # A terminal shows one picture that changes; a pipe or a file gets one after the other.
+    with Live(console=out, auto_refresh=False) if out.is_terminal and not as_json else nullcontext() as live:
         while True:
             found, events, why = await watch.look(EVENTS_SHOWN)
             lines.extend(events)
-            if live is None:
+            if as_json:
                 print_json({**(whole(found) if found else NOTHING), "events": events})
             else:
                 tables = status_tables(whole(found)) if found else Text(none_runs(settings))
-                live.update(Group(tables, events_table(list(lines), why)), refresh=True)
+                picture = Group(tables, events_table(list(lines), why))
+                if live is not None:
+                    live.update(picture, refresh=True)
+                else:
+                    out.print(picture)
+                    sys.stdout.flush()
             await asyncio.sleep(1)
 
 
 def none_runs(settings: Settings) -> str:
     """What a person is told where no agent answers."""
-    where = settings.agent or settings.runtime_dir / settings.namespace
-    return f"no agent is running at {where}; a client starts one, and so does 'etha agent'"
+    return f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
+
+
+def place(settings: Settings) -> str:
+    """Where agents of the namespace are looked for."""
+    return settings.agent or str(settings.runtime_dir / settings.namespace)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -240,6 +255,8 @@ def plan(
         built.check()
     links = Links(nic=nic, host=host, local=local, latency=latency * 1e-6)
     out.print(built.explain(links), markup=False, highlight=False)
+    if check:
+        out.print("checked: every element of every target arrives exactly once, from where the source holds it")
     if plot is not None:
         built.plot(plot)
 
@@ -256,7 +273,9 @@ def demo(
     trainer: Annotated[
         str | None, typer.Option(metavar="NETNS,ADDRESS", help="run the trainer in this network namespace, as a host")
     ] = None,
-    inference: Annotated[str | None, typer.Option(metavar="NETNS,ADDRESS", help="the inference job in this")] = None,
+    inference: Annotated[
+        str | None, typer.Option(metavar="NETNS,ADDRESS", help="run the inference job in this network namespace")
+    ] = None,
 ) -> None:
     """Run the main job here: a trainer and an inference job, launched independently, compared element by element.
 
@@ -355,10 +374,10 @@ def doctor(
     for heading in ("check", "", "found"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, Text("ok", "green") if finding.ok else Text("fails", "red"), Text(finding.text))
+        table.add_row(finding.name, Text(finding.verdict, COLOURS[finding.verdict]), Text(finding.text))
     out.print(table)
     for finding in findings:
-        if not finding.ok:
-            out.print(Text(f"{finding.name}: {finding.mend}", "red"))
+        if finding.mend:
+            out.print(Text(f"{finding.name}: {finding.mend}", COLOURS[finding.verdict]))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)

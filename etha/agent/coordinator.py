@@ -170,7 +170,7 @@ class Coordinator(Machine[Phase]):
             return []
         self.ready.pop((agent, message.side), None)  # the newest comes last
         self.ready[agent, message.side] = message
-        if error := conflict(self.name, self.source, self.wanted, self.ready):
+        if error := conflict(self.batch, self.source, self.wanted, self.ready):
             refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready.items()]
             self.ready.clear()
             return [*self._collect(), *refused, *self._offer()]

@@ -115,7 +115,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         )
         wrong = common + [v for v in only_as_target if v.side == target]
         wrong += [
-            Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=v.text)
+            Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=_labelled(v, source, target))
             for v in plan.violations
             if not _follows(v, common, specs)
         ]
@@ -295,6 +295,14 @@ def _asked(records: Sequence[tuple[Member, Record]], sides: tuple[str, ...]) -> 
         if record.direction in ("recv", "both"):
             asked.update(other for other in sides if other != side)
     return frozenset(asked)
+
+
+def _labelled(violation: Violation, source: str, target: str) -> str:
+    """What a side lacks depends on who sends, so it is said with the direction, and the plan's words with names."""
+    if violation.code not in ("unknown_name", "missing_name"):
+        return violation.text
+    has, lacks = (source, target) if violation.code == "unknown_name" else (target, source)
+    return f"from {source} to {target}: {has} has it, {lacks} does not: register it on both sides under one name"
 
 
 def _refused(

@@ -1,5 +1,7 @@
 """What a rendezvous that nobody came to may have missed: another Redis, another namespace, another name.
 
+Other names are those at which somebody waits, and those at which somebody has given up lately.
+
 Read after the deadline of a call, for its error; a Redis that is slow then costs the names, not the error.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from etha.agent.effects import name_ranks
 from etha.config import Settings
@@ -23,6 +25,8 @@ LIMIT = 0.5
 _COMPARED, _READ, _SHOWN = 2000, 16, 3
 #: From which likeness on two names look like one that was mistyped.
 _ALIKE = 0.6
+#: Events that are read for who has given up, and the seconds for which that is news.
+_EVENTS, _LATELY = 300, 600.0
 
 
 class Hints:
@@ -52,8 +56,11 @@ class Hints:
             async with asyncio.timeout(LIMIT):
                 names = await self._store.pair_names(timeout=LIMIT)
                 views = await asyncio.gather(*(self._store.pair(name, timeout=LIMIT) for name in _alike(pair, names)))
-                waiting = [view for view in views if view is not None and _came(view)]
-                found = [_waits(view) for view in waiting if _similar(view, pair, frozenset(sides))]
+                similar = [view for view in views if view is not None and _similar(view, pair, frozenset(sides))]
+                found = [_waits(view) for view in similar if _came(view)]
+                # Whoever times out second meets the pair of the first, which nobody waits at any more.
+                left = _left(await self._store.events(_EVENTS, timeout=LIMIT))
+                found += [_waited(view, left[view.name]) for view in similar if not _came(view) and view.name in left]
         except (EthaError, TimeoutError):
             pass  # the error is said without other names
         return "".join([f". {self.where()}" if alone else "", _listed("pairs", found)])
@@ -100,8 +107,41 @@ def _waits(view: PairView) -> str:
     return f"pair {view.name!r} of {' and '.join(sorted(view.sides))} with {name_ranks(_came(view))}"
 
 
+def _left(events: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[dict[str, list[int]], float]]:
+    """Pairs at which somebody has given up lately: ranks by side, and seconds between that and the newest event."""
+    newest = _milliseconds(events[-1][0]) if events else 0
+    found: dict[str, tuple[dict[str, list[int]], float]] = {}
+    formed: set[str] = set()
+    for at, event in events:
+        ago = (newest - _milliseconds(at)) / 1000
+        pair, side, rank = (event.get(name, "") for name in ("pair", "side", "rank"))
+        match event.get("kind"):
+            case "formed":
+                formed.add(pair)
+                found.pop(pair, None)
+            case "joined":  # who leaves from now on has waited for the next epoch
+                formed.discard(pair)
+            case "left" if pair not in formed and rank.isdecimal() and ago <= _LATELY:
+                ranks, _ = found.get(pair, ({}, 0.0))
+                ranks[side] = sorted({*ranks.get(side, []), int(rank)})
+                found[pair] = (ranks, ago)
+    return found
+
+
+def _milliseconds(event: str) -> int:
+    """When it was written: the first half of an id in a stream of Redis."""
+    text = event.partition("-")[0]
+    return int(text) if text.isdecimal() else 0
+
+
+def _waited(view: PairView, left: tuple[dict[str, list[int]], float]) -> str:
+    ranks, ago = left
+    who = f"pair {view.name!r} of {' and '.join(sorted(view.sides))}"
+    return f"{who}, which {name_ranks(ranks)} left {ago:.0f} s ago"
+
+
 def _listed(what: str, found: list[str]) -> str:
     if not found:
         return ""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f". Other {what} wait there, is one of them meant? {', '.join(found[:_SHOWN])}{more}"
+    return f". Other {what} are there, is one of them meant? {', '.join(found[:_SHOWN])}{more}"

@@ -16,20 +16,35 @@ class Failing(Exception):
         self.mend = mend
 
 
+class Noteworthy(Exception):
+    """Right for this host alone: ``mend`` says what other hosts need."""
+
+    def __init__(self, message: str, mend: str) -> None:
+        super().__init__(message)
+        self.mend = mend
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check; ``mend`` is empty when it passed."""
+    """The result of one check; ``mend`` is empty when it passed without a note."""
 
     name: str
     ok: bool
     text: str
     mend: str = ""
 
+    @property
+    def verdict(self) -> str:
+        """ "ok", "note" (it works here, and not for others) or "fails"."""
+        return "fails" if not self.ok else "note" if self.mend else "ok"
+
 
 def found(name: str, check: Callable[[], str]) -> Finding:
     """Run one check; whatever it raises of Etha's and of the kernel's becomes its finding."""
     try:
         return Finding(name=name, ok=True, text=check())
+    except Noteworthy as note:
+        return Finding(name=name, ok=True, text=str(note), mend=note.mend)
     except Failing as failing:
         return Finding(name=name, ok=False, text=str(failing), mend=failing.mend)
     except EthaError as error:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from etha.addresses import redact
 from etha.config import Settings
 from etha.doctor.addresses import Address, is_loopback, join_address, own_addresses, split_address
-from etha.doctor.finding import Failing, Finding
+from etha.doctor.finding import Failing, Finding, Noteworthy
 from etha.store.records import AgentRecord
 from etha.store.registry import opened
 
@@ -37,10 +37,10 @@ def check_listen(settings: Settings) -> str:
     best = _towards_redis(settings.redis_url)
     ordered = sorted(own, key=lambda a: a.host != best)
     shown = ", ".join(f"{a}" + (", which leads to Redis" if a.host == best else "") for a in ordered)
-    return (
+    raise Noteworthy(
         f"ETHA_LISTEN is not set: an agent that is started here takes links on loopback, from this host only; "
-        f"for other hosts give it --listen or ETHA_LISTEN={join_address(ordered[0].host, PORT)}; "
-        f"addresses of this host: {shown}"
+        f"addresses of this host: {shown}",
+        f"for other hosts give agents --listen or ETHA_LISTEN={join_address(ordered[0].host, PORT)}",
     )
 
 
@@ -81,9 +81,14 @@ def check_redis_place(settings: Settings) -> str:
     parts = urlsplit(settings.redis_url or "")
     shown = redact(settings.redis_url or "")
     if parts.scheme == "unix":
-        return f"{shown} is a socket of this host: another one needs a URL redis://HOST:PORT of the same server"
+        raise Noteworthy(
+            f"{shown} is a socket of this host", "another host needs a URL redis://HOST:PORT of the same server"
+        )
     if is_loopback(parts.hostname or "localhost"):
-        return f"{shown} is loopback: another host needs a URL of the same server with an address that it can reach"
+        raise Noteworthy(
+            f"{shown} is loopback: from another host it leads to that host itself",
+            "another host needs a URL of the same server with an address that it can reach",
+        )
     return f"another host uses the same {shown}"
 
 

@@ -39,6 +39,11 @@ def size(nbytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
+def counted(number: int, what: str) -> str:
+    """1, "class" -> "1 class"; 2, "class" -> "2 classes"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
@@ -52,28 +57,30 @@ def _lines(plan: Plan, links: Links) -> Iterator[str]:
     seen = plan.survey()
     found, limit, load, s = seen.flows, seen.bounds, seen.loads, seen.stats
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
-    yield f"plan {plan.digest()[:16]}: {len(plan.names)} tensors in {len(plan.classes)} classes, {m} -> {n} ranks"
+    yield f"plan {plan.digest()[:16]}: {counted(len(plan.names), 'tensor')} in " + (
+        f"{counted(len(plan.classes), 'class')}, {m} -> {counted(n, 'rank')}"
+    )
     for violation in plan.violations:
         yield f"  ! {violation}"
-    yield f"  bytes      {size(s.total_bytes)} in {s.ops} operations, {s.rounds} rounds"
+    yield f"  bytes      {size(s.total_bytes)} in {counted(s.ops, 'operation')}, {counted(s.rounds, 'round')}"
     for distance, (name, what) in enumerate(
         (("local", "inside one agent"), ("host", "inside one host"), ("wire", "between hosts"))
     ):
         at = found.distance == distance
-        each = f"{size(int(found.nbytes[at].sum()))} over {int(at.sum())} links"
+        each = f"{size(int(found.nbytes[at].sum()))} over {counted(int(at.sum()), 'link')}"
         yield f"    {name:8} {each}, {what}"
     passed = inside_target(found.kind)
     if passed.any():
         between, inside = (int(found.nbytes[passed & (found.distance == d)].sum()) for d in (2, 1))
         yield f"    passed on by targets: {size(between)} between hosts, {size(inside)} inside hosts; " + (
-            f"{found.hops} hops at most"
+            f"{counted(found.hops, 'hop')} at most"
         )
     yield from _busiest(plan, s, load, limit, found)
     yield from _limits(plan, s, limit)
     yield from _time(found, load, limit, links)
     done = packing(plan)
     yield f"  zero copy  {size(done.zero_copy)} in pieces of one run of at least {size(ZERO_COPY)}"
-    yield f"  packed     {size(done.packed)} in {done.segments} runs of memory"
+    yield f"  packed     {size(done.packed)} in {counted(done.segments, 'run')} of memory"
     yield from _classes(plan)
     yield from _links(found)
 
@@ -94,8 +101,9 @@ def _busiest(plan: Plan, s: PlanStats, load: Loads, limit: Bounds, found: Flows)
         inner = int(found.nbytes[mine & (found.kind == CONTRIBUTE)].sum())
         to_reduce = f", {size(inner)} of it to reduce" if inner else ""
         mean = float(ranks[ranks > 0].mean())
-        yield f"    {side} rank {rank}: {size(int(ranks[which]))} {way} over {int(mine.sum())} links{to_reduce}; " + (
-            f"the mean is {size(mean)} of {int((ranks > 0).sum())} ranks"
+        links, all_ranks = counted(int(mine.sum()), "link"), counted(int((ranks > 0).sum()), "rank")
+        yield f"    {side} rank {rank}: {size(int(ranks[which]))} {way} over {links}{to_reduce}; " + (
+            f"the mean is {size(mean)} of {all_ranks}"
         )
         needs = f", {size(limit.ingress.get(host, 0))} of it is not held there" if way == "in" else ""
         yield f"    host {_host(plan, host)}: {size(int(hosts[host]))} {way}{needs}"

@@ -10,6 +10,7 @@ docs/planning.md describes every key. Nothing here reads a file.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ _PLACEMENTS: dict[str, tuple[str, type]] = {
 }
 _WRITTEN = {code: name for name, (code, _) in _PLACEMENTS.items()}
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+#: What each object of the file may hold.
+_SIDE = ("mesh", "placements", "strided", "layouts", "hosts", "agents", "tensors")
+_TENSOR = ("shape", "dtype", "mesh", "placements", "strided", "layout", "regions")
+_LAYOUT = ("mesh", "placements", "strided", "region", "ranks")
+_MESH = ("shape", "first", "ranks")
+_PLACES = ("name", "ranks")
 #: A name that stands for more tensors than this is a mistake.
 _MAX_NAMES = 1 << 20
 
@@ -51,12 +58,17 @@ class Side:
 
 def side_from_plain(side: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> Side:
     """Read one side; ``tensors`` stand in where it has none of its own. LayoutError names what is malformed."""
+    _check_keys("a side", side, _SIDE)
     named = side.get("layouts", {})
-    if not isinstance(named, Mapping):
+    if not isinstance(named, Mapping) or not all(isinstance(layout, Mapping) for layout in named.values()):
         raise LayoutError('"layouts" maps names to objects with "mesh" and "placements"')
+    for name, layout in named.items():
+        _check_keys(f"layout {name!r}", layout, _LAYOUT)
     layouts = _Layouts(side, named)
     specs: Specs = {}
     for pattern, tensor in side.get("tensors", tensors or {}).items():
+        if isinstance(tensor, Mapping):
+            _check_keys(f"tensor {pattern!r}", tensor, _TENSOR)
         try:
             found = TensorSpec(tuple(tensor["shape"]), dtypes.from_name(tensor["dtype"]), layouts.of(tensor))
             names = expand(pattern)
@@ -72,6 +84,18 @@ def side_from_plain(side: Mapping[str, Any], tensors: Mapping[str, Any] | None =
     return Side(specs=specs, hosts=_places("hosts", side, world), agents=_places("agents", side, world))
 
 
+def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """LayoutError for a key that nobody reads: mostly it is one that was misspelt."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            if near:
+                why = f"did you mean {near[0]!r}?"
+            else:
+                why = "it belongs to a tensor" if key in _TENSOR else f"it may have {', '.join(known)}"
+            raise LayoutError(f"{what} has the key {key!r}, which is not read there: {why}")
+
+
 class _Layouts:
     """The layouts of one side, each made once: tensors that share one are planned together."""
 
@@ -82,6 +106,8 @@ class _Layouts:
     def of(self, tensor: Mapping[str, Any]) -> Layout | list[Layout]:
         which, regions = tensor.get("layout"), tensor.get("regions")
         if regions is not None:
+            for region in regions:
+                _check_keys("a region", region, _LAYOUT)
             return [self._one(region) for region in regions]
         if isinstance(which, list):
             return [self._one(self._named[name]) for name in which]
@@ -106,6 +132,7 @@ class _Layouts:
 
 def _mesh(mesh: Any) -> dict[str, Any]:
     if isinstance(mesh, Mapping):
+        _check_keys("a mesh", mesh, _MESH)
         if "ranks" in mesh:
             return {"shape": list(mesh["shape"]), "ranks": list(mesh["ranks"])}
         shape, first = mesh["shape"], int(mesh.get("first", 0))
@@ -126,6 +153,8 @@ def _placement(text: str) -> list[Any]:
 
 
 def _places(key: str, side: Mapping[str, Any], world: int) -> list[str] | None:
+    if isinstance(side.get(key), Mapping):
+        _check_keys(f'"{key}"', side[key], _PLACES)
     match side.get(key):
         case None:
             return None

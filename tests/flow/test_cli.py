@@ -78,6 +78,8 @@ def test_help_names_every_variable(
     assert here(monkeypatch, *words, "--help") == 0
     shown = capsys.readouterr().out
     assert [name for name in ENVIRONMENT if name not in shown] == []
+    meanings = " ".join(shown.split())
+    assert ("nothing crosses namespaces" in meanings) is not words, "what they mean is said once"
     if not words:
         assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", shown)] == []
 
@@ -129,18 +131,18 @@ SOURCE = {
 }
 
 
-Plan = Callable[[object, object], tuple[int, str, str]]
+Plan = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
     """``etha plan`` on two sides given as data: status, output, and errors on one line."""
 
-    def run(source: object, target: object) -> tuple[int, str, str]:
+    def run(source: object, target: object, *words: str) -> tuple[int, str, str]:
         paths = [tmp_path / "source.json", tmp_path / "target.json"]
         for path, side in zip(paths, (source, target), strict=True):
             path.write_text(side if isinstance(side, str) else json.dumps(side))
-        status = here(monkeypatch, "plan", *(str(path) for path in paths))
+        status = here(monkeypatch, "plan", *(str(path) for path in paths), *words)
         told = capsys.readouterr()
         return status, told.out, " ".join(told.err.split())
 
@@ -168,6 +170,37 @@ def test_a_plan_is_explained_without_processes(plan: Plan) -> None:
 def test_a_malformed_side_is_named(plan: Plan, target: object, reason: str) -> None:
     status, _, told = plan(SOURCE, target)
     assert status == 1 and "target.json" in told and reason in told
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [
+        (
+            {"mesh": [2], "placement": ["R"]},
+            "a side has the key 'placement', .*: did you mean 'placements'",
+        ),
+        ({"mesh": [2], "placements": ["R"], "regions": []}, "a side has the key 'regions', .*: it belongs to a tensor"),
+        (
+            {"mesh": {"shape": [2], "frist": 1}, "placements": ["R"]},
+            ".*a mesh has the key 'frist', .*mean 'first'",
+        ),
+        ({"layouts": {"a": {"msh": [2]}}, "mesh": [2]}, "layout 'a' has the key 'msh', .*mean 'mesh'"),
+        ({"mesh": [2], "placements": ["R"], "hosts": {"name": "h{}", "rank": 1}}, "\"hosts\" has the key 'rank'"),
+        (
+            {"tensors": {"w": {"shape": [2], "dtyp": "float32"}}},
+            "tensor 'w' has the key 'dtyp', .*mean 'dtype'",
+        ),
+        ({"mesh": [2], "placements": ["R"], "author": "me"}, "a side has the key 'author', .*: it may have mesh, "),
+    ],
+)
+def test_a_misspelt_key_is_named(plan: Plan, side: object, reason: str) -> None:
+    status, _, told = plan(SOURCE, side)
+    assert status == 1 and re.search(f"target.json: {reason}", told), told
+
+
+def test_a_check_says_that_it_has_passed(plan: Plan) -> None:
+    status, shown, _ = plan(SOURCE, {"mesh": [2], "placements": ["R"]}, "--check")
+    assert status == 0 and "checked: every element of every target arrives exactly once" in shown
 
 
 def test_a_plan_that_cannot_work_lists_every_reason(plan: Plan) -> None:
@@ -271,6 +304,18 @@ def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path)
     assert len({event["id"] for event in events}) == len(events)
 
 
+def test_watch_writes_into_a_pipe_at_once(runtime: Path) -> None:
+    command = [sys.executable, "-c", "from etha.cli import main; main()", "status", "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "no agent is running" in process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(SECONDS)
+    assert process.returncode == 0
+
+
 def test_an_idle_agent_leaves_while_somebody_watches(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETHA_IDLE", "2.5")
     with watching() as lines:
@@ -310,7 +355,8 @@ def test_an_idle_agent_with_other_settings_is_replaced_and_stop_ends_it(
     assert capsys.readouterr().out == f"stopped the agent that was process {second['pid']}\n"
     assert not agents_in(runtime)
     assert here(monkeypatch, "stop") == 1
-    assert "no agent is running" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "nothing to stop: no agent is running at" in told and "client" not in told
 
 
 def agents_in(runtime: Path) -> list[int]:

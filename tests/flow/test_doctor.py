@@ -15,6 +15,7 @@ import pytest
 from etha.config import Settings
 from etha.doctor import Failing, Finding, hosts
 from etha.doctor.addresses import is_loopback, own_addresses, split_address
+from etha.doctor.finding import Noteworthy, found
 from etha.peer.ports import Ports
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
@@ -184,8 +185,9 @@ def test_without_a_listen_address_the_suitable_ones_are_listed(
 ) -> None:
     own = own_addresses()
     if own:
-        text = hosts.check_listen(settings)
-        assert "on loopback" in text and all(address.host in text for address in own)
+        with pytest.raises(Noteworthy, match="on loopback") as note:
+            hosts.check_listen(settings)
+        assert all(address.host in str(note.value) for address in own) and "ETHA_LISTEN=" in note.value.mend
     monkeypatch.setattr(hosts, "own_addresses", list)
     with pytest.raises(Failing, match="loopback addresses only"):
         hosts.check_listen(settings)
@@ -196,12 +198,18 @@ def test_without_a_listen_address_the_suitable_ones_are_listed(
     [
         ("unix:///run/redis.sock", "is a socket of this host"),
         ("redis://:secret@localhost:6379/0", "is loopback"),
-        ("redis://:secret@10.1.2.3:6379/0", "another host uses the same"),
     ],
 )
-def test_a_redis_that_others_cannot_reach_by_this_url_is_told(settings: Settings, url: str, says: str) -> None:
-    text = hosts.check_redis_place(replace(settings, redis_url=url))
-    assert says in text and "secret" not in text
+def test_a_redis_that_others_cannot_reach_by_this_url_is_noted(settings: Settings, url: str, says: str) -> None:
+    finding = found("Redis from elsewhere", lambda: hosts.check_redis_place(replace(settings, redis_url=url)))
+    assert finding.ok and finding.verdict == "note", "this host may well use it"
+    assert says in finding.text and "another host needs a URL" in finding.mend
+    assert "secret" not in finding.text + finding.mend
+
+
+def test_a_redis_that_others_can_reach_is_told(settings: Settings) -> None:
+    text = hosts.check_redis_place(replace(settings, redis_url="redis://:secret@10.1.2.3:6379/0"))
+    assert "another host uses the same" in text and "secret" not in text
 
 
 # ---- the command --------------------------------------------------------------------------------

@@ -91,6 +91,17 @@ async def test_a_wrong_pair_name_is_told_by_those_that_wait(site: Site) -> None:
             await asyncio.wait([waiting])
 
 
+async def test_a_wrong_pair_name_is_told_to_who_times_out_second_too(site: Site) -> None:
+    one, other = f"{name()}-weights", f"{name()}-Weigths"
+    async with Sides(site, one) as here, Sides(site, other) as there:
+        with pytest.raises(RendezvousTimeoutError):
+            await here.init(("trainer", 0), timeout=0.3)
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            await there.init(("inference", 0), timeout=0.3)
+        told = rf"pair '{one}' of inference and trainer, which trainer rank 0 left \d+ s ago"
+        assert re.search(told, caught.value.message), caught.value.message
+
+
 async def test_a_wrong_batch_name_is_told_by_those_that_wait(site: Site) -> None:
     async with Sides(site, name()) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])

@@ -67,6 +67,7 @@ def test_both_sides_sending_fails_at_once(agents: dict) -> None:
     keys = [world.call(m, "send") for m in MEMBERS]
     world.drain()
     assert all("both sides send" in world.errors[key].message for key in keys)
+    assert not any("coordinator" in world.errors[key].message for key in keys), "users know batches, not coordinators"
     everybody_calls(world)
     world.drain()
     assert len(world.results) == 4

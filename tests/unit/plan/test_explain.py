@@ -41,7 +41,7 @@ def test_what_targets_pass_on_is_told_apart() -> None:
     where = {"source_hosts": list("aabb"), "target_hosts": list("ccdd"), "target_agents": list("wxyz")}
     text = plan_of(Shard(0), Replicate(), **where).explain(Links(nic=1.0, host=10.0, local=100.0, latency=0.0))
     assert "wire     16.8 MB over" in text and "quality    1.000" in text
-    assert "passed on by targets: 0 B between hosts, 16.8 MB inside hosts; 1 hops at most" in text
+    assert "passed on by targets: 0 B between hosts, 16.8 MB inside hosts; 1 hop at most" in text
     assert "predicted  4.19 ms: the longest of wire 4.19 ms, host 419 us" in text
 
 

@@ -254,7 +254,7 @@ def test_explain_names_classes_links_and_violations(tmp_path: Path) -> None:
         {"w": spec((30, 7), (3,), Shard(0)), "x": spec((1,), (1,), Replicate())}, {"w": spec((30, 7), (2,), Shard(1))}
     )
     text = plan.explain()
-    assert plan.digest()[:16] in text and "1 classes, 3 -> 2 ranks" in text
+    assert plan.digest()[:16] in text and "1 class, 3 -> 2 ranks" in text
     assert "[unknown_name] 'x'" in text
     assert "source 0 -> target 0" in text and "[30, 7] float32 -> float32" in text
     plan.plot(tmp_path / "plan.png")
