@@ -50,6 +50,7 @@ class Asked:
     holder: Holder
     run: str | None = None
     takeover: bool = False
+    give_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,8 @@ class Pair(Machine[Standing]):
         self._inside: set[CallKey] = set()
         #: Calls whose epoch was over before they were let in, and which have joined again.
         self._again: set[CallKey] = set()
+        #: Of calls that give up when the other side has left: the epoch before the one that it was seen to wait for.
+        self._seen: dict[CallKey, int] = {}
 
     def ask(self, asked: Asked) -> list[PairEffect]:
         """A worker calls ``init_pair``."""
@@ -262,6 +265,14 @@ class Pair(Machine[Standing]):
         newer = asked.launch is not None and side.launch is not None and side.launch != asked.launch
         return newer or asked.rank in side.members
 
+    def _deserted(self, asked: Asked, view: PairView) -> bool:
+        """Whether workers of the other side waited for the next epoch, and none does any more."""
+        side = view.sides.get(asked.remote)
+        if side is not None and any(member.epoch == view.epoch + 1 for member in side.members.values()):
+            self._seen[asked.key] = view.epoch
+            return False
+        return view.state != "formed" and self._seen.get(asked.key) == view.epoch
+
     def _admit(self, view: PairView) -> list[PairEffect]:
         out: list[PairEffect] = []
         for key in list(self._inside):
@@ -286,6 +297,12 @@ class Pair(Machine[Standing]):
                 self._forget(key)
                 text = f"pair {self.pair!r}: {asked.side} rank {asked.rank} was evicted by a newer launch of its side"
                 out.append(Fail(call=key, error=PeerLostError(text, reason="relaunched")))
+            elif asked.give_up and self._deserted(asked, view):
+                self._forget(key)
+                text = f"pair {self.pair!r}: everybody of {asked.remote} has left before both sides were complete"
+                error = PeerLostError(with_again(text), reason="died", outcome="withdrawn")
+                leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
+                out += [Fail(call=key, error=error), leave]
         return out
 
     def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
@@ -316,4 +333,5 @@ class Pair(Machine[Standing]):
     def _forget(self, key: CallKey) -> Asked | None:
         self._inside.discard(key)
         self._again.discard(key)
+        self._seen.pop(key, None)
         return self.waiting.pop(key, None)

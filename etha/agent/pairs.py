@@ -105,6 +105,7 @@ class Pairs:
             launch=message.launch,
             run=message.run,
             takeover=message.takeover,
+            give_up=message.give_up,
             holder=session.holder,
         )
         known.asked[key] = (session, asked, request.deadline)

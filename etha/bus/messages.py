@@ -56,6 +56,7 @@ class InitPair:
     """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed.
 
     ``run``: torchrun's run id, where ``launch`` is made of it. ``takeover``: also from a launch that lives.
+    ``give_up``: do not wait for the next launch of the other side if all of it leaves.
     """
 
     pair: str
@@ -66,6 +67,7 @@ class InitPair:
     launch: str | None
     run: str | None = None
     takeover: bool = False
+    give_up: bool = False
 
 
 @message("pair_formed")

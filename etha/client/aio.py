@@ -143,6 +143,7 @@ class AsyncTensorBusClient:
         rank: int | None = None,
         ranks: Mapping[int, int] | None = None,
         takeover: bool | None = None,
+        give_up: bool = False,
         timeout: float | None = None,
     ) -> Pair:
         """Meet the other side: returns once both sides are complete, in any order of arrival.
@@ -150,7 +151,9 @@ class AsyncTensorBusClient:
         Collective over all workers of both sides. ``expected_world_size`` and ``rank`` are of the local
         side (default: torch.distributed's, else the launcher's environment). ``device_mesh`` and
         ``placements`` are the default layout of plain tensors. A torchrun job whose run id is not that of a launch
-        that lives is refused, unless it gives ``takeover`` (default: ETHA_TAKEOVER). Raises ConfigError,
+        that lives is refused, unless it gives ``takeover`` (default: ETHA_TAKEOVER). ``give_up``: workers of the
+        other side that have come and have all left again are a PeerLostError; else their next launch is waited for,
+        until the deadline. Raises ConfigError,
         RendezvousTimeoutError (which ranks are missing), PeerLostError (this launch was superseded),
         RedisUnavailableError, AgentUnavailableError.
         """
@@ -171,6 +174,7 @@ class AsyncTensorBusClient:
             launch=place.launch,
             run=place.run,
             takeover=self._env.takeover if takeover is None else check_takeover(takeover),
+            give_up=check_flag("give_up", give_up),
         )
         with self._calls.begin(f"init_pair of {pair_name!r}"):
             known = self._pairs.get(pair_name)

@@ -98,6 +98,7 @@ class TensorBusClient:
         rank: int | None = None,
         ranks: Mapping[int, int] | None = None,
         takeover: bool | None = None,
+        give_up: bool = False,
         timeout: float | None = None,
     ) -> Pair:
         """Meet the other side; see ``AsyncTensorBusClient.init_pair``."""
@@ -112,6 +113,7 @@ class TensorBusClient:
                 rank=rank,
                 ranks=ranks,
                 takeover=takeover,
+                give_up=give_up,
                 timeout=timeout,
             )
         )

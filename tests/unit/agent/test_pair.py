@@ -79,7 +79,7 @@ class World:
         agent = "a" if member[0] == "t" else "b"
         return Holder(agent=agent, host="h", pid=100 * (MEMBERS.index(member) + 1) + self.pids[member], start=1)
 
-    def ask(self, member: Member) -> tuple[str, int]:
+    def ask(self, member: Member, *, give_up: bool = False) -> tuple[str, int]:
         self.calls += 1
         key = (f"{member[0]}{member[1]}", self.calls)
         self.waiting[key] = member
@@ -93,6 +93,7 @@ class World:
             world_size=world,
             launch=None,
             holder=self.holder(member),
+            give_up=give_up,
         )
         self.perform(self.pair.ask(asked))
         return key
@@ -314,6 +315,44 @@ def test_who_comes_again_before_redis_knows_of_the_loss_is_not_forgotten() -> No
     keys = [world.ask(member) for member in MEMBERS]
     world.drain()
     assert {world.answers[key] for key in keys} == {2}
+
+
+def dies(world: World, member: Member, call: tuple[str, int]) -> None:
+    """The caller's process ends while its call waits."""
+    world.waiting.pop(call)
+    world.perform(world.pair.depart(*member, world.holder(member), "died"))
+    world.drain()
+
+
+def test_a_call_that_gives_up_hears_that_everybody_of_the_other_side_has_left() -> None:
+    world = World()
+    waits = world.ask(("t", 0), give_up=True)
+    world.drain()
+    assert waits not in world.errors, "nobody has come yet"
+    call = world.ask(("i", 0))
+    world.drain()
+    dies(world, ("i", 0), call)
+    error = world.errors[waits]
+    assert isinstance(error, PeerLostError) and (error.reason, error.outcome) == ("died", "withdrawn")
+    assert "everybody of i has left before both sides were complete" in error.message
+    assert not world.redis.members
+
+
+def test_a_call_that_gives_up_waits_while_somebody_of_the_other_side_does() -> None:
+    world = World()
+    waits = world.ask(("i", 0), give_up=True)
+    first = world.ask(("t", 0))
+    world.drain()
+    dies(world, ("t", 0), first)
+    assert waits in world.errors
+    waits, first = world.ask(("i", 0)), world.ask(("t", 1))
+    world.drain()
+    dies(world, ("t", 1), first)
+    assert waits not in world.errors, "it does not give up"
+    world.ask(("t", 0))
+    world.ask(("t", 1))
+    world.drain()
+    assert world.answers[waits] == 1
 
 
 def test_who_is_evicted_hears_it() -> None:
