@@ -57,15 +57,8 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL to it and all that it started; returns when they have ended, and their ports are free again."""
-        with ExitStack() as stack:
-            ended = _group(self.pid)
-            for process in ended:
-                stack.callback(os.close, process)
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()  # one that was begun just now leads no group yet
-            for process in ended:  # a forked child has the listening socket of its parent, too
-                assert select.select([process], [], [], 60)[0], "a process outlives its SIGKILL"
+        self._process.kill()  # one that was begun just now leads no group yet
+        kill_group(self.pid)
         self._process.join()
 
     def end(self, timeout: float = 30.0) -> None:
@@ -74,6 +67,18 @@ class Child:
             self.pipe.close()
         self._process.join(timeout)
         self.kill()
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to a process group; returns when all its processes have ended."""
+    with ExitStack() as stack:
+        ended = _group(leader)
+        for process in ended:
+            stack.callback(os.close, process)
+        with suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+        for process in ended:  # a forked child has the listening socket of its parent, too
+            assert select.select([process], [], [], 60)[0], "a process outlives its SIGKILL"
 
 
 def _group(leader: int) -> list[int]:

@@ -75,6 +75,7 @@ def test_a_trainer_that_is_killed_as_it_joins_leaves_the_engine_to_the_next(
         events.wait(joined("trainer"), joined("inference"))
     finally:
         dead.kill()
+    events.wait({**joined("inference"), "kind": "left"})  # long before its deadline
     assert live.answers() == before
     for number, shape in enumerate(((), (2,))):
         following = Trainer(shape, versions[number], live.url, env, logs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from collections.abc import Callable
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ import requests
 pytest.importorskip("vllm")
 with warnings.catch_warnings():  # of others' packages
     warnings.simplefilter("ignore")
+    from etha.integrations.vllm import trainer
+    from etha.integrations.vllm.team import Team
     from etha.integrations.vllm.trainer import EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
 
 from etha.errors import PeerLostError, TransferError
@@ -24,7 +28,7 @@ CALLS = ("start_weight_update", "pause_generation", "update_weights", "finish_we
 class Client:
     """An engine that answers until the call ``at``."""
 
-    def __init__(self, at: str, error: Exception) -> None:
+    def __init__(self, at: str, error: Exception | Callable[[], object]) -> None:
         self.made: list[str] = []
         self._at, self._error = at, error
 
@@ -34,8 +38,10 @@ class Client:
 
         def call(*_: Any, **__: Any) -> None:
             self.made.append(name)
-            if self._at in self.made:
+            if self._at in self.made and isinstance(self._error, Exception):
                 raise self._error
+            if self._at in self.made:
+                self._error()
 
         return call
 
@@ -52,17 +58,37 @@ def send(client: Client) -> None:
         engine: Any = object.__new__(EthaTrainerWeightTransferEngine)
         engine._info, engine.client, engine.is_sender = EthaTrainerInitInfo(rank=0), client, True
         engine._control, engine._bus, engine._torn = Control(client, "wait"), Bus(), False
+        engine._team = Team(Bus(), "weights", "trainer", rank=0, world=1, timeout=1.0)  # type: ignore[arg-type]
         engine._pair = SimpleNamespace(lost=Lost())
         await engine._round("seven")
 
     asyncio.run(round_())
 
 
+@pytest.mark.parametrize("at", CALLS)
+def test_an_engine_that_never_answers_after_its_pair_was_lost_is_a_lost_peer(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several engines behind one URL, of which one has died: vLLM answers none of the calls under way."""
+    monkeypatch.setattr(trainer, "_NEWS", 0.01)
+    ended = Event()
+    try:
+        with pytest.raises(PeerLostError):
+            send(Client(at, ended.wait))
+    finally:
+        ended.set()
+
+
 class Lost:
     """A pair's ``lost``, of one that is."""
 
+    text = "inference rank 0 died"
+
     def is_set(self) -> bool:
         return True
+
+    async def wait(self) -> str:
+        return "died"
 
     def __await__(self) -> Any:
         return asyncio.sleep(0).__await__()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.vllm.checkpoints import Checkpoint
-from tests.vllm.nursery import Child, serve
+from tests.vllm.nursery import Child, kill_group, serve
 
 
 class Trainer:
@@ -84,6 +84,9 @@ def _train(
             engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))
             return None
         (engine,) = engines
+        if what == "kill":
+            _kill_before(engine, *arguments[2:])
+            arguments = arguments[:2]
         if what == "die in the transfer":
             _die_when_bytes_move(engine)
         if what == "send, and say when it waits":
@@ -196,6 +199,32 @@ def _die_when_bytes_move(engine: Any) -> None:
         return await transfer(*arguments, **options, progress=lambda done, total: os.kill(os.getpid(), 9))
 
     engine._bus.transfer = last
+
+
+def _kill_before(engine: Any, call: str, pid: int) -> None:
+    """SIGKILL to the process ``pid`` and its group, once, before the engine is asked to do ``call``."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        if not killed:
+            killed.append(pid)
+            kill_group(pid)
+
+    say = engine._control._say
+
+    def said(route: str, method: str, **arguments: Any) -> None:
+        if route == call:
+            kill()
+        say(route, method, **arguments)
+
+    engine._control._say = said
+    if (asked := getattr(engine.client, call, None)) is not None:
+
+        def made(*arguments: Any) -> None:
+            kill()
+            asked(*arguments)
+
+        setattr(engine.client, call, made)
 
 
 def forget_peak(pid: int | str = "self") -> None:

@@ -22,7 +22,7 @@ from etha import AsyncTensorBusClient, TransferFuture
 from etha.client.handle import BatchHandle
 from etha.client.portal import Membership
 from etha.client.results import Pair
-from etha.errors import ConfigError, EthaError, TransferError
+from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 
 if TYPE_CHECKING:
     from etha.integrations.vllm.received import Received
@@ -98,7 +98,8 @@ class Meetings:
         if meeting is not None:
             meeting.cancel()
         try:
-            self._membership.portal.call(self._bus.close())
+            with suppress(AgentLostError):  # the process ends, and the loop before this
+                self._membership.portal.call(self._bus.close())
         finally:
             self._membership.leave()
 
@@ -130,7 +131,7 @@ class Meetings:
 
     async def _join(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Received) -> None:
         pair = await self._bus.init_pair(
-            info.pair, info.local_name, info.remote_name, world, rank=rank, timeout=info.timeout
+            info.pair, info.local_name, info.remote_name, world, rank=rank, give_up=True, timeout=info.timeout
         )
         batch = await self._bus.register_tensors(
             info.batch,

@@ -1,18 +1,20 @@
-"""The trainer's side: every rank sends the shards it holds; rank 0 speaks to the engine, too.
+"""The trainer's side: every rank sends the shards it holds; rank 0 speaks to the engine, too, and tells the others.
 
-    rank 0    start_weight_update   send   pause  update_weights  finish_weight_update  resume
-    others                          send
+    rank 0    start_weight_update  say "send"   send   pause  update  finish_weight_update  resume   say "done"
+    others                         hear         send                                                 hear
 
-Both sides may be relaunched at any time, with other world sizes: the pair forms again with the next version.
+Whatever fails on rank 0 is raised on all ranks (team.py). Both sides may be relaunched at any time, with other world
+sizes: the pair forms again with the next version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -31,9 +33,10 @@ from etha.client.place import Place
 from etha.client.portal import Membership
 from etha.client.results import Pair
 from etha.config import LaunchEnv
-from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError
+from etha.errors import AgentLostError, ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError
 from etha.integrations.vllm.control import Control, Pause, told, unreachable
 from etha.integrations.vllm.source import EthaSource, merged
+from etha.integrations.vllm.team import Team
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +44,8 @@ T = TypeVar("T")
 _AGAIN = 0.5
 #: Seconds within which agents tell that a worker has died, be it with its whole host.
 _NEWS = 5.0
+#: Calls of the engine in which a version is brought in: start, pause, update, finish, resume.
+_CALLS = 5
 
 
 @dataclass
@@ -87,6 +92,14 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
+        self._team = Team(
+            self._bus,
+            init_info.pair,
+            init_info.local_name,
+            rank=init_info.rank,
+            world=self._place().world_size,
+            timeout=init_info.timeout,
+        )
         self._membership: Membership | None = Membership(self)
         self._pair: Pair | None = None
         self._metas: list[ParamMeta] = []
@@ -98,14 +111,14 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     def trainer_init(
         cls, init_info: EthaTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Meet the engine, on every rank of the trainer; an engine that does not answer yet is waited for.
+        """Meet the other ranks and the engine, on every rank of the trainer; an engine that is not up is waited for.
 
-        Errors of ``init_pair`` and ``register_tensors``, and the client's.
+        Errors of ``init_pair`` and ``register_tensors``; ConfigError where the engine refuses, on all ranks.
         """
         engine = cls(init_info, client=client, source=source)
         try:
             engine._announce()
-            engine._run(engine._form())
+            engine._run(engine._begin())
         except BaseException:
             engine.shutdown()
             raise
@@ -116,18 +129,18 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
         The engine's weight version is ``version``, else the transfer's number. Where the pair was lost before a
         byte has moved, it is formed again first, which waits for an engine that is starting. TransferError and its
-        subclasses: the engine answers with what it had; call again for the next version. On rank 0 the engine is
-        live with it when this returns.
+        subclasses, on all ranks alike: the engine answers with what it had; call again for the next version. The
+        engine is live with it when this returns.
         """
         self._weights.refresh()
-        return self._run(self._send(version))
+        return self._run(self._together(self._send, version))
 
     def verify(self) -> TransferResult:
         """Prove that the engine computes with the weights as they are here now; on every rank, after an update.
 
         They are sent once more, beside the live model, and each worker compares: parameters that can be read bit by
         bit, packed ones by their products with a fixed probe, to within the dtype's rounding. Nothing of the engine
-        changes; requests wait while it compares. TransferError, on rank 0, names the parameters that differ.
+        changes; requests wait while it compares. TransferError, on all ranks, names the parameters that differ.
         ConfigError with ``atomic=False``, where there is no place beside the model.
         """
         if self._info.direct and not self._info.atomic:
@@ -136,14 +149,15 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 f"is nothing to compare them with: use atomic=True to verify"
             )
         self._weights.refresh()
-        return self._run(self._verify())
+        return self._run(self._together(self._verify))
 
     def shutdown(self) -> None:
         """Leave the pair; idempotent."""
         if self._membership is not None:
             left, self._membership = self._membership, None
             try:
-                left.portal.call(self._bus.close())
+                with suppress(AgentLostError):  # the program ends, and the loop before this
+                    left.portal.call(self._bus.close())
             finally:
                 left.leave()
 
@@ -175,12 +189,80 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     # ---- on the loop ---------------------------------------------------------------------------
 
-    async def _form(self) -> None:
-        self._pair = None
+    async def _begin(self) -> None:
         if self.is_sender:
-            # First: the engine may still wait for a trainer that has died, and would take this one for it.
-            await self._engine_joins()
-        self._pair = await self._join()
+            await self._lead(self._form())
+        else:
+            await self._follow(None)
+
+    async def _together(
+        self, work: Callable[..., Coroutine[Any, Any, TransferResult]], version: int | str | None = None
+    ) -> TransferResult:
+        """One transfer by all ranks: ``work`` is rank 0's, the others do what it says."""
+        result = await (self._lead(work(version)) if self.is_sender else self._follow(version))
+        assert result is not None
+        return result
+
+    async def _lead(self, work: Coroutine[Any, Any, T]) -> T:
+        """Rank 0's part: its outcome is everybody's."""
+        try:
+            await self._team.meet()
+            result = await work
+        except BaseException as error:
+            work.close()
+            with suppress(EthaError):  # what failed first is what is told
+                await self._team.say(_plain(error), self._info.timeout if isinstance(error, Exception) else _NEWS)
+            raise
+        await self._team.say("done", self._info.timeout)
+        return result
+
+    async def _follow(self, version: int | str | None) -> TransferResult | None:
+        """Every other rank's part: do as rank 0 says, and fail as it does."""
+        await self._team.meet()
+        result: TransferResult | None = None
+        failed: EthaError | None = None
+        while (word := await self._team.hear(self._patience())) != "done":
+            failed = None
+            try:
+                if word == "join":
+                    self._pair = await self._join()
+                else:
+                    result = await self._bus.transfer(self._info.batch, "send", version=version)
+            except EthaError as error:
+                failed = error  # rank 0 fails as well, and says how: or it does not, and that is this rank's alone
+        if failed is not None:
+            raise failed
+        return result
+
+    def _patience(self) -> float:
+        """Seconds that rank 0 may take from one word to the next: the meeting, or the calls that bring a version in."""
+        return self._info.timeout + _CALLS * float(getattr(self.client, "timeout", self._info.timeout))
+
+    async def _form(self) -> None:
+        """Rank 0's: the engine first, for it may still wait for a trainer that has died, and take this one for it."""
+        self._pair = None
+        await self._engine_joins()
+        await self._team.say("join", self._info.timeout)
+        try:
+            self._pair = await self._join()
+        except RendezvousTimeoutError as error:
+            if set(error.missing) != {self._info.remote_name}:
+                raise
+            text = f"{error}{await self._engines_word()}"
+            raise RendezvousTimeoutError(text, missing=error.missing) from None
+
+    async def _engines_word(self) -> str:
+        """Why the engine has not come, which it says when it is asked to receive."""
+        import requests
+
+        try:
+            await self._ask(told, self.client.start_weight_update)
+        except requests.HTTPError as error:
+            return f"; the engine says: {error}"
+        except Exception as error:
+            return f"; nobody answers for the engine: {error}"
+        await self._cancel()
+        return ""
 
     async def _join(self) -> Pair:
         info = self._info
@@ -224,10 +306,14 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _ask_to_join(self, plan: dict[str, Any], before: Exception | None) -> Exception | None:
         """Tell the engine to meet this trainer; the error where nobody answers for it, ``before`` the one before."""
+        import requests
+
         try:
             # A trainer that was killed may have left the engine waiting.
-            await asyncio.to_thread(self._control.recover)
-            await asyncio.to_thread(told, self.client.init_weight_transfer_engine, plan)
+            await self._ask(self._control.recover)
+            await self._ask(told, self.client.init_weight_transfer_engine, plan)
+        except requests.HTTPError as error:
+            raise ConfigError(f"pair {self._info.pair!r}: the engine refuses this trainer: {error}") from error
         except Exception as error:
             if not unreachable(error):
                 raise
@@ -250,18 +336,16 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         return await self._round(version)
 
     async def _round(self, version: int | str | None) -> TransferResult:
-        if not self.is_sender:
-            return await self._bus.transfer(self._info.batch, "send", version=version)
         try:
             async with self._documented(version):
                 result = await self._bring_in(version)
         except BaseException:
             if not self._torn:
                 with suppress(Exception):  # what failed first is what is told
-                    await asyncio.to_thread(self._control.resume)
+                    await self._ask(self._control.resume)
             raise
         async with self._documented(version):
-            await asyncio.to_thread(self._control.resume)
+            await self._ask(self._control.resume)
         return result
 
     @asynccontextmanager
@@ -286,46 +370,46 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     async def _bring_in(self, version: int | str | None) -> TransferResult:
         live = self._info.direct and not self._info.atomic  # bytes go into the live parameters
         if live:
-            await asyncio.to_thread(self._control.pause)
+            await self._ask(self._control.pause)
         await self._start()
         try:
+            await self._team.say("send", self._info.timeout)
             result = await self._bus.transfer(self._info.batch, "send", version=version)
         except BaseException:
             await self._cancel()
             raise
         if not live:
-            await asyncio.to_thread(self._control.pause)
-        await asyncio.to_thread(told, self.client.update_weights, {})
+            await self._ask(self._control.pause)
+        await self._ask(told, self.client.update_weights, {})
         await self._finish(str(result.seq if version is None else version))
         return result
 
-    async def _verify(self) -> TransferResult:
+    async def _verify(self, version: None) -> TransferResult:
         if self._pair is None or self._pair.lost.is_set():
             await self._form()
-        if not self.is_sender:
-            return await self._bus.transfer(self._info.batch, "send")
-        async with self._documented(None):
+        async with self._documented(version):
             await self._start()
             try:
+                await self._team.say("send", self._info.timeout)
                 result = await self._bus.transfer(self._info.batch, "send")
             except BaseException:
                 await self._cancel()
                 raise
             try:
-                await asyncio.to_thread(told, self.client.update_weights, {"verify": True})
+                await self._ask(told, self.client.update_weights, {"verify": True})
             except Exception as error:
-                if unreachable(error):
+                if unreachable(error) or isinstance(error, PeerLostError):
                     raise
                 text = f"pair {self._info.pair!r}: the engine does not compute with the trainer's weights: {error}"
                 raise TransferError(text) from error
-            await asyncio.to_thread(told, self.client.finish_weight_update)
+            await self._ask(told, self.client.finish_weight_update)
         return result
 
     async def _finish(self, version: str) -> None:
         try:
-            await asyncio.to_thread(told, self.client.finish_weight_update, version)
+            await self._ask(told, self.client.finish_weight_update, version)
         except Exception as error:
-            if unreachable(error):
+            if unreachable(error) or isinstance(error, PeerLostError):
                 raise
             self._torn = True
             raise TransferError(
@@ -337,7 +421,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _start(self) -> None:
         try:
-            await asyncio.to_thread(self.client.start_weight_update)
+            await self._ask(self.client.start_weight_update)
         except Exception as error:
             if await self._engine_left(_NEWS if unreachable(error) else 0.0):
                 text = f"pair {self._info.pair!r}: the engine has left"
@@ -347,7 +431,47 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from error
             # An update that a trainer before this one began and never ended.
             await self._cancel()
-            await asyncio.to_thread(told, self.client.start_weight_update)
+            await self._ask(told, self.client.start_weight_update)
+
+    async def _ask(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call of the engine, in a thread of its own.
+
+        PeerLostError where it has not returned a while after the pair was lost: vLLM does not answer calls that were
+        under way when one of several engines behind a URL died.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+
+        def end(error: BaseException | None) -> None:
+            if answer.done():
+                return
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(error)
+
+        def make() -> None:
+            failed: BaseException | None = None
+            try:
+                call(*arguments)
+            except BaseException as error:
+                failed = error
+            with suppress(RuntimeError):  # nobody waits any more: the loop has ended
+                loop.call_soon_threadsafe(end, failed)
+
+        Thread(target=make, name="etha-engine-call", daemon=True).start()
+        if self._pair is not None:
+            async with asyncio.TaskGroup() as waiting:
+                lost = waiting.create_task(self._pair.lost.wait())
+                either: list[asyncio.Future[Any]] = [answer, lost]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    await asyncio.wait({answer}, timeout=_NEWS)
+                lost.cancel()
+            if not answer.done():
+                text = f"pair {self._info.pair!r} was lost and the engine answers no more: {self._pair.lost.text}"
+                raise PeerLostError(text, reason="died", outcome="unknown")
+        await answer
 
     async def _engine_left(self, seconds: float) -> bool:
         """Whether the pair is lost, or becomes so in a moment: its workers' death is heard of by another way."""
@@ -360,4 +484,11 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _cancel(self) -> None:
         with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
-            await asyncio.to_thread(self.client.update_weights, {"cancel": True})
+            await self._ask(self.client.update_weights, {"cancel": True})
+
+
+def _plain(error: BaseException) -> EthaError:
+    """``error`` as it can be told to other ranks."""
+    if isinstance(error, EthaError):
+        return error
+    return TransferError(f"trainer rank 0 failed: {type(error).__name__}: {error}", outcome="unknown")

@@ -203,8 +203,10 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         rank, world = parallel.data_parallel_index * parallel.world_size + parallel.rank, parallel.world_size_across_dp
         if rank >= world:
             raise ConfigError(
-                f"pair {pair!r}: this engine is replica {parallel.data_parallel_index} of several that know nothing of "
-                f"each other; give each of them a pair of its own, and a trainer engine for each"
+                f"pair {pair!r}: this engine is replica {parallel.data_parallel_index} of several behind one URL that "
+                f"know nothing of each other (--data-parallel-size of a model without experts); all of them get the "
+                f"same calls, and a pair has room for one: start each replica as a server with a URL of its own, and "
+                f"give each a pair and a trainer engine, or use --tensor-parallel-size instead"
             )
         return rank, world
 

@@ -1,0 +1,132 @@
+"""The trainer's ranks among themselves: rank 0, which speaks to the engine, says what all do next and how it ended.
+
+    rank 0    meet (say "begin")   say "join"   ...   say "send"   ...   say "done", or the error that all ranks raise
+    others    meet (hear)          hear         ...   hear         ...   hear
+
+Over a pair of their own, so that it works without torch.distributed, and everybody hears of it when rank 0 dies.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed.tensor.placement_types import Replicate
+
+from etha import AsyncTensorBusClient, TransferResult
+from etha.client.handle import BatchHandle
+from etha.client.place import device_of
+from etha.client.results import Pair
+from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError, TransferError, TransferTimeoutError, from_wire
+
+Word = Literal["begin", "join", "send", "done"]
+#: Bytes of a word; an error's fits, for so many characters of its text, and of each of its fields, are told at most.
+_SIZE, _TEXT = 32768, 2000
+_LEADER, _OTHERS = "first", "others"
+
+
+class Team:
+    """This rank's place among the ``world`` ranks of the trainer that sends on ``pair``; alone there is nobody to tell.
+
+    ``side``: the trainer's name, for messages. ``timeout``: seconds for meeting the others.
+    """
+
+    def __init__(
+        self, bus: AsyncTensorBusClient, pair: str, side: str, *, rank: int, world: int, timeout: float
+    ) -> None:
+        self._bus, self._name, self._side, self._timeout = bus, f"{pair}.ranks", side, timeout
+        self._rank, self._world, self._alone = rank, world, world == 1
+        self._word = torch.zeros(_SIZE, dtype=torch.uint8, device=device_of(None))
+        self._pair: Pair | None = None
+        self._batch: BatchHandle | None = None
+        #: Calls of all ranks since they met: a rank that is one behind does not do what is meant for the next call.
+        self._call = 0
+
+    async def meet(self) -> None:
+        """Begin a call that all ranks make: wait until every rank makes it.
+
+        RendezvousTimeoutError names the ranks that did not come, the first time and after one was lost; else
+        TransferTimeoutError.
+        """
+        self._call += 1
+        if self._alone:
+            return
+        if self._pair is None or self._pair.lost.is_set():
+            await self._form()
+        if self._rank == 0:
+            await self.say("begin", self._timeout)
+        else:
+            await self.hear(self._timeout)
+
+    async def _form(self) -> None:
+        self._pair = self._batch = None
+        leads, others = self._rank == 0, self._world - 1
+        sides = (_LEADER, _OTHERS) if leads else (_OTHERS, _LEADER)
+        world, rank = (1, 0) if leads else (others, self._rank - 1)
+        try:
+            self._pair = await self._bus.init_pair(
+                self._name, *sides, world, (world,), [Replicate()], rank=rank, timeout=self._timeout
+            )
+            self._batch = await self._bus.register_tensors(
+                self._name, {"word": self._word}, pair_name=self._name,
+                direction="send" if leads else "recv", timeout=self._timeout,
+            )  # fmt: skip
+        except RendezvousTimeoutError as error:
+            raise self._named(error) from None
+        self._call = 1
+
+    def _named(self, error: RendezvousTimeoutError) -> RendezvousTimeoutError:
+        """``error`` in ranks of the trainer."""
+        late = {0} if _LEADER in error.missing else set()
+        late |= {rank + 1 for rank in error.missing.get(_OTHERS, ())}
+        text = f"trainer_init or send_weights of {self._side} rank {self._rank} ended at its deadline; "
+        text += f"missing: {self._side} ranks {sorted(late)}: call it on every rank"
+        return RendezvousTimeoutError(text, missing={self._side: tuple(sorted(late))})
+
+    async def say(self, word: Word | EthaError, timeout: float) -> None:
+        """Tell all other ranks, which hear it now or within ``timeout``. TransferError and its subclasses."""
+        if self._batch is None:
+            return
+        told: dict[str, object] = {"word": word}
+        if isinstance(word, EthaError):
+            told = {"error": _short(word)}
+        text = json.dumps({"call": self._call, **told}).encode()
+        self._word.copy_(torch.frombuffer(bytearray(text.ljust(_SIZE)), dtype=torch.uint8))
+        await self._move("send", timeout)
+
+    async def hear(self, timeout: float) -> Word:
+        """What rank 0 says next; an error that it says is raised."""
+        await self._move("recv", timeout)
+        told = json.loads(self._word.cpu().numpy().tobytes())
+        if told["call"] != self._call:
+            raise TransferError(
+                f"{self._side} rank 0 is at call {told['call']} of send_weights since all ranks have met, and rank "
+                f"{self._rank} at call {self._call}: call it equally often on every rank",
+                outcome="withdrawn",
+            )
+        if "error" in told:
+            raise from_wire(told["error"])
+        word: Word = told["word"]
+        assert word in get_args(Word)
+        return word
+
+    async def _move(self, verb: Literal["send", "recv"], timeout: float) -> TransferResult:
+        assert self._batch is not None
+        try:
+            result: TransferResult = await self._batch.transfer(verb, timeout=timeout)
+        except PeerLostError as error:
+            who = "rank 0" if verb == "recv" else "another rank"
+            text = f"{who} of {self._side} has left while a version was brought in: {error}"
+            raise PeerLostError(text, reason=error.reason, outcome="unknown") from error
+        except TransferTimeoutError as error:
+            text = f"not every rank of {self._side} was there within {timeout:g} s: call trainer_init and send_weights "
+            raise TransferTimeoutError(f"{text}on all of them: {error}", outcome="unknown") from error
+        return result
+
+
+def _short(error: EthaError) -> dict[str, Any]:
+    """``error`` as ``from_wire`` takes it, without the fields that are too long."""
+    wire = error.to_wire()
+    data = {key: value for key, value in wire["data"].items() if len(json.dumps(value)) <= _TEXT}
+    return {**wire, "text": wire["text"][:_TEXT], "data": data}
