@@ -38,7 +38,7 @@ class Child:
             raise AssertionError(f"no word in {timeout} s; log:\n{self.tail()}")
         try:
             word = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             raise AssertionError(f"the process ended; log:\n{self.tail()}") from None
         if isinstance(word, BaseException):
             raise word
@@ -106,7 +106,7 @@ def serve(pipe: Connection, answer: Callable[..., Any]) -> None:
     while True:
         try:
             message = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             pipe.send(answer(*message))

@@ -31,9 +31,9 @@ class Replica:
         self.log = log
         self._child = Child(_live, str(model), workers, dummy, options, env=env, log=log)
 
-    def logits(self) -> Logits:
-        """Of each of PROMPTS, the logits of every token at each of STEPS."""
-        found: Logits = self._child.ask("logits")
+    def logits(self, prompts: Sequence[Any] = PROMPTS) -> Logits:
+        """Of each of ``prompts``, the logits of every token at each of STEPS."""
+        found: Logits = self._child.ask("logits", prompts)
         return found
 
     def join(self, metas: Path, **info: Any) -> list[dict[str, Any]]:
@@ -69,54 +69,29 @@ def reference(model: Path, env: Mapping[str, str], log: Path, workers: int = 1, 
         return fresh.logits()
 
 
-class _Client:
-    """vLLM's calls, and the pause, of an `LLM` that is idle whenever weights come in."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        self._engine.collective_rpc(method, args=arguments)
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", init_info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, update_info: Any) -> None:
-        self._call("update_weights", update_info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
-
-    def reset_prefix_cache(self, **_: Any) -> None:
-        self._engine.reset_prefix_cache()
-
-
 def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     engine: Any = LLM(
         model, tensor_parallel_size=workers, dtype="bfloat16", max_model_len=128, max_num_seqs=8,
-        disable_log_stats=True, enable_prefix_caching=False, max_logprobs=-1, logprobs_mode="raw_logits",
+        disable_log_stats=True, max_logprobs=-1, logprobs_mode="raw_logits",
         load_format="dummy" if dummy else "auto", weight_transfer_config={"backend": "etha"},
-        **{"enforce_eager": True, **options},
+        **{"enforce_eager": True, "enable_prefix_caching": False, **options},
     )  # fmt: skip
     how = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=-1)
     trainers: list[Any] = []
     tensors: dict[str, torch.Tensor] = {}
     models: list[torch.nn.Module] = []
 
-    def logits() -> Logits:
+    def logits(prompts: Sequence[Any]) -> Logits:
         # One after another: a batch may be computed in another order.
-        answers = [engine.generate([prompt], how, use_tqdm=False)[0].outputs[0] for prompt in PROMPTS]
+        answers = [engine.generate([prompt], how, use_tqdm=False)[0].outputs[0] for prompt in prompts]
         return [[{k: v.logprob for k, v in step.items()} for step in answer.logprobs] for answer in answers]
 
     def join(metas: str, info: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
+        from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo, LLMClient
 
         only = info.pop("only", None)
         tensors.clear()
@@ -128,10 +103,10 @@ def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict
         if info.pop("module", False):
             models.append(_module(Path(metas)))
             source = EthaSource(models[0])
-        told = EthaTrainerInitInfo(rank=0, world_size=1, pause=None, **{"pair": "weights", **info})
+        told = EthaTrainerInitInfo(rank=0, world_size=1, **{"pair": "weights", **info})
         while trainers:
             trainers.pop().shutdown()
-        trainers.append(WeightTransferTrainerFactory.trainer_init(told, client=_Client(engine), source=source))
+        trainers.append(WeightTransferTrainerFactory.trainer_init(told, client=LLMClient(engine), source=source))
         return list(engine.collective_rpc(_report))
 
     def send(version: str) -> None:

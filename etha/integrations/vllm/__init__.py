@@ -12,13 +12,20 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["EthaSource", "EthaTrainerInitInfo", "EthaTrainerWeightTransferEngine", "EthaWeightTransferEngine"]
+__all__ = [
+    "EthaSource",
+    "EthaTrainerInitInfo",
+    "EthaTrainerWeightTransferEngine",
+    "EthaWeightTransferEngine",
+    "LLMClient",
+]
 
 _HOME = {
     "EthaSource": "source",
     "EthaTrainerInitInfo": "trainer",
     "EthaTrainerWeightTransferEngine": "trainer",
     "EthaWeightTransferEngine": "worker",
+    "LLMClient": "client",
 }
 
 
