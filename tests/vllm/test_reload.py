@@ -246,6 +246,25 @@ def test_the_rest_of_a_fused_parameter_is_what_the_engine_holds() -> None:
     assert into.report()["partial"] == ["qkv.weight"]
 
 
+def test_a_padding_that_no_load_writes_to_is_zero() -> None:
+    """As experts' biases: zeros when they are created, of which loaders fill a part, and kernels read all."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        model.up.weight.data.narrow(0, 0, 4).copy_(tensor)
+
+    live = Model(load, up=Linear(6, 8))
+    live.up.weight.weight_loader_numel = 4 * 8
+    live.first(random(up=(4, 8)))
+    new = random(up=(4, 8))
+    into = received(live, new)
+    torch.use_deterministic_algorithms(True)  # what is not defined is not a number
+    try:
+        bring(into, new)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(live.up(X), X @ torch.cat([new["up"], torch.zeros(2, 8)]).T)
+
+
 def test_a_buffer_that_was_a_view_of_a_packed_parameter_follows() -> None:
     """As Mamba2's mixer: it computes with a view of the convolution's weight, which packing moves elsewhere."""
 

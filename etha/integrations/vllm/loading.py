@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,8 @@ class Reload:
         self._model, self._config, self._device = model, model_config, device
         self._due: dict[str, int] = {}
         self._whole: set[str] = set()
+        #: Of these, the ones that have elements which no load writes to.
+        self._padded: set[str] = set()
         self._twins = _twins(model)
         #: Parameters of which the rest stays what the engine holds.
         self.partial: list[str] = []
@@ -74,6 +76,8 @@ class Reload:
                 self._due[place.name] = place.writes
                 if place.covered() >= getattr(place.seen, "weight_loader_numel", place.seen.numel()):
                     self._whole.add(place.name)
+                    if place.covered() < place.seen.numel():
+                        self._padded.add(place.name)
                 place.memory = None
             modules = {place.module for place in filled}
             self._refuse_parts([place for place in places if place.module in modules])
@@ -220,7 +224,7 @@ class Reload:
             place.due = self._due.get(place.name, 0)
             open_.setdefault(place.module, []).append(place)
         open_ = {module: own for module, own in open_.items() if any(place.due for place in own)}
-        filling = _Filling(places, self._device, self._whole)
+        filling = _Filling(places, self._device, self._whole, self._padded)
 
         def finish_full() -> None:
             for module in [m for m, own in open_.items() if all(p.writes == p.due for p in own)]:
@@ -299,14 +303,23 @@ class Reload:
 
 
 class _Filling(Filling):  # type: ignore[no-untyped-call]
-    """Memory of a place: undefined where all of it will be written, else what the engine holds."""
+    """Memory of a place: undefined where all of it will be written, zero in a padding, else what the engine holds."""
 
-    def __init__(self, places: Iterable[Place], device: torch.device, whole: set[str] | None = None) -> None:
+    def __init__(
+        self,
+        places: Iterable[Place],
+        device: torch.device,
+        whole: set[str] | None = None,
+        padded: Collection[str] = (),
+    ) -> None:
         super().__init__(places, device)
-        self._whole = whole
+        self._whole, self._padded = whole, padded
 
     def make(self, place: Place) -> torch.Tensor:
-        return _memory(place, None if self._whole is None or place.name in self._whole else _live(place))
+        made = _memory(place, None if self._whole is None or place.name in self._whole else _live(place))
+        if place.name in self._padded and place.seen.device.type == "meta":
+            made.data.zero_()  # as it was created: kernels compute with the padding, too
+        return made
 
 
 def _live(place: Place) -> torch.Tensor | None:
