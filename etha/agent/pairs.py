@@ -179,7 +179,9 @@ class Pairs:
         try:
             async with known.order:
                 view = await self._store.pair(known.machine.pair, timeout=PATIENCE)
-                if view is not None and not known.forgotten:
+                if view is not None and known.forgotten:  # meanwhile, while this waited: nothing follows from it here
+                    known.machine.view = view
+                elif view is not None:
                     self._perform(known, known.machine.viewed(view))
         except EthaError as error:
             return error.message

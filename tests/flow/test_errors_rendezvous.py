@@ -222,6 +222,9 @@ async def test_redis_that_goes_away_and_comes_back(way: Way, tmp_path: Path) -> 
                     assert "secret" not in str(caught.value) and (
                         "'q'" in str(caught.value) or "'c'" in str(caught.value)
                     )
+                status = await client.status()
+                assert status["agent"]["stale"].startswith("Redis at redis://:***@127.0.0.1")
+                assert [line["state"] for line in status["pairs"] if line["pair"] == "p"] == ["formed"]
                 results = await sides.move(handles)
                 assert [r.seq for r in results.values()] == [1, 1], "an outage of Redis leaves transfers alone"
                 server.start()

@@ -62,3 +62,14 @@ async def test_who_has_given_up_is_not_listed_as_joined(site: Site, pair: str) -
         for line in await shown(site, pair, "trainer", "inference"):
             assert line["state"] == "forming"
             assert line["sides"]["trainer"]["ranks"] == []
+
+
+@pytest.mark.ways(Way.LOCAL)
+async def test_who_asks_at_once_after_giving_up_alone_is_not_listed(site: Site, pair: str) -> None:
+    async with site.client("trainer", 0, timeout=SECONDS) as client:
+        await client.status()  # its agent is up
+        for _ in range(5):
+            with pytest.raises(RendezvousTimeoutError):
+                await client.init_pair(pair, "trainer", "inference", 2, rank=0, timeout=0.3)
+            [line] = [line for line in (await client.status())["pairs"] if line["pair"] == pair]
+            assert line["sides"]["trainer"]["ranks"] == [], "the agent forgets the pair while it reads it again"
