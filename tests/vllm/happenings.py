@@ -36,7 +36,7 @@ def happenings(env: dict[str, str], log: Path) -> Iterator[Happenings]:
     """Listen; the agent and its Redis are started before, for there would be nobody to listen to."""
     Child(_start_agent, env=env, log=log).hear()
     path = Path(env["ETHA_RUNTIME_DIR"]) / "redis.sock"
-    with Redis(unix_socket_path=str(path), decode_responses=True) as redis:
+    with Redis(unix_socket_path=str(path), decode_responses=True, socket_timeout=2 * PATIENCE) as redis:
         yield Happenings(redis, env["ETHA_NAMESPACE"])
 
 

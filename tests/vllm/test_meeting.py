@@ -20,6 +20,13 @@ def joined(side: str) -> dict[str, str]:
     return {"kind": "joined", "pair": "weights", "side": side, "rank": "0"}
 
 
+def begin(trainer: Trainer, events: Happenings) -> None:
+    """Rank 0 and the engine wait for each other, and for rank 1, which is held back."""
+    trainer.ranks[0].send("join")
+    assert trainer.ranks[1].ask("join late") == "holds"
+    events.wait(joined("trainer"), joined("inference"))
+
+
 @pytest.fixture(scope="module")
 def versions(checkpoints: Checkpoints) -> list[Path]:
     return [checkpoints("qwen3", seed) for seed in (0, 1)]
@@ -51,10 +58,9 @@ def test_the_engine_answers_while_a_rank_of_the_trainer_is_late(
     before = live.answers()
     trainer = Trainer((2,), versions[1], live.url, env, logs, stages="alone")
     try:
-        trainer.ranks[0].send("join")
-        events.wait(joined("trainer"), joined("inference"))
+        begin(trainer, events)
         assert live.answers() == before, "the late rank is held until the answers have come"
-        trainer.ranks[1].send("join")
+        trainer.ranks[1].send("go")
         for rank in trainer.ranks:
             rank.hear()
         trainer.send(versions[1], "late")
@@ -71,8 +77,7 @@ def test_a_trainer_that_is_killed_as_it_joins_leaves_the_engine_to_the_next(
     before = live.answers()
     dead = Trainer((2,), versions[0], live.url, env, logs, stages="alone")
     try:
-        dead.ranks[0].send("join")
-        events.wait(joined("trainer"), joined("inference"))
+        begin(dead, events)
     finally:
         dead.kill()
     events.wait({**joined("inference"), "kind": "left"})  # long before its deadline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -73,7 +74,9 @@ def _train(
     engines: list[Any] = []
 
     def answer(what: str, *arguments: Any) -> Any:
-        if what == "join":
+        if what == "join late":
+            _hold_back(pipe)
+        if what.startswith("join"):
             extra = {name: torch.ones(1, 8) for name in arguments}
             plain = {**Checkpoint(Path(path)).tensors(), **extra}
             source: Any = EthaSource(plain) if model is None else ModuleSource(model)
@@ -199,6 +202,20 @@ def _die_when_bytes_move(engine: Any) -> None:
         return await transfer(*arguments, **options, progress=lambda done, total: os.kill(os.getpid(), 9))
 
     engine._bus.transfer = last
+
+
+def _hold_back(pipe: Connection) -> None:
+    """This rank tells that it is to meet the engine, as the others do, and waits for a word of the test first."""
+    from etha.integrations.vllm.trainer import EthaTrainerWeightTransferEngine as Engine
+
+    join = Engine._join
+
+    async def late(self: Engine) -> Any:
+        pipe.send("holds")
+        await asyncio.to_thread(pipe.recv)
+        return await join(self)
+
+    Engine._join = late  # type: ignore[method-assign]
 
 
 def _kill_before(engine: Any, call: str, pid: int) -> None:
