@@ -68,9 +68,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 1,
             "q_lora_rank": None,
-            "kv_lora_rank": 64,
+            "kv_lora_rank": 512,  # all that vLLM has on a CPU, with the next
+            "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
             "v_head_dim": 32,
             "num_key_value_heads": 4,
             "head_dim": None,

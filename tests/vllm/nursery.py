@@ -55,6 +55,11 @@ class Child:
     def alive(self) -> bool:
         return self._process.is_alive()
 
+    def ended(self, timeout: float = PATIENCE) -> None:
+        """Wait until it has ended by itself."""
+        self._process.join(timeout)
+        assert not self.alive, f"the process lives; log:\n{self.tail()}"
+
     def kill(self) -> None:
         """SIGKILL to it and all that it started; returns when they have ended, and their ports are free again."""
         self._process.kill()  # one that was begun just now leads no group yet

@@ -90,6 +90,9 @@ def _train(
         if what == "kill":
             _kill_before(engine, *arguments[2:])
             arguments = arguments[:2]
+        if what == "die at":
+            _die_at(*arguments[:3])
+            arguments = arguments[3:]
         if what == "die in the transfer":
             _die_when_bytes_move(engine)
         if what == "send, and say when it waits":
@@ -192,6 +195,29 @@ def _say_when_it_waits(engine: Any, pipe: Connection) -> None:
         return await transfer(*arguments, **options)
 
     engine._bus.transfer = told
+
+
+def _die_at(route: str, number: int, moment: str) -> None:
+    """SIGKILL to this rank when its ``number``th request from now to ``route`` is "sent", or "answered"."""
+    from urllib3.connection import HTTPConnection
+
+    asked, answered = HTTPConnection.request, HTTPConnection.getresponse
+    seen: list[str] = []
+
+    def request(self: Any, method: str, url: str, *arguments: Any, **options: Any) -> Any:
+        seen.append(url.partition("?")[0])
+        return asked(self, method, url, *arguments, **options)
+
+    def getresponse(self: Any, *arguments: Any, **options: Any) -> Any:
+        here = seen[-1] == route and seen.count(route) == number
+        if here and moment == "sent":
+            os.kill(os.getpid(), 9)
+        answer = answered(self, *arguments, **options)
+        if here:
+            os.kill(os.getpid(), 9)
+        return answer
+
+    HTTPConnection.request, HTTPConnection.getresponse = request, getresponse  # type: ignore[method-assign]
 
 
 def _die_when_bytes_move(engine: Any) -> None:

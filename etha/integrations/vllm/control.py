@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any, Literal, get_args
 
 from etha.errors import ConfigError
+from etha.integrations.vllm.lease import SECONDS
 
 log = logging.getLogger(__name__)
 #: What becomes of requests that are under way: they end first, are cut off, or go on and are computed anew.
@@ -21,16 +22,25 @@ Pause = Literal["wait", "abort", "keep"]
 class Control:
     """Pause and resume of the engine behind ``client``; all calls block."""
 
-    def __init__(self, client: Any, mode: Pause | None) -> None:
+    def __init__(self, client: Any, mode: Pause | None, *, lease: float = SECONDS, in_place: bool = False) -> None:
         if mode is not None and mode not in get_args(Pause):
             raise ConfigError(f"pause={mode!r}: give 'wait', 'abort', 'keep', or None")
-        self._client, self._mode = client, mode
+        if not lease >= 0:
+            raise ConfigError(
+                f"lease={lease!r}: give the seconds for which an engine waits for a trainer that has died"
+            )
+        self._client, self._mode, self._lease, self._in_place = client, mode, lease, in_place
         self._paused = False
+        #: By what name the engine knows whose the pause is; new for each time that the trainer is met.
+        self.holder = ""
 
     def pause(self) -> None:
         """No new request begins; what is cached of the old version is forgotten."""
         if self._mode is not None:
             self._paused = True
+            if self.holder and isinstance(getattr(self._client, "base_url", None), str):
+                claim = {"claim": self.holder, "seconds": self._lease, "in_place": self._in_place}
+                self._client.update_weights(claim)
             self._say("pause", "pause_generation", mode=self._mode)
 
     def resume(self) -> None:
@@ -45,8 +55,11 @@ class Control:
             self._paused = False
 
     def recover(self) -> None:
-        """Resume an engine that a trainer before this one may have left paused."""
-        if self._mode is not None:
+        """Resume an engine that a trainer before this one may have left paused; over HTTP it does that by itself.
+
+        There a pause may be somebody else's, or that of a model of two versions: the engine knows (lease.py).
+        """
+        if self._mode is not None and not isinstance(getattr(self._client, "base_url", None), str):
             self._say("resume", "resume_generation")
 
     def _say(self, route: str, method: str, **arguments: Any) -> None:

@@ -23,6 +23,7 @@ from etha.client.handle import BatchHandle
 from etha.client.portal import Membership
 from etha.client.results import Pair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
+from etha.integrations.vllm.lease import say_gone
 
 if TYPE_CHECKING:
     from etha.integrations.vllm.received import Received
@@ -52,6 +53,7 @@ class Meetings:
         self._order = asyncio.Lock()
         self._met: Met | None = None
         self._meeting: TransferFuture | None = None
+        self._watch: TransferFuture | None = None
 
     def begin(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Received) -> None:
         """Meet the trainer that announces ``info``, as ``rank`` of ``world``; does not wait for it."""
@@ -95,8 +97,10 @@ class Meetings:
     def close(self) -> None:
         """Leave the pair, and meet nobody; idempotent."""
         meeting, self._meeting, self._met = self._meeting, None, None
-        if meeting is not None:
-            meeting.cancel()
+        watch, self._watch = self._watch, None
+        for work in (meeting, watch):
+            if work is not None:
+                work.cancel()
         try:
             with suppress(AgentLostError):  # the process ends, and the loop before this
                 self._membership.portal.call(self._bus.close())
@@ -143,4 +147,12 @@ class Meetings:
             timeout=info.timeout,
         )
         self._met = Met(pair=pair, batch=batch, received=received)
+        if info.news:
+            watch: Coroutine[Any, Any, Any] = self._tell_when_lost(pair, info)
+            self._watch = self._membership.portal.submit(watch)
         log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
+
+    async def _tell_when_lost(self, pair: Pair, info: EthaWeightTransferInitInfo) -> None:
+        """Say to the engine that holds a pause of the trainer that this one has gone."""
+        await pair.lost
+        say_gone(info.news, info.holder)

@@ -48,17 +48,20 @@ def _register() -> str | None:
             factory.register_engine(NAME, f"etha.integrations.vllm.{module}", name)
     why = unsupported(vllm.__version__)
     if why is None:
+        from vllm.v1.executor.abstract import Executor
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         from etha.integrations.vllm.answers import read_all_answers
+        from etha.integrations.vllm.lease import keep_leases
 
         read_all_answers(MultiprocExecutor, chosen)
+        keep_leases(Executor, chosen)
     return why
 
 
-def chosen(executor: Any) -> bool:
-    """Whether an executor's engine was started with this backend."""
-    config = getattr(getattr(executor, "vllm_config", None), "weight_transfer_config", None)
+def chosen(owner: Any) -> bool:
+    """Whether an engine, or an executor's, was started with this backend."""
+    config = getattr(getattr(owner, "vllm_config", None), "weight_transfer_config", None)
     return getattr(config, "backend", None) == NAME
 
 

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any, ClassVar, Self, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from etha.client.results import Pair
 from etha.config import LaunchEnv
 from etha.errors import AgentLostError, ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError
 from etha.integrations.vllm.control import Control, Pause, told, unreachable
+from etha.integrations.vllm.lease import SECONDS
 from etha.integrations.vllm.source import EthaSource, merged
 from etha.integrations.vllm.team import Team
 
@@ -57,6 +59,7 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
     without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
     requests under way while a version comes in, "wait", "abort", "keep" (go on, computed anew), or None.
+    ``lease``: seconds after which an engine that this trainer has paused resumes by itself when the trainer has died.
     ``timeout``: seconds for meeting, and for each version. ``redis_url``, ``namespace``: of both sides where they
     are given, else each side's environment.
     """
@@ -69,6 +72,7 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     direct: bool = False
     atomic: bool = True
     pause: Pause | None = "wait"
+    lease: float = SECONDS
     timeout: float = 300.0
     local_name: str = "trainer"
     remote_name: str = "inference"
@@ -88,7 +92,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
         self._weights = EthaSource.of(source, init_info.names)
-        self._control = Control(client, init_info.pause)
+        in_place = init_info.direct and not init_info.atomic
+        self._control = Control(client, init_info.pause, lease=init_info.lease, in_place=in_place)
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
@@ -279,7 +284,9 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
     async def _engine_joins(self) -> None:
         info, metas = self._info, self._metas
+        self._control.holder = uuid4().hex
         plan: dict[str, Any] = {
+            "holder": self._control.holder,
             "pair": info.pair,
             "local_name": info.remote_name,
             "remote_name": info.local_name,

@@ -59,6 +59,9 @@ class EthaWeightTransferInitInfo(WeightTransferInitInfo):
     timeout: float = 300.0
     redis_url: str | None = field(default=None, repr=False)
     namespace: str | None = None
+    #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
+    holder: str = ""
+    news: str = ""
 
     def metas(self) -> list[Meta]:
         """The tensors announced; ConfigError for lists that do not belong together."""
