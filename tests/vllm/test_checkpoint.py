@@ -85,6 +85,15 @@ def test_a_model_inside_another_module_and_inside_wrappers(tmp_path: Path) -> No
     assert mine["model.norm.weight"] is model.model.norm.weight, "what is not changed is the parameter itself"
 
 
+def test_some_of_the_experts_as_a_plain_tensor_are_refused() -> None:
+    """Of every rank they would be taken for the model's first ones."""
+    model = families.make("mixtral.modeling_mixtral:MixtralForCausalLM")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach()[2:])
+    with pytest.raises(ConfigError, match=r"'model\.layers\.1\.mlp\.experts\.down_proj' holds 2 experts .* has 4"):
+        EthaSource(model).tensors()
+
+
 def test_memory_that_views_were_given_of_and_that_has_moved_is_refused() -> None:
     model = families.make("mixtral.modeling_mixtral:MixtralForCausalLM")
     source = EthaSource(model)

@@ -10,6 +10,7 @@ is no table of models: a model that transformers can save is a model that this c
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from etha.integrations.vllm.standin import StandIn
 from etha.integrations.vllm.trace import Trace
 
 _CPU = torch.device("cpu")
+#: What configurations of transformers call the number of experts.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,22 @@ def _reverted(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
             f"{refused[0]!r} first: transformers computes them ({_operations(skeleton, list(stand_ins))}), and this "
             f"backend copies nothing at the trainer; give EthaSource a mapping of checkpoint names to tensors"
         )
+    for name, split in Counter(shown.source for shown in found.values()).items():
+        _refuse_some_experts(model, name, tensors[name].shape, split)
     return found
+
+
+def _refuse_some_experts(model: nn.Module, name: str, shape: torch.Size, split: int) -> None:
+    """ConfigError for a plain stack of this rank's experts: each rank's would be named as the model's first ones."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    experts = next((n for key in _EXPERTS if isinstance(n := getattr(config, key, None), int)), None)
+    if len(shape) == 3 and split >= shape[0] and experts is not None and shape[0] < experts:
+        raise ConfigError(
+            f"tensor {name!r} holds {shape[0]} experts and the model has {experts}: a rank that holds some of them "
+            f"gives them as a DTensor that is sharded over the ranks, so that it is known which they are; or give "
+            f"EthaSource a mapping of checkpoint names to tensors"
+        )
 
 
 def _operations(model: nn.Module, names: list[str]) -> str:
