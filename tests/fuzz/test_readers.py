@@ -50,7 +50,7 @@ KEEPS = {
     "t:w [product 1]": json.dumps(["weights", "float32", KEPT, [9, 4], None, "w"]),
 }
 RECORD = '["0123abcd","map",["weights"],null,4096,true,"full",3]'
-VERDICT = 'abcdef [["a2","a3"],false,268435456,4,0,"yes"]'
+VERDICT = 'abcdef [["a2","a3"],false,268435456,4,0,"yes",[["target",1,"w",0]]]'
 ROSTER = {"t/0": RECORD, "i/0": RECORD, "token:t/0": "x", "entries": "2", "agent:a1": VERDICT, "closed:t/0": "1"}
 
 

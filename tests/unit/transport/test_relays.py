@@ -197,7 +197,7 @@ async def opened(job: Job, at: dict[str, Agent]) -> dict[str, WireRun]:
 @pytest.mark.parametrize("how", ["abort", "drop", "close"])
 async def test_a_relay_that_ends_in_the_middle_ends_who_waits_for_it(how: str) -> None:
     """Who is left hears of it or is stopped by the coordinator; nobody's thread stays, and the next run is exact."""
-    job = copies((4096, 1024), 4)
+    job = copies((4096, 4096), 4)  # more than the kernel buffers, so that nobody is done before the middle ends
     chain = chain_programs(job)
     async with agents(job.agents) as at:
         runs = await opened(job, at)

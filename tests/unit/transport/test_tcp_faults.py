@@ -72,7 +72,9 @@ async def test_a_wrong_token_is_closed_with_one_line_and_nothing_is_parsed(caplo
         at["a"].plane._entered = lambda *args: entered.append(args)  # type: ignore[method-assign]
         assert await read_all(at["a"].port, b"x" * TOKEN + b"garbage" * 1000) == b""
         assert not entered
-    assert [r.levelname for r in caplog.records if "token" in r.message] == ["WARNING"]
+    # asyncio's own warnings of slow steps have the name of this test in them
+    ours = [r for r in caplog.records if r.name.startswith("etha")]
+    assert [r.levelname for r in ours if "token" in r.message] == ["WARNING"]
 
 
 async def test_a_token_opens_one_connection() -> None:
@@ -307,9 +309,12 @@ async def test_many_batches_at_once_of_which_some_are_aborted_at_any_moment() ->
         batch = await Batch(at, number, fresh(number)).open()
         for seq in range(1, 7):
             ends = [asyncio.ensure_future(batch.run(name, seq)) for name in chance.sample("ab", 2)]
+            stop: asyncio.TimerHandle | None = None
             if aborted := chance.random() < 0.4:
-                asyncio.get_running_loop().call_later(chance.random() * 0.02, batch.stop)
+                stop = asyncio.get_running_loop().call_later(chance.random() * 0.02, batch.stop)
             found = await asyncio.gather(*ends, return_exceptions=True)
+            if stop is not None:
+                stop.cancel()  # it must not meet the next one
             errors = [error for error in found if isinstance(error, BaseException)]
             if errors:
                 assert aborted and all(isinstance(error, ValueError | PeerLostError) for error in errors), errors
@@ -323,7 +328,7 @@ async def test_many_batches_at_once_of_which_some_are_aborted_at_any_moment() ->
             case 0:
                 return partial(4, (128, 128), "ab", "ab")
             case 1:
-                return big(private=(True, True))
+                return rows(1, 1, (4096, 1024), Shard(0), "a", "b", private=(True, True))
         return rows(2, 2, (512, 512), Shard(1), "aa", "bb")
 
     async with agents("ab") as at:
