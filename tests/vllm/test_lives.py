@@ -132,6 +132,8 @@ def test_lives_of_both_sides(models: list[Path], live: Server, fresh: Fresh, env
         trainers[1].join()
         trainers[1].send(old, "second")
         assert server.version() == "second"
+        for rank in trainers[1].ranks[1:]:
+            rank.send("send", str(new), "never")
         assert trainers[1].ranks[0].ask("send, and say when it waits", str(new), "never") == "waits"
         trainers[1].kill()
         assert server.answers() == tokens
