@@ -15,12 +15,11 @@ import requests
 pytest.importorskip("vllm")
 with warnings.catch_warnings():  # of others' packages
     warnings.simplefilter("ignore")
-    from etha.integrations.vllm import trainer
-    from etha.integrations.vllm.team import Team
-    from etha.integrations.vllm.trainer import EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
+    from etha.integrations.vllm import replica
+    from etha.integrations.vllm.replica import Replica
+    from etha.integrations.vllm.trainer import EthaTrainerInitInfo
 
 from etha.errors import PeerLostError, TransferError
-from etha.integrations.vllm.control import Control
 
 CALLS = ("start_weight_update", "pause_generation", "update_weights", "finish_weight_update", "resume_generation")
 
@@ -55,10 +54,8 @@ def send(client: Client) -> None:
     """One version, by rank 0 of a trainer whose pair has heard that the engine's workers have died."""
 
     async def round_() -> None:
-        engine: Any = object.__new__(EthaTrainerWeightTransferEngine)
-        engine._info, engine.client, engine.is_sender = EthaTrainerInitInfo(rank=0), client, True
-        engine._control, engine._bus, engine._torn = Control(client, "wait"), Bus(), False
-        engine._team = Team(Bus(), "weights", "trainer", rank=0, world=1, timeout=1.0)  # type: ignore[arg-type]
+        info = EthaTrainerInitInfo(rank=0, world_size=1)
+        engine: Any = Replica(info, client, Bus(), None)  # type: ignore[arg-type]
         engine._pair = SimpleNamespace(lost=Lost())
         await engine._round("seven")
 
@@ -70,7 +67,7 @@ def test_an_engine_that_never_answers_after_its_pair_was_lost_is_a_lost_peer(
     at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As several engines behind one URL, of which one has died: vLLM answers none of the calls under way."""
-    monkeypatch.setattr(trainer, "_NEWS", 0.01)
+    monkeypatch.setattr(replica, "_NEWS", 0.01)
     ended = Event()
     try:
         with pytest.raises(PeerLostError):

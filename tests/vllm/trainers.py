@@ -231,16 +231,16 @@ def _die_when_bytes_move(engine: Any) -> None:
 
 def _hold_back(pipe: Connection) -> None:
     """This rank tells that it is to meet the engine, as the others do, and waits for a word of the test first."""
-    from etha.integrations.vllm.trainer import EthaTrainerWeightTransferEngine as Engine
+    from etha.integrations.vllm.replica import Replica
 
-    join = Engine._join
+    join = Replica._join
 
-    async def late(self: Engine) -> Any:
+    async def late(self: Replica) -> Any:
         pipe.send("holds")
         await asyncio.to_thread(pipe.recv)
         return await join(self)
 
-    Engine._join = late  # type: ignore[method-assign]
+    Replica._join = late  # type: ignore[method-assign]
 
 
 def _kill_before(engine: Any, call: str, pid: int) -> None:
@@ -252,14 +252,15 @@ def _kill_before(engine: Any, call: str, pid: int) -> None:
             killed.append(pid)
             kill_group(pid)
 
-    say = engine._control._say
+    control = engine._replica._control
+    say = control._say
 
     def said(route: str, method: str, **arguments: Any) -> None:
         if route == call:
             kill()
         say(route, method, **arguments)
 
-    engine._control._say = said
+    control._say = said
     if (asked := getattr(engine.client, call, None)) is not None:
 
         def made(*arguments: Any) -> None:
