@@ -76,6 +76,9 @@ def _train(
     def answer(what: str, *arguments: Any) -> Any:
         if what == "join late":
             _hold_back(pipe)
+        if what == "dies at":
+            _die_at(*arguments)
+            return None
         if what.startswith("join"):
             extra = {name: torch.ones(1, 8) for name in arguments}
             plain = {**Checkpoint(Path(path)).tensors(), **extra}
