@@ -56,8 +56,8 @@ def send(client: Client) -> None:
     async def round_() -> None:
         info = EthaTrainerInitInfo(rank=0, world_size=1)
         engine: Any = Replica(info, client, Bus(), None)  # type: ignore[arg-type]
-        engine._pair = SimpleNamespace(lost=Lost())
-        await engine._round("seven")
+        engine.pair = SimpleNamespace(lost=Lost())
+        await engine.round("seven")
 
     asyncio.run(round_())
 

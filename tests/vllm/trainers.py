@@ -16,11 +16,14 @@ from torch import nn
 from tests.vllm.checkpoints import Checkpoint
 from tests.vllm.nursery import Child, kill_group, serve
 
+#: Of one engine, or of several.
+Urls = str | Sequence[str]
+
 
 class Trainer:
     """The ranks of one trainer, one process each."""
 
-    def __init__(self, shape: Sequence[int], model: Path, url: str, env: dict[str, str], logs: Path, **info: Any):
+    def __init__(self, shape: Sequence[int], model: Path, url: Urls, env: dict[str, str], logs: Path, **info: Any):
         """``shape``: () plain, (n,) FSDP2 over n ranks, (n, t) FSDP2 over n times tensor-parallel t.
 
         ``stages``: each of the n ranks has a layer of the model ("held", "iterated"), or all of it, and knows nothing
@@ -38,7 +41,10 @@ class Trainer:
         self._all("join", *extra)
 
     def send(self, model: Path, version: int | str | None = None) -> list[Any]:
-        """Take ``model``'s weights and bring them in; each rank's (version, number, peak of memory)."""
+        """Take ``model``'s weights and bring them in; each rank's (version, number, peak of memory).
+
+        Of several engines, each rank's outcomes: None, or an error.
+        """
         return self._all("send", str(model), version)
 
     def _all(self, *message: Any) -> list[Any]:
@@ -59,7 +65,7 @@ class Trainer:
 
 
 def _train(
-    pipe: Connection, rank: int, shape: tuple[int, ...], meeting: str, path: str, url: str, info: dict[str, Any]
+    pipe: Connection, rank: int, shape: tuple[int, ...], meeting: str, path: str, url: Urls, info: dict[str, Any]
 ) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -86,10 +92,13 @@ def _train(
             if stages in ("held", "iterated"):
                 source = _stage(stages, plain, rank, torch.Size(shape).numel(), meeting)
             told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
-            client = HTTPVLLMWeightSyncClient(url)
+            one = isinstance(url, str)
+            client: Any = HTTPVLLMWeightSyncClient(url) if one else [HTTPVLLMWeightSyncClient(each) for each in url]
             engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))
             return None
         (engine,) = engines
+        if what == "verify":
+            return sorted(engine.verify().failed)
         if what == "kill":
             _kill_before(engine, *arguments[2:])
             arguments = arguments[:2]
@@ -106,6 +115,8 @@ def _train(
         forget_peak()
         before = memory("VmRSS")
         result = engine.send_weights(version)
+        if not isinstance(url, str):
+            return [result.failed.get(number) for number in range(len(url))]
         return result.version, result.seq, memory("VmHWM") - before
 
     try:
@@ -255,7 +266,7 @@ def _kill_before(engine: Any, call: str, pid: int) -> None:
             killed.append(pid)
             kill_group(pid)
 
-    control = engine._replica._control
+    control = engine._replicas._control
     say = control._say
 
     def said(route: str, method: str, **arguments: Any) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "EthaTrainerInitInfo",
     "EthaTrainerWeightTransferEngine",
     "EthaWeightTransferEngine",
+    "FleetResult",
     "LLMClient",
 ]
 
@@ -25,6 +26,7 @@ _HOME = {
     "EthaTrainerInitInfo": "trainer",
     "EthaTrainerWeightTransferEngine": "trainer",
     "EthaWeightTransferEngine": "worker",
+    "FleetResult": "fleet",
     "LLMClient": "client",
 }
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -26,7 +27,14 @@ from etha import AsyncTensorBusClient, TransferResult
 from etha.client.place import Place
 from etha.client.results import Pair
 from etha.config import LaunchEnv
-from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError
+from etha.errors import (
+    ConfigError,
+    EthaError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    TransferError,
+    TransferTimeoutError,
+)
 from etha.integrations.vllm.control import Control, told, unreachable
 from etha.integrations.vllm.source import EthaSource, Iterated
 from etha.integrations.vllm.team import Team
@@ -35,9 +43,8 @@ if TYPE_CHECKING:
     from etha.integrations.vllm.trainer import EthaTrainerInitInfo
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 #: Seconds between two looks for an engine that does not answer.
-_AGAIN = 0.5
+AGAIN = 0.5
 #: Seconds within which agents tell that a worker has died, be it with its whole host.
 _NEWS = 5.0
 #: Calls of the engine in which a version is brought in: start, pause, update, finish, resume.
@@ -54,45 +61,69 @@ class Replica:
         bus: AsyncTensorBusClient,
         weights: EthaSource | Iterated,
     ) -> None:
-        self._info, self.client, self._bus, self._weights = info, client, bus, weights
+        self.info, self.client, self._bus, self._weights = info, client, bus, weights
         in_place = info.direct and not info.atomic
         self._control = Control(client, info.pause, lease=info.lease, in_place=in_place)
         self._team = Team(
             bus, info.pair, info.local_name, rank=info.rank, world=place_of(info).world_size, timeout=info.timeout
         )
-        self._pair: Pair | None = None
+        self.pair: Pair | None = None
+        # When a call of the engine is given up, by the loop's clock; None: the client has a limit of its own.
+        self._until: float | None = None
         self._metas: Sequence[ParamMeta] = ()
         self._spread = False
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
 
-    async def begin(self, metas: Sequence[ParamMeta], *, spread: bool) -> None:
-        """Meet the other ranks and the engine. ``metas``: of all ranks; ``spread``: no rank has all of them."""
+    @property
+    def stands(self) -> bool:
+        """Whether the engine was met and has not been lost since."""
+        return self.pair is not None and not self.pair.lost.is_set()
+
+    def announce(self, metas: Sequence[ParamMeta], *, spread: bool) -> None:
+        """What the engine is told of. ``metas``: of all ranks; ``spread``: no rank has all of them."""
         self._metas, self._spread = metas, spread
-        if self._info.is_sender:
-            await self._lead(self._form())
-        else:
-            await self._follow(None)
+
+    async def begin(self) -> None:
+        """Meet the other ranks and the engine."""
+        await self.together(self.form)
 
     async def send(self, version: int | str | None) -> TransferResult:
         """Bring the weights into the engine as ``version``."""
-        return await self._together(self._send, version)
+        return await self.transfer(partial(self._send, version), version)
 
     async def verify(self) -> TransferResult:
         """Prove that the engine computes with the weights."""
-        return await self._together(self._verify)
+        return await self.transfer(self.verified)
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Calls of the engine in here are given up once ``seconds`` are over: TransferTimeoutError."""
+        self._until = asyncio.get_running_loop().time() + seconds
+        try:
+            yield
+        finally:
+            self._until = None
 
     # ---- one outcome for all ranks -------------------------------------------------------------
 
-    async def _together(
-        self, work: Callable[..., Coroutine[Any, Any, TransferResult]], version: int | str | None = None
+    async def together(
+        self, work: Callable[[], Coroutine[Any, Any, TransferResult | None]], version: int | str | None = None
+    ) -> TransferResult | None:
+        """One call of all ranks: ``work`` is rank 0's, the others do what it says, and have its outcome."""
+        if self.info.is_sender:
+            return await self._lead(work())
+        return await self._follow(version)
+
+    async def transfer(
+        self, work: Callable[[], Coroutine[Any, Any, TransferResult]], version: int | str | None = None
     ) -> TransferResult:
-        """One transfer by all ranks: ``work`` is rank 0's, the others do what it says."""
-        result = await (self._lead(work(version)) if self._info.is_sender else self._follow(version))
+        """``together``, of what ends in a transfer."""
+        result = await self.together(work, version)
         assert result is not None
         return result
 
-    async def _lead(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _lead(self, work: Coroutine[Any, Any, TransferResult | None]) -> TransferResult | None:
         """Rank 0's part: its outcome is everybody's."""
         try:
             await self._team.meet()
@@ -100,9 +131,9 @@ class Replica:
         except BaseException as error:
             work.close()
             with suppress(EthaError):  # what failed first is what is told
-                await self._team.say(_plain(error), self._info.timeout if isinstance(error, Exception) else _NEWS)
+                await self._team.say(plain(error), self.info.timeout if isinstance(error, Exception) else _NEWS)
             raise
-        await self._team.say("done", self._info.timeout)
+        await self._team.say("done", self.info.timeout)
         return result
 
     async def _follow(self, version: int | str | None) -> TransferResult | None:
@@ -114,9 +145,9 @@ class Replica:
             failed = None
             try:
                 if word == "join":
-                    self._pair = await self._join()
+                    self.pair = await self._join()
                 else:
-                    result = await self._bus.transfer(self._info.batch, "send", version=version)
+                    result = await self._bus.transfer(self.info.batch, "send", version=version)
             except EthaError as error:
                 failed = error  # rank 0 fails as well, and says how: or it does not, and that is this rank's alone
         if failed is not None:
@@ -125,17 +156,21 @@ class Replica:
 
     def _patience(self) -> float:
         """Seconds that rank 0 may take from one word to the next: the meeting, or the calls that bring a version in."""
-        return self._info.timeout + _CALLS * float(getattr(self.client, "timeout", self._info.timeout))
+        return self.info.timeout + _CALLS * float(getattr(self.client, "timeout", self.info.timeout))
 
-    async def _form(self) -> None:
+    async def form(self) -> None:
         """Rank 0's: the engine first, for it may still wait for a trainer that has died, and take this one for it."""
-        self._pair = None
+        self.pair = None
         await self._engine_joins()
-        await self._team.say("join", self._info.timeout)
+        await self.meet()
+
+    async def meet(self) -> None:
+        """Rank 0's: all ranks meet the engine, which was told to meet them."""
+        await self._team.say("join", self.info.timeout)
         try:
-            self._pair = await self._join()
+            self.pair = await self._join()
         except RendezvousTimeoutError as error:
-            if set(error.missing) != {self._info.remote_name}:
+            if set(error.missing) != {self.info.remote_name}:
                 raise
             text = f"{error}{await self._engines_word()}"
             raise RendezvousTimeoutError(text, missing=error.missing) from None
@@ -154,8 +189,8 @@ class Replica:
         return ""
 
     async def _join(self) -> Pair:
-        info = self._info
-        place = place_of(self._info)
+        info = self.info
+        place = place_of(self.info)
         # Of plain tensors every rank has all, or each has some: then each is a replica by itself.
         mesh: Any = (place.world_size,)
         if self._spread:
@@ -167,8 +202,21 @@ class Replica:
         return pair
 
     async def _engine_joins(self) -> None:
-        info, metas = self._info, self._metas
-        self._control.holder = uuid4().hex
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(self.info.timeout):
+                while True:
+                    last = await self.ask_to_join(last)
+                    if last is None:
+                        return
+                    await asyncio.sleep(AGAIN)
+        except TimeoutError:
+            text = f"pair {self.info.pair!r}: no engine has answered in {self.info.timeout:g} s: {last}"
+            raise RendezvousTimeoutError(text, missing={self.info.remote_name: (0,)}) from last
+
+    def _plan(self) -> dict[str, Any]:
+        """What the engine is told of the trainer."""
+        info, metas = self.info, self._metas
         plan: dict[str, Any] = {
             "holder": self._control.holder,
             "pair": info.pair,
@@ -182,54 +230,45 @@ class Replica:
             "atomic": info.atomic,
             "timeout": info.timeout,
         }
-        plan |= {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
-        last: Exception | None = None
-        try:
-            async with asyncio.timeout(info.timeout):
-                while True:
-                    last = await self._ask_to_join(plan, last)
-                    if last is None:
-                        return
-                    await asyncio.sleep(_AGAIN)
-        except TimeoutError:
-            text = f"pair {info.pair!r}: no engine has answered in {info.timeout:g} s: {last}"
-            raise RendezvousTimeoutError(text, missing={info.remote_name: (0,)}) from last
+        return plan | {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
 
-    async def _ask_to_join(self, plan: dict[str, Any], before: Exception | None) -> Exception | None:
+    async def ask_to_join(self, before: Exception | None = None) -> Exception | None:
         """Tell the engine to meet this trainer; the error where nobody answers for it, ``before`` the one before."""
         import requests
 
+        self._control.holder = uuid4().hex
         try:
             # A trainer that was killed may have left the engine waiting.
             await self._ask(self._control.recover)
-            await self._ask(told, self.client.init_weight_transfer_engine, plan)
+            await self._ask(told, self.client.init_weight_transfer_engine, self._plan())
         except requests.HTTPError as error:
-            raise ConfigError(f"pair {self._info.pair!r}: the engine refuses this trainer: {error}") from error
+            raise ConfigError(f"pair {self.info.pair!r}: the engine refuses this trainer: {error}") from error
         except Exception as error:
             if not unreachable(error):
                 raise
             level = logging.WARNING if before is None else logging.DEBUG
-            log.log(level, "pair %s: no engine yet: %s", self._info.pair, error)
+            log.log(level, "pair %s: no engine yet: %s", self.info.pair, error)
             return error
         return None
 
     async def _send(self, version: int | str | None) -> TransferResult:
-        fresh = self._pair is None or self._pair.lost.is_set()
+        fresh = not self.stands
         if fresh:
-            await self._form()
+            await self.form()
         try:
-            return await self._round(version)
+            return await self.round(version)
         except PeerLostError as error:
             if fresh or error.outcome != "withdrawn":  # bytes have moved: that is for the caller to know
                 raise
-            log.info("pair %s was lost: forming it again", self._info.pair)
-        await self._form()
-        return await self._round(version)
+            log.info("pair %s was lost: forming it again", self.info.pair)
+        await self.form()
+        return await self.round(version)
 
-    async def _round(self, version: int | str | None) -> TransferResult:
+    async def round(self, version: int | str | None, label: str | None = None) -> TransferResult:
+        """Rank 0's part of a version, with an engine that was met; ``label``: what the engine calls it."""
         try:
             async with self._documented(version):
-                result = await self._bring_in(version)
+                result = await self._bring_in(version, label)
         except BaseException:
             if not self._torn:
                 with suppress(Exception):  # what failed first is what is told
@@ -249,7 +288,7 @@ class Replica:
         except Exception as error:
             if isinstance(error, EthaError):
                 raise
-            pair, which = self._info.pair, "the version" if version is None else f"version {version}"
+            pair, which = self.info.pair, "the version" if version is None else f"version {version}"
             if unreachable(error):
                 await self._engine_left(_NEWS)
                 text = f"pair {pair!r}: the engine has left while {which} was brought in: {error}"
@@ -258,40 +297,41 @@ class Replica:
                 raise TransferError(f"pair {pair!r}: the engine did not bring in {which}: {error}") from error
             raise
 
-    async def _bring_in(self, version: int | str | None) -> TransferResult:
-        live = self._info.direct and not self._info.atomic  # bytes go into the live parameters
+    async def _bring_in(self, version: int | str | None, label: str | None) -> TransferResult:
+        live = self.info.direct and not self.info.atomic  # bytes go into the live parameters
         if live:
             await self._ask(self._control.pause)
         await self._start()
         try:
-            await self._team.say("send", self._info.timeout)
-            result = await self._bus.transfer(self._info.batch, "send", version=version)
+            await self._team.say("send", self.info.timeout)
+            result = await self._bus.transfer(self.info.batch, "send", version=version)
         except BaseException:
             await self._cancel()
             raise
         if not live:
             await self._ask(self._control.pause)
         await self._ask(told, self.client.update_weights, {})
-        await self._finish(str(result.seq if version is None else version))
+        await self._finish(label or str(result.seq if version is None else version))
         return result
 
-    async def _verify(self, version: None) -> TransferResult:
-        if self._pair is None or self._pair.lost.is_set():
-            await self._form()
-        async with self._documented(version):
+    async def verified(self) -> TransferResult:
+        """Rank 0's part of ``verify``."""
+        if not self.stands:
+            await self.form()
+        async with self._documented(None):
             await self._start()
             try:
-                await self._team.say("send", self._info.timeout)
-                result = await self._bus.transfer(self._info.batch, "send")
+                await self._team.say("send", self.info.timeout)
+                result = await self._bus.transfer(self.info.batch, "send")
             except BaseException:
                 await self._cancel()
                 raise
             try:
                 await self._ask(told, self.client.update_weights, {"verify": True})
             except Exception as error:
-                if unreachable(error) or isinstance(error, PeerLostError):
+                if absent(error):
                     raise
-                text = f"pair {self._info.pair!r}: the engine does not compute with the trainer's weights: {error}"
+                text = f"pair {self.info.pair!r}: the engine does not compute with the trainer's weights: {error}"
                 raise TransferError(text) from error
             await self._ask(told, self.client.finish_weight_update)
         return result
@@ -304,7 +344,7 @@ class Replica:
                 raise
             self._torn = True
             raise TransferError(
-                f"pair {self._info.pair!r}: the engine has received version {version} and could not bring it into "
+                f"pair {self.info.pair!r}: the engine has received version {version} and could not bring it into "
                 f"its model: {error}; it stays paused until it has taken a version whole (pause=None: see to it)",
                 torn=True,
             ) from error
@@ -313,25 +353,44 @@ class Replica:
     async def _start(self) -> None:
         try:
             await self._ask(self.client.start_weight_update)
+        except TransferTimeoutError:
+            raise
         except Exception as error:
             if await self._engine_left(_NEWS if unreachable(error) else 0.0):
-                text = f"pair {self._info.pair!r}: the engine has left"
+                text = f"pair {self.info.pair!r}: the engine has left"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from None
             if unreachable(error):
-                text = f"pair {self._info.pair!r}: nobody answers for the engine: {error}"
+                text = f"pair {self.info.pair!r}: nobody answers for the engine: {error}"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from error
             # An update that a trainer before this one began and never ended.
             await self._cancel()
             await self._ask(told, self.client.start_weight_update)
 
+    async def settle(self) -> None:
+        """End what was begun with an engine that stands, and its pause; raises what ``absent`` tells of."""
+        await self._ask_whether_it_answers(self.client.update_weights, {"cancel": True})
+        if not self._torn:
+            await self._ask_whether_it_answers(self._control.resume)
+
+    async def _ask_whether_it_answers(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            await self._ask(call, *arguments)
+        except Exception as error:
+            if absent(error):
+                raise
+
     async def _ask(self, call: Callable[..., None], *arguments: Any) -> None:
         """Make a call of the engine, in a thread of its own.
 
         PeerLostError where it has not returned a while after the pair was lost: vLLM does not answer calls that were
-        under way when one of several engines behind a URL died.
+        under way when one of several engines behind a URL died. TransferTimeoutError where the time of ``within``
+        is over.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[None] = loop.create_future()
+        silent = f"pair {self.info.pair!r}: the engine has not answered in {self.info.timeout:g} s"
+        if self._until is not None and loop.time() >= self._until:
+            raise TransferTimeoutError(silent, outcome="unknown")
 
         def end(error: BaseException | None) -> None:
             if answer.done():
@@ -351,27 +410,38 @@ class Replica:
                 loop.call_soon_threadsafe(end, failed)
 
         Thread(target=make, name="etha-engine-call", daemon=True).start()
-        if self._pair is not None:
+        limit = asyncio.timeout_at(self._until)
+        try:
+            async with limit:
+                await self._heard(answer)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TransferTimeoutError(silent, outcome="unknown") from error
+
+    async def _heard(self, answer: asyncio.Future[None]) -> None:
+        """Wait for ``answer``, and not for long once the pair is lost."""
+        if self.pair is not None:
             async with asyncio.TaskGroup() as waiting:
-                lost = waiting.create_task(self._pair.lost.wait())
+                lost = waiting.create_task(self.pair.lost.wait())
                 either: list[asyncio.Future[Any]] = [answer, lost]
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
                     await asyncio.wait({answer}, timeout=_NEWS)
                 lost.cancel()
             if not answer.done():
-                text = f"pair {self._info.pair!r} was lost and the engine answers no more: {self._pair.lost.text}"
+                text = f"pair {self.info.pair!r} was lost and the engine answers no more: {self.pair.lost.text}"
                 raise PeerLostError(text, reason="died", outcome="unknown")
         await answer
 
     async def _engine_left(self, seconds: float) -> bool:
         """Whether the pair is lost, or becomes so in a moment: its workers' death is heard of by another way."""
-        if self._pair is None:
+        if self.pair is None:
             return True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._pair.lost
-        return self._pair.lost.is_set()
+                await self.pair.lost
+        return self.pair.lost.is_set()
 
     async def _cancel(self) -> None:
         with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
@@ -383,7 +453,15 @@ def place_of(info: EthaTrainerInitInfo) -> Place:
     return Place.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env())
 
 
-def _plain(error: BaseException) -> EthaError:
+def absent(error: BaseException) -> bool:
+    """Whether an engine has not answered, of whatever that was asked; else it has, and refuses."""
+    import requests
+
+    lost = (PeerLostError, TransferTimeoutError, RendezvousTimeoutError, TimeoutError, requests.Timeout)
+    return isinstance(error, lost) or unreachable(error)
+
+
+def plain(error: BaseException) -> EthaError:
     """``error`` as it can be told to other ranks."""
     if isinstance(error, EthaError):
         return error

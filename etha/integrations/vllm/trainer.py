@@ -5,14 +5,14 @@ What is done with an engine is in replica.py.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import finalize
 
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
@@ -23,6 +23,7 @@ from etha import AsyncTensorBusClient, TransferResult
 from etha.client.portal import Membership
 from etha.errors import AgentLostError, ConfigError
 from etha.integrations.vllm.control import Pause
+from etha.integrations.vllm.fleet import FleetResult, Replicas
 from etha.integrations.vllm.lease import SECONDS
 from etha.integrations.vllm.replica import Replica, place_of
 from etha.integrations.vllm.source import EthaSource, merged
@@ -67,7 +68,11 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     init_info_cls = EthaTrainerInitInfo
 
     def __init__(
-        self, init_info: EthaTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None
+        self,
+        init_info: EthaTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient | Sequence[VLLMWeightSyncClient],
+        source: WeightSource | None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
@@ -75,43 +80,60 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
-        self._replica = Replica(init_info, client, self._bus, self._weights)
         self._membership: Membership | None = Membership(self)
+        self._replicas: Replica | Replicas
+        if isinstance(client, (list, tuple)):
+            self._replicas = Replicas(init_info, client, self._bus, self._weights, self._membership.portal)
+            finalize(self, self._replicas.close).atexit = False  # else what looks for engines would go on
+        else:
+            self._replicas = Replica(init_info, client, self._bus, self._weights)
 
     @classmethod
     def trainer_init(
-        cls, init_info: EthaTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+        cls,
+        init_info: EthaTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient | Sequence[VLLMWeightSyncClient],
+        source: WeightSource | None = None,
     ) -> Self:
         """Meet the other ranks and the engine, on every rank of the trainer; an engine that is not up is waited for.
 
+        ``client``: one, or a list with one for each engine (the same list on every rank): an engine that has not come
+        within the timeout is left out then, and takes the next version once it is there; an error if none comes.
         Errors of ``init_pair`` and ``register_tensors``; ConfigError where the engine refuses, on all ranks.
         """
         engine = cls(init_info, client=client, source=source)
         try:
-            metas, spread = engine._announce()
-            engine._run(engine._replica.begin(metas, spread=spread))
+            engine._announce()
+            engine._run(engine._replicas.begin())
         except BaseException:
             engine.shutdown()
             raise
         return engine
 
-    def send_weights(self, version: int | str | None = None) -> TransferResult:
+    def send_weights(self, version: int | str | None = None) -> TransferResult | FleetResult:
         """Bring the weights as they are now into the engine as ``version``; on every rank.
 
         The engine's weight version is ``version``, else the transfer's number. Where the pair was lost before a
         byte has moved, it is formed again first, which waits for an engine that is starting. TransferError and its
         subclasses, on all ranks alike: the engine answers with what it had; call again for the next version. The
         engine is live with it when this returns.
+
+        With a list of clients, all engines at the same time, and a ``FleetResult`` that says how it ended with each: an
+        engine that is lost costs the others nothing, is told of (``failed``, and a warning), and takes the next
+        version once it answers again. An error where none has taken the version.
         """
         self._weights.refresh()
-        return self._run(self._replica.send(version))
+        sent: Coroutine[Any, Any, TransferResult | FleetResult] = self._replicas.send(version)
+        return self._run(sent)
 
-    def verify(self) -> TransferResult:
+    def verify(self) -> TransferResult | FleetResult:
         """Prove that the engine computes with the weights as they are here now; on every rank, after an update.
 
         They are sent once more, beside the live model, and each worker compares: parameters that can be read bit by
         bit, packed ones by their products with a fixed probe, to within the dtype's rounding. Nothing of the engine
         changes; requests wait while it compares. TransferError, on all ranks, names the parameters that differ.
+        With a list of clients, an error if one engine differs; one that is out is told of in the ``FleetResult``.
         ConfigError with ``atomic=False``, where there is no place beside the model.
         """
         if self._info.direct and not self._info.atomic:
@@ -120,20 +142,23 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 f"is nothing to compare them with: use atomic=True to verify"
             )
         self._weights.refresh()
-        return self._run(self._replica.verify())
+        verified: Coroutine[Any, Any, TransferResult | FleetResult] = self._replicas.verify()
+        return self._run(verified)
 
     def shutdown(self) -> None:
         """Leave the pair; idempotent."""
         if self._membership is not None:
             left, self._membership = self._membership, None
+            if isinstance(self._replicas, Replicas):
+                self._replicas.close()
             try:
                 with suppress(AgentLostError):  # the program ends, and the loop before this
                     left.portal.call(self._bus.close())
             finally:
                 left.leave()
 
-    def _announce(self) -> tuple[list[ParamMeta], bool]:
-        """What all ranks hold, and whether some holds less: a collective of torch.distributed, if that is the trainer.
+    def _announce(self) -> None:
+        """Learn what all ranks hold: a collective of torch.distributed where the trainer is its world.
 
         Elsewhere each rank's source must know the whole model.
         """
@@ -146,7 +171,8 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             dist.all_gather_object(told, (metas, held[0]))
             metas = merged([metas for metas, _ in told])
             held = [names for _, names in told]
-        return metas, any(set(names) != {meta.name for meta in metas} for names in held)
+        spread = any(set(names) != {meta.name for meta in metas} for names in held)
+        self._replicas.announce(metas, spread=spread)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._membership is None:
