@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,101 @@ def make(kind: str, path: Path, *, seed: int, **changes: Any) -> Checkpoint:
         for parameter in model.parameters():  # initial weights are so small that every prompt has one answer
             parameter.add_(torch.randn_like(parameter) * 0.1) if parameter.ndim == 1 else parameter.mul_(4)
     model.save_pretrained(path)
+    return Checkpoint(path)
+
+
+#: Of a model whose projections are of whole blocks, for two workers, too.
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+BLOCK = 128
+
+
+def _int8_channel(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = (weight.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
+    return {"weight": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
+
+
+def _int8_tensor(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.float().abs().amax() / 127
+    return {
+        "weight": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8),
+        "weight_scale": scale.reshape(1),
+    }
+
+
+def _fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _fp8_channel(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.float().abs().amax(-1, keepdim=True) / 448
+    return {"weight": _fp8(weight, scale), "weight_scale": scale}
+
+
+def _fp8_tensor(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.float().abs().amax() / 448
+    return {"weight": _fp8(weight, scale), "weight_scale": scale}
+
+
+def _fp8_block(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = weight.shape
+    scale = weight.float().abs().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).amax((1, 3)) / 448
+    each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return {"weight": _fp8(weight, each), "weight_scale_inv": scale}
+
+
+def _compressed(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """As compressed-tensors writes it into config.json."""
+    common = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if kind == "int" else "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, **weights},
+                "input_activations": {**common, "strategy": "token", "dynamic": True, **inputs},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+#: What becomes of a projection's weight, and what config.json says of it.
+QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "int8-channel": (_int8_channel, _compressed("int", {"strategy": "channel"}, {})),
+    "int8-channel-zero-point": (_int8_channel, _compressed("int", {"strategy": "channel"}, {"symmetric": False})),
+    "int8-tensor": (_int8_tensor, _compressed("int", {"strategy": "tensor"}, {})),
+    "fp8-channel": (_fp8_channel, _compressed("float", {"strategy": "channel"}, {})),
+    "fp8-tensor": (_fp8_tensor, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8-block": (
+        _fp8_block,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    ),
+}
+
+
+def quantize(source: Path, path: Path, how: str) -> Checkpoint:
+    """The model of ``source`` with its projections quantized as QUANTIZED says, in ``path``."""
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, path)
+    of, said = QUANTIZED[how]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in Checkpoint(source).tensors().items():
+        if name.endswith("_proj.weight"):
+            stem = name.removesuffix("weight")
+            found.update({stem + leaf: made.contiguous() for leaf, made in of(tensor).items()})
+        else:
+            found[name] = tensor
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    config = path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
     return Checkpoint(path)
 
 

@@ -21,15 +21,26 @@ Logits = list[list[dict[int, float]]]
 
 
 class Replica:
-    """A process with an in-process `LLM`; ``dummy`` weights, else those of ``model``'s file."""
+    """A process with an in-process `LLM`; ``dummy`` weights, else those of ``model``'s file.
+
+    ``before``: is called in it before the engine is made.
+    """
 
     def __init__(
-        self, model: Path, env: Mapping[str, str], log: Path, *, workers: int = 1, dummy: bool = False, **options: Any
+        self,
+        model: Path,
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        workers: int = 1,
+        dummy: bool = False,
+        before: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         # Functions go to the workers, by pickle.
         env = {**env, **environment(workers), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         self.log = log
-        self._child = Child(_live, str(model), workers, dummy, options, env=env, log=log)
+        self._child = Child(_live, str(model), workers, dummy, before, options, env=env, log=log)
 
     def logits(self, prompts: Sequence[Any] = PROMPTS) -> Logits:
         """Of each of ``prompts``, the logits of every token at each of STEPS."""
@@ -69,9 +80,18 @@ def reference(model: Path, env: Mapping[str, str], log: Path, workers: int = 1, 
         return fresh.logits()
 
 
-def _live(pipe: Connection, model: str, workers: int, dummy: bool, options: dict[str, Any]) -> None:
+def _live(
+    pipe: Connection,
+    model: str,
+    workers: int,
+    dummy: bool,
+    before: Callable[[], None] | None,
+    options: dict[str, Any],
+) -> None:
     from vllm import LLM, SamplingParams
 
+    if before is not None:
+        before()
     engine: Any = LLM(
         model, tensor_parallel_size=workers, dtype="bfloat16", max_model_len=128, max_num_seqs=8,
         disable_log_stats=True, max_logprobs=-1, logprobs_mode="raw_logits",

@@ -310,23 +310,26 @@ def test_a_loader_that_does_something_else_later_is_an_error() -> None:
     assert torch.equal(live.up(X), X @ new["up"].T)
 
 
+SCALED = (torch.int8, torch.float8_e4m3fn)
+
+
 def test_a_copy_without_a_scale_is_refused() -> None:
     def load(model: Any, name: str, tensor: Tensor) -> None:
         model.up.weight.data.copy_(tensor)
 
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        live = Model(load, up=Linear(6, 8, keep=True, dtype=dtype))
+    for into, sent in [*((dtype, torch.bfloat16) for dtype in SCALED), *((torch.bfloat16, dtype) for dtype in SCALED)]:
+        live = Model(load, up=Linear(6, 8, keep=True, dtype=into))
         record_metadata_for_reloading(live)
-        with pytest.raises(ConfigError, match=r"'up\.weight' is torch\..*8.* without a scale"):
-            received(live, random(up=(6, 8)))
+        with pytest.raises(ConfigError, match=rf"'up\.weight' is {into} and .* from {sent} .* without a scale"):
+            received(live, {"up": torch.zeros(6, 8).to(sent)})
 
 
-def test_a_quantized_module_is_refused() -> None:
-    class Fp8LinearMethod(UnquantizedLinearMethod): ...
+def test_a_module_that_is_quantized_in_an_unknown_way_is_refused() -> None:
+    class Fp8MoEMethod(UnquantizedLinearMethod): ...
 
     model = Model(lambda *_: None, up=Linear(6, 8))
-    model.up.quant_method = Fp8LinearMethod(True)
-    with pytest.raises(ConfigError, match=r"the engine is quantized .*'up' first, by Fp8LinearMethod"):
+    model.up.quant_method = Fp8MoEMethod(True)
+    with pytest.raises(ConfigError, match=r"1 modules of the engine are quantized .*'up' first: by Fp8MoEMethod"):
         received(model.first({}), random(up=(6, 8)))
 
 

@@ -6,6 +6,8 @@ sent through the module as requests are, and through the weight itself.
     probe     rows of the identity, whose products are columns of the weight, and one row of random numbers
     bound     of a product over n numbers in float32, rounded once to a dtype with unit roundoff u:
               u |y| + n 2**-24 |x| |w|    (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1)
+
+Where the engine quantizes what comes in, to 8 bits a row, the probe is of integers that this leaves as they are.
 """
 
 from __future__ import annotations
@@ -54,8 +56,10 @@ class Comparison:
 
 def unequal(live: Tensor, due: Tensor) -> str | None:
     """What differs between two tensors of the same numbers; NaN equals NaN."""
-    if live.shape != due.shape:
-        return f"shape {tuple(live.shape)} instead of {tuple(due.shape)}"
+    if live.shape != due.shape or live.dtype != due.dtype:
+        return f"shape {tuple(live.shape)}, {live.dtype} instead of {tuple(due.shape)}, {due.dtype}"
+    if live.dtype.itemsize == 1:  # torch does not compare float8
+        live, due = live.view(torch.uint8), due.view(torch.uint8)
     wrong = (live != due) & ~((live != live) & (due != due))
     return f"{int(wrong.sum())} of {live.numel()} elements differ" if bool(wrong.any()) else None
 
@@ -80,13 +84,8 @@ class Product:
     """The products of a probe with a weight of shape [out, in]; a few columns are kept of it, and not the weight."""
 
     def __init__(self, weight: Tensor) -> None:
-        columns = min(COLUMNS, weight.shape[1])
-        at = torch.linspace(0, weight.shape[1] - 1, columns).round().long()
-        dense = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        self.probe = torch.cat(
-            [torch.eye(weight.shape[1])[at] if weight.shape[1] <= ROWS else _rows(at, weight), dense]
-        )
-        self.probe = self.probe.to(weight)
+        dense = _random(1, weight.shape[1])
+        self.probe = torch.cat([_units(COLUMNS, weight.shape[1]), dense]).to(weight)
         x = self.probe.float()
         due, sizes = [], []
         for start in range(0, weight.shape[0], ROWS):
@@ -103,11 +102,59 @@ class Product:
         return _off(module.quant_method.apply(module, self.probe, None), self._due, self._bound)
 
 
-def _rows(at: Tensor, weight: Tensor) -> Tensor:
-    """Rows of the identity that would be too large as a whole."""
-    rows = torch.zeros(len(at), weight.shape[1])
+def _random(*shape: int) -> Tensor:
+    """Random numbers, the same every time; vLLM's own default dtype may be another while it loads."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+
+def _units(count: int, wide: int) -> Tensor:
+    """Rows of the identity of size ``wide``, which would be too large as a whole: up to ``count``, evenly."""
+    at = torch.linspace(0, wide - 1, min(count, wide), dtype=torch.float64).round().long()
+    rows = torch.zeros(len(at), wide, dtype=torch.float32)
     rows[torch.arange(len(at)), at] = 1
     return rows
+
+
+class Integers:
+    """The same for int8: a weight of shape [out, in] with a scale for each row of it, or of each part of its rows.
+
+    ``dtype``: of what comes in and goes out. ``scale``: of what comes in, where it is no row's own. ``shifted``: rows
+    have a zero point.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        widths: list[int],
+        dtype: torch.dtype,
+        scale: Tensor | None,
+        shifted: bool,
+    ) -> None:
+        wide = weight.shape[1]
+        dense = torch.randint(-127, 128, (1, wide), generator=torch.Generator().manual_seed(0)).float()
+        dense[0, 0], dense[0, -1] = 127, -128 if shifted else -127
+        rows = torch.cat([127 * _units(COLUMNS, wide), dense])
+        unit = torch.ones((), dtype=torch.float32) if scale is None else scale.float().max()
+        # Rounded to half of a number of 8 bits at most, which leaves the integer.
+        self.probe = (rows * unit).to(dtype)
+        if scales.numel() != weight.shape[0]:
+            scales = scales.flatten().repeat_interleave(torch.tensor(widths))
+        each = scales.flatten().double() * unit.double()
+        self._due = torch.empty(len(rows), weight.shape[0], dtype=torch.float32)
+        self._bound = torch.empty_like(self._due)
+        for start in range(0, weight.shape[0], ROWS):
+            part = slice(start, start + ROWS)
+            w = weight[part].double()
+            due = (rows.double() @ w.T) * each[part]
+            # What a zero point adds to the sums, and is taken off again.
+            sums = (rows.abs().double() @ w.abs().T + (256 * w.abs().sum(1) if shifted else 0)) * each[part]
+            self._due[:, part] = due.float()
+            self._bound[:, part] = (2 * _unit(dtype) * due.abs() + 4 * 2.0**-24 * sums).float()
+
+    def wrong(self, module: Any) -> str | None:
+        """What differs of what ``module`` makes of the probe."""
+        return _off(module.quant_method.apply(module, self.probe, None), self._due, self._bound)
 
 
 #: Activations of experts: from gate and up projections, as [..., 2n], to [..., n].
@@ -125,7 +172,7 @@ class Experts:
     """
 
     def __init__(self, module: Any, w13: Tensor, w2: Tensor) -> None:
-        self.probe = torch.randn(w13.shape[0], w13.shape[2], generator=torch.Generator().manual_seed(0)).to(w13)
+        self.probe = _random(w13.shape[0], w13.shape[2]).to(w13)
         act = _ACTIVATIONS[module.activation.value]
         due, bound = [], []
         for x, up, down in zip(self.probe.float(), w13, w2, strict=True):
@@ -166,4 +213,4 @@ class Probed:
 
     name: str
     module: nn.Module
-    product: Product | Experts
+    product: Product | Integers | Experts

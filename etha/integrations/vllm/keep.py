@@ -132,9 +132,17 @@ class _Tensor:
         return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=why)
 
 
+#: Of these, nobody means the numbers themselves, but those times a scale.
+_SCALED = frozenset(
+    (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+)
+
+
 def lossy(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether ``copy_`` makes other numbers of ``source``'s: integers and float8 want a scale, and it gives none."""
-    return source != target and (not target.is_floating_point or target.itemsize == 1)
+    if source == target:
+        return False
+    return not target.is_floating_point or target.itemsize == 1 or source in _SCALED
 
 
 def _fits(small: torch.Size, large: torch.Size) -> bool:

@@ -25,11 +25,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from etha.errors import ConfigError, TransferError
-from etha.integrations.vllm.compare import Comparison, Experts, Probed, Product, multiplies, unequal
+from etha.integrations.vllm.compare import Comparison, Experts, Integers, Probed, Product, multiplies, unequal
 from etha.integrations.vllm.filling import Filling, Place
 from etha.integrations.vllm.keep import Meta, Recorded, Recording
+from etha.integrations.vllm.quantized import cast_refused, kernel_of, quantized
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 #: Warns of every layer that nothing was loaded into: all of them, for here layers are filled in another way.
@@ -172,6 +174,8 @@ class Reload:
 
     def _compared(self, name: str, module: Any, places: list[Place], found: Comparison) -> list[Probed]:
         """Compare what can be read of a module; its products, for what cannot, or is computed with as a copy."""
+        if quantized(module):
+            return self._compared_quantized(name, module, places, found)
         loaded = {place.leaf: place for place in places if place.memory is not None}
         made = {leaf: place.memory for leaf, place in loaded.items() if place.memory is not None}
         products: list[Probed] = []
@@ -195,6 +199,31 @@ class Reload:
             elif leaf not in covered and not twins:
                 found.left_out.append(place.name)
         return products
+
+    def _compared_quantized(self, name: str, module: Any, places: list[Place], found: Comparison) -> list[Probed]:
+        """The same for a quantized module: its products where a kernel holds it, else all that is made of it."""
+        made = {place.leaf: place.memory for place in places if place.memory is not None}
+        for place in places:
+            if place.seen.device.type != "meta" and place.memory is not None:
+                found.add(place.name, unequal(place.seen, made.pop(place.leaf)))
+        config: Any = getattr(kernel_of(module), "config", None)
+        if hasattr(kernel_of(module), "dnnl_handler"):
+            if config.is_static_input_scheme and not config.input_symmetric:
+                found.left_out += [f"{name}.{leaf}" for leaf in made]
+                return []
+            shifted, scale = not config.input_symmetric, made.get("input_scale")
+            product = Integers(
+                made["weight"], made["weight_scale"], module.logical_widths, self._config.dtype, scale, shifted
+            )
+            return [Probed(f"{name}.weight", module, product)]
+        info: Any = get_layerwise_info(module)
+        parameters: dict[str, torch.Tensor] = info.kernel_tensors[0]
+        self._make(module, places)
+        self._refuse_others(module, parameters)
+        for leaf, live in parameters.items():
+            if (new := getattr(module, leaf)) is not live:
+                found.add(f"{name}.{leaf}", unequal(live, new))
+        return []
 
     def _with_ties(self, probed: list[Probed], names: Mapping[nn.Module, str]) -> Iterator[Probed]:
         """Modules, and those that nothing was loaded into, but whose weight is that of one of them."""
@@ -261,10 +290,31 @@ class Reload:
                 place.memory = None
             return
         for place in places:
+            if place.seen.device.type != "meta" and place.memory is not None:  # vLLM leaves it where it is
+                place.seen.data.copy_(place.memory)
+        self._make(module, places)
+        self._refuse_others(module, parameters)
+        for name, live in (*parameters.items(), *buffers.items()):
+            new = getattr(module, name, None)
+            if isinstance(new, torch.Tensor) and new is not live and new.device.type != "meta":
+                if new.shape != live.shape or new.dtype != live.dtype:
+                    raise TransferError(
+                        f"{name!r} of {type(module).__name__} is {tuple(live.shape)}, {live.dtype} in the engine and "
+                        f"{tuple(new.shape)}, {new.dtype} after a reload: restart the engine"
+                    )
+                if quantized(module) and live.device.type == "cpu":
+                    live.data = new.data  # oneDNN's products keep the address of their scales
+                else:
+                    live.data.copy_(new)
+        _place_kernel_tensors(module, info)
+        info.reset()
+
+    def _make(self, module: nn.Module, places: list[Place]) -> None:
+        """Put what was loaded into ``module``, beside what it computes with, and let vLLM process it."""
+        for place in places:
             live = _live(place)
-            if place.seen.device.type != "meta":  # vLLM leaves it where it is
-                if place.memory is not None:
-                    place.seen.data.copy_(place.memory)
+            if place.seen.device.type != "meta":
+                pass
             elif place.memory is not None:
                 setattr(module, place.leaf, place.memory)
             elif isinstance(place.seen, nn.Parameter):
@@ -275,18 +325,17 @@ class Reload:
         for name, tensor in get_layer_tensors(module).items():
             if tensor.is_meta and name not in SKIP_TENSORS:  # of no elements
                 setattr(module, name, torch.empty_like(tensor, device=self._device))
-        _process(module)
-        for name, live in (*parameters.items(), *buffers.items()):
-            new = getattr(module, name, None)
-            if isinstance(new, torch.Tensor) and new is not live and new.device.type != "meta":
-                if new.shape != live.shape:
-                    raise TransferError(
-                        f"{name!r} of {type(module).__name__} has shape {tuple(live.shape)} in the engine and "
-                        f"{tuple(new.shape)} after a reload: restart the engine"
-                    )
-                live.data.copy_(new)
-        _place_kernel_tensors(module, info)
-        info.reset()
+        with set_default_torch_dtype(self._config.dtype):  # as when vLLM loads: some kernels compute with it
+            _process(module)
+
+    def _refuse_others(self, module: nn.Module, live: Collection[str]) -> None:
+        """TransferError where what a quantized module has once it is processed is not what it computed with before."""
+        made = {name for name, tensor in module._parameters.items() if tensor is not None}
+        if quantized(module) and made != set(live):
+            raise TransferError(
+                f"{type(module).__name__} has {sorted(live)} in the engine and {sorted(made)} after a reload: "
+                f"restart the engine"
+            )
 
     @torch.no_grad()
     def settle(self, done: set[nn.Module]) -> None:
@@ -297,7 +346,9 @@ class Reload:
         written = {p.untyped_storage()._cdata for module in done for p in module.parameters(recurse=False) if p.numel()}
         for module in self._model.modules():
             own = [p for p in module.parameters(recurse=False) if p.numel()]
-            if module not in done and any(p.untyped_storage()._cdata in written for p in own):
+            if module in done or quantized(module):
+                continue
+            if any(p.untyped_storage()._cdata in written for p in own):
                 _process(module)
         _give_back()
 
@@ -347,14 +398,6 @@ def _memory(place: Place, live: torch.Tensor | None) -> torch.Tensor:
     return made
 
 
-def cast_refused(name: str, source: torch.dtype, target: torch.dtype) -> str:
-    """Why a tensor of ``source`` cannot go into ``name``."""
-    return (
-        f"the engine's parameter {name!r} is {target} and would be filled from {source} by a plain copy, without a "
-        f"scale: this backend brings weights into unquantized engines only; start the engine without quantization"
-    )
-
-
 def _give_back() -> None:
     """Return the memory of the modules that were filled to the system: glibc would keep several layers' worth."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -369,6 +412,8 @@ def _process(module: Any) -> None:
     method: Any = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         return
+    if hasattr(kernel := kernel_of(module), "dnnl_handler"):
+        kernel.dnnl_handler = None  # as the next
     if hasattr(module, "cpu_linear"):
         module.cpu_linear = None  # frees the packed copy of the version before, which would be there beside the new one
     with _packed_again(module, method):
@@ -460,6 +505,7 @@ def _loader(model: Any) -> Any:
 @contextmanager
 def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
     """The model with its parameters as they were created, on meta, and its own loaders, not vLLM's buffering ones."""
+    released = _released(model)
     initialize_layerwise_reload(model)
     try:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -471,6 +517,14 @@ def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
     finally:
         with _quiet():
             finalize_layerwise_reload(model, model_config)
+        for module, leaf in released:
+            if not hasattr(module, leaf):
+                module.register_parameter(leaf, None)
+
+
+def _released(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Parameters that processing has set to None, because a kernel holds their numbers: vLLM forgets their names."""
+    return [(module, leaf) for module in model.modules() for leaf, held in module._parameters.items() if held is None]
 
 
 @contextmanager

@@ -1,32 +1,97 @@
-"""Which engines are refused because they are quantized: a trainer's tensors cannot be brought in by plain copies."""
+"""Quantized layers: which of vLLM's methods a trainer's weights are brought through, and which engines are refused.
+
+    serialized   the trainer sends what the checkpoint has: a quantized tensor and its scale
+    online       the trainer sends unquantized tensors, and vLLM quantizes them as in a load from a file
+
+Each is on a list by the name of its method and of its kernel, because each keeps the result in a way of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from etha.errors import ConfigError
 
-#: vLLM's methods for layers that hold the numbers of a checkpoint as they are, by name. All others are refused: what
-#: they make of a weight (scales, zero points, other dtypes) is not known here.
+#: vLLM's methods for layers that hold the numbers of a checkpoint as they are, by name.
 UNQUANTIZED = frozenset(
     ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "_GateLinearMethod")
 )
+#: Methods, or schemes of compressed-tensors, that keep all they make in parameters of the layer and in their kernel.
+SERIALIZED = frozenset(("CompressedTensorsW8A8Int8", "CompressedTensorsW8A8Fp8", "Fp8LinearMethod"))
+ONLINE = frozenset(("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod"))
+#: Their kernels; each packs weights in a way of its own.
+KERNELS = frozenset(
+    (
+        "CPUInt8ScaledMMLinearKernel",
+        "CPUFp8BlockScaledMMKernel",
+        "PerTensorTorchFP8ScaledMMLinearKernel",
+        "ChannelWiseTorchFP8ScaledMMLinearKernel",
+    )
+)
 
 
-def refuse_quantized(model: nn.Module, model_config: Any) -> None:
-    """ConfigError, naming the first module, where the engine has quantized ones."""
-    found: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in UNQUANTIZED:
-            found.append((name, type(method).__name__))
+def kernel_of(module: Any) -> Any:
+    """The kernel that a quantized layer computes with; None of any other."""
+    for owner in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
+        for name in ("kernel", "fp8_linear"):
+            if (found := getattr(owner, name, None)) is not None:
+                return found
+    return None
+
+
+def quantized(module: Any) -> bool:
+    """Whether a layer's method makes something else of the numbers that are loaded into it."""
+    method = getattr(module, "quant_method", None)
+    return (
+        isinstance(method, QuantizeMethodBase)
+        and not isinstance(method, BaseKVCacheMethod)
+        and type(method).__name__ not in UNQUANTIZED
+    )
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """ConfigError, naming the first module, where the engine has quantized ones that nothing can be brought into."""
+    found = [(name, why) for name, module in model.named_modules() for why in _refused(module)]
     if found:
-        name, method_name = found[0]
+        name, why = found[0]
         raise ConfigError(
-            f"the engine is quantized ({getattr(model_config, 'quantization', None) or 'by its own choice'}): "
-            f"{len(found)} modules, {name!r} first, by {method_name}; a trainer's weights cannot be brought into it, "
-            f"for they would be copied without scales: start the engine without quantization"
+            f"{len(found)} modules of the engine are quantized in a way that a trainer's weights cannot be brought "
+            f"into, {name!r} first: {why}; docs/vllm.md lists the ways that are supported"
         )
+
+
+def _refused(module: Any) -> Iterator[str]:
+    """Why nothing can be brought into a module."""
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, BaseKVCacheMethod):
+        if is_quantized_kv_cache(module.kv_cache_dtype):
+            yield f"its cache of keys and values is {module.kv_cache_dtype}, whose scales come with a checkpoint"
+        return
+    if not quantized(module):
+        return
+    what = type(method).__name__
+    if what == "CompressedTensorsLinearMethod":
+        what = type(module.scheme).__name__
+    if what not in SERIALIZED | ONLINE:
+        yield f"by {what}"
+    elif (kernel := kernel_of(module)) is None or type(kernel).__name__ not in KERNELS:
+        yield f"by {what} with {type(kernel).__name__}"
+    elif getattr(method, "requantization_source", None) is not None:
+        yield f"by {what}, from a checkpoint that is quantized in another way"
+
+
+def cast_refused(name: str, source: torch.dtype, target: torch.dtype) -> str:
+    """Why a tensor of ``source`` cannot go into the parameter ``name``."""
+    return (
+        f"the engine's parameter {name!r} is {target} and would be filled from {source} by a plain copy, without a "
+        f"scale: send what the checkpoint has that the engine was started with, for a quantized one each quantized "
+        f"tensor and its scale; or start the engine from an unquantized one, or with --quantization fp8_per_channel, "
+        f"which quantizes what it is sent"
+    )

@@ -16,8 +16,8 @@ from etha.integrations.vllm.compare import Comparison, unequal
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
 from etha.integrations.vllm.keep import Kept, Meta, nothing
-from etha.integrations.vllm.loading import Reload, cast_refused, record
-from etha.integrations.vllm.quantized import refuse_quantized
+from etha.integrations.vllm.loading import Reload, record
+from etha.integrations.vllm.quantized import cast_refused, refuse_quantized
 from etha.integrations.vllm.standin import StandIn
 from etha.integrations.vllm.trace import Trace, whole
 
@@ -116,7 +116,7 @@ class Received:
         agree: Agree = lambda dtypes: dtypes,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
-        refuse_quantized(model, model_config)
+        refuse_quantized(model)
         live = {name for name, _ in model.named_parameters()}  # before: tied ones are several while they are created
         recorded = record(model, model_config, metas, device)
         if recorded.refused:
