@@ -20,7 +20,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test test-tools lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm clean
+.PHONY: install demo test test-tools lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
 
 install: $(STAMP)
 
@@ -97,15 +97,20 @@ bench: install
 bench-plan: install
 	@$(PRIVATE) $(BIN)/python bench/bench_plan.py
 
-# A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version, while users ask.
-# PAUSE=keep (or abort): what becomes of requests that are under way when a version comes in.
+# A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version.
 vllm: $(VLLM_STAMP)
-	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
+	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py
 
 # What needs vLLM: its own loaders, recorded and replayed, and live engines.
 # CPU=avx2 (avx512, avx512_bf16, amx) has vLLM pack its weights as on a CPU that has no more.
 test-vllm: $(VLLM_STAMP)
-	@$(PRIVATE) ETHA_TEST_CPU=$(CPU) $(VLLM_BIN)/python -m pytest -p no:cacheprovider tests/vllm $(PYTEST)
+	@$(PRIVATE) ETHA_TEST_CPU=$(CPU) $(VLLM_BIN)/python -m pytest -p no:cacheprovider -m "not families" tests/vllm $(PYTEST)
+
+# Every family of docs/vllm.md's table, on one worker and on two, tied and untied, from every kind of trainer.
+# FAMILY=qwen3 is one of them.
+test-vllm-models: $(VLLM_STAMP)
+	@$(PRIVATE) ETHA_TEST_CPU=$(CPU) FAMILY=$(FAMILY) $(VLLM_BIN)/python -m pytest -p no:cacheprovider \
+		tests/vllm/test_families.py $(PYTEST)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(VLLM_EXAMPLE)/constraints.txt
 	$(CHECK_PYTHON)

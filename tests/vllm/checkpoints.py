@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +29,65 @@ class Checkpoint:
 
 #: One weight of each model is above 1 MiB: vLLM packs smaller ones in another way where a CPU has AMX.
 LARGE = 4224
-#: Of every family: what is not as in SIZES, by its own names; None: it knows no such thing.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {}),
-    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "moe": (
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``config``: transformers' class; ``vllm``: the class that vLLM computes it with.
+
+    ``own``: what is not as in SIZES, by the configuration's names; None: it knows no such thing. ``tied``: whether its
+    head is its embeddings, in each model that is tried; the first is that of a model which is made without a word.
+    ``refused``: kind of trainer -> what the refusal says. ``uncompared``: last names of parameters that verify()
+    cannot compare.
+    """
+
+    config: str
+    vllm: str
+    own: dict[str, Any] = field(default_factory=dict)
+    tied: tuple[bool, ...] = (True, False)
+    workers: tuple[int, ...] = (1, 2)
+    refused: dict[str, str] = field(default_factory=dict)
+    uncompared: frozenset[str] = frozenset()
+
+
+BOTH, UNTIED = (False, True), (False,)
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", tied=BOTH),
+    "moe": Family(
         "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+        tied=BOTH,
     ),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "intermediate_size": LARGE}),
-    "gpt2": (
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {"intermediate_size": LARGE}),
+    "gpt2": Family(
         "GPT2Config",
-        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_inner": LARGE, "n_positions": 256, "tie_word_embeddings": True},
+        "GPT2LMHeadModel",
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_inner": LARGE, "n_positions": 256},
     ),
-    "opt": (
+    "opt": Family(
         "OPTConfig",
-        {"ffn_dim": LARGE, "word_embed_proj_dim": 128, "do_layer_norm_before": True, "tie_word_embeddings": True},
+        "OPTForCausalLM",
+        {"ffn_dim": LARGE, "word_embed_proj_dim": 128, "do_layer_norm_before": True},
     ),
-    "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": True, "intermediate_size": LARGE, "sliding_window": 64}),
-    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}),
-    "falcon": (
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {"intermediate_size": LARGE, "sliding_window": 64}),
+    "bloom": Family("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "falcon": Family(
         "FalconConfig",
-        {
-            "new_decoder_architecture": True,
-            "num_kv_heads": 2,
-            "tie_word_embeddings": True,
-            "ffn_hidden_size": LARGE,
-            "head_dim": None,
-        },
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": LARGE, "head_dim": None},
     ),
-    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
-    "starcoder2": ("Starcoder2Config", {"tie_word_embeddings": True, "intermediate_size": LARGE}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek2": (
+    "granitemoe": Family(
+        "GraniteMoeConfig", "GraniteMoeForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "starcoder2": Family("Starcoder2Config", "TransformersForCausalLM", {"intermediate_size": LARGE}),
+    "mixtral": Family(
+        "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}, tied=UNTIED
+    ),
+    "deepseek2": Family(
         "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
         {
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
@@ -80,14 +104,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 1,
             "topk_group": 1,
         },
+        tied=UNTIED,
     ),
-    "gpt-oss": (
+    "gpt-oss": Family(
         "GptOssConfig",
+        "GptOssForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "intermediate_size": 128},
+        tied=UNTIED,
+        uncompared=frozenset({"w13_weight", "w13_bias", "w2_weight", "w2_bias"}),
     ),
-    "mamba2": (
+    "mamba2": Family(
         "Mamba2Config",
-        {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "tie_word_embeddings": False},
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2},
+        tied=BOTH,
     ),
 }
 SIZES: dict[str, Any] = {
@@ -99,7 +129,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
 }
 
 
@@ -109,10 +138,10 @@ def make(kind: str, path: Path, *, seed: int, **changes: Any) -> Checkpoint:
 
     path.mkdir(parents=True, exist_ok=True)
     _tokenizer(path)
-    name, own = FAMILIES[kind]
+    family = FAMILIES[kind]
     ids = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
-    wanted = {**SIZES, **ids, **own, **changes}
-    config = getattr(transformers, name)(**{key: value for key, value in wanted.items() if value is not None})
+    wanted = {**SIZES, **ids, "tie_word_embeddings": family.tied[0], **family.own, **changes}
+    config = getattr(transformers, family.config)(**{key: value for key, value in wanted.items() if value is not None})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():

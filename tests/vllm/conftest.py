@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,13 +55,14 @@ def env(room: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(room: Path, env: dict[str, str]) -> Callable[[str, int], Path]:
-    """kind, seed -> the directory of a small model."""
+def checkpoints(room: Path, env: dict[str, str]) -> Callable[..., Path]:
+    """kind, seed, what is not as usual -> the directory of a small model."""
     from tests.vllm.checkpoints import make
 
     @cache
-    def of(kind: str, seed: int) -> Path:
-        return make(kind, room / f"{kind}{seed}", seed=seed).path
+    def of(kind: str, seed: int, **changes: Any) -> Path:
+        name = "".join(f"-{value}" for value in changes.values())
+        return make(kind, room / f"{kind}{seed}{name}", seed=seed, **changes).path
 
     return of
 

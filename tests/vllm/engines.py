@@ -23,10 +23,10 @@ TOKENS = 16
 STEPS = 4
 
 
-def environment(workers: int) -> dict[str, str]:
-    """What a CPU engine of ``workers`` tensor-parallel workers wants on a small machine."""
+def environment(workers: int, core: int = 0) -> dict[str, str]:
+    """What a CPU engine of ``workers`` tensor-parallel workers wants on a small machine, from ``core`` on."""
     cores = sorted(os.sched_getaffinity(0))[:2]
-    bound = "|".join(str(cores[n % len(cores)]) for n in range(workers))
+    bound = "|".join(str(cores[(core + n) % len(cores)]) for n in range(workers))
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": bound,

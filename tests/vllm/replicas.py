@@ -24,6 +24,7 @@ class Replica:
     """A process with an in-process `LLM`; ``dummy`` weights, else those of ``model``'s file.
 
     ``before``: is called in it before the engine is made.
+    ``core``: the first of its workers' cores, counted from the first that there is; a machine with one has but that.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Replica:
         workers: int = 1,
         dummy: bool = False,
         before: Callable[[], None] | None = None,
+        core: int = 0,
         **options: Any,
     ) -> None:
         # Functions go to the workers, by pickle.
-        env = {**env, **environment(workers), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        env = {**environment(workers, core), **env, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         self.log = log
         self._child = Child(_live, str(model), workers, dummy, before, options, env=env, log=log)
 
@@ -50,7 +52,7 @@ class Replica:
     def join(self, metas: Path, **info: Any) -> list[dict[str, Any]]:
         """A trainer of the tensors of ``metas`` meets the engine; each worker's report.
 
-        ``module``: it has them as a module of transformers.
+        ``module``: it has them as a module of transformers, in bfloat16 ("bf16") or as FSDP2 has it ("fsdp2").
         """
         found: list[dict[str, Any]] = self._child.ask("join", str(metas), info)
         return found
@@ -120,8 +122,8 @@ def _live(
         found = Checkpoint(Path(metas)).tensors()
         tensors.update((k, v if dtype is None else v.to(dtype)) for k, v in found.items() if only is None or k in only)
         source = EthaSource(tensors)
-        if info.pop("module", False):
-            models.append(_module(Path(metas)))
+        if (module := info.pop("module", None)) is not None:
+            models.append(_module(Path(metas)) if module == "bf16" else _fsdp2(Path(metas)))
             source = EthaSource(models[0])
         told = EthaTrainerInitInfo(rank=0, world_size=1, **{"pair": "weights", **info})
         while trainers:
@@ -131,7 +133,7 @@ def _live(
 
     def send(version: str) -> None:
         for model in models:
-            model.load_state_dict(_module(Path(version)).state_dict())
+            _take(model, _module(Path(version)))
         if not models:
             found = Checkpoint(Path(version)).tensors()
             for name, tensor in tensors.items():
@@ -160,11 +162,43 @@ def compared(worker: Any) -> tuple[int, list[str], list[str]]:
     return found.compared, found.differs, found.left_out
 
 
-def _module(path: Path) -> torch.nn.Module:
+def kind_of(worker: Any) -> str:
+    """The class that vLLM computes the model with."""
+    return type(worker.get_model()).__name__
+
+
+def _module(path: Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model
+
+
+def _fsdp2(path: Path) -> torch.nn.Module:
+    """In float32, and sharded, by the one rank that this trainer has."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = _module(path, torch.float32)
+    mesh = init_device_mesh("cpu", (1,))
+    for layers in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@torch.no_grad()
+def _take(model: torch.nn.Module, version: torch.nn.Module) -> None:
+    """Set all that the trainer's module has to what another of its kind has."""
+    from torch.distributed.tensor import DTensor
+
+    found = version.state_dict()
+    for name, tensor in model.state_dict().items():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(found[name])
 
 
 def settle_nothing(worker: Any) -> None:
