@@ -293,6 +293,52 @@ def test_a_buffer_that_was_a_view_of_a_packed_parameter_follows() -> None:
     assert torch.equal(live.mixer.conv_weights, new["conv"])
 
 
+class Biased(Linear):
+    """As vLLM's head of models that transformers computes: it has a bias once a checkpoint was loaded that has one."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.bias is None else super().forward(x) + self.bias
+
+
+def biased() -> Model:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if name == "bias":
+            model.head.bias = nn.Parameter(torch.empty(6), requires_grad=False)
+        getattr(model.head, name).data.copy_(tensor)
+
+    return Model(load, head=Biased())
+
+
+@pytest.mark.parametrize("names", [("bias", "weight"), ("weight", "bias"), ("bias",)], ids=" and ".join)
+def test_a_parameter_that_the_loaders_make_arrives(names: tuple[str, ...]) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (6, 8), "bias": (6,)}
+    old = random(**shapes)
+    live = biased().first(old)
+    memory = live.head.bias.data_ptr()
+    into = received(live, {name: old[name] for name in names})
+    for sent in (random(**shapes), random(**shapes)):
+        new = old | {name: sent[name] for name in names}
+        bring(into, new)
+        assert torch.equal(live.head(X), X @ new["weight"].T + new["bias"])
+        assert live.head.bias.data_ptr() == memory, "what was compiled reads it there"
+        assert into.compare().differs == []
+    live.head.bias.data[1] += 1
+    assert into.compare().differs == ["head.bias: 1 of 6 elements differ"]
+
+
+def test_a_parameter_that_the_engine_has_not_is_refused() -> None:
+    """An engine that started without a checkpoint computes without the bias."""
+    live = biased().first(random(weight=(6, 8)))
+    before = live.head(X)
+    with pytest.raises(ConfigError, match=r"makes 'head\.bias', which this engine has not.*start the engine"):
+        received(live, random(weight=(6, 8), bias=(6,)))
+    assert torch.equal(live.head(X), before)
+
+
 def test_a_loader_that_does_something_else_later_is_an_error() -> None:
     def load(model: Any, name: str, tensor: Tensor) -> None:
         if not model.lazy:

@@ -59,6 +59,8 @@ class Reload:
         self._whole: set[str] = set()
         #: Of these, the ones that have elements which no load writes to.
         self._padded: set[str] = set()
+        #: Parameters that the loaders make while they load: module, name in it, name in the model.
+        self._made: list[tuple[nn.Module, str, str]] = []
         self._twins = _twins(model)
         #: Parameters of which the rest stays what the engine holds.
         self.partial: list[str] = []
@@ -81,8 +83,11 @@ class Reload:
                     if place.covered() < place.seen.numel():
                         self._padded.add(place.name)
                 place.memory = None
+            self._made = _made(self._model, places)
+            made = {(module, leaf) for module, leaf, _ in self._made}
             modules = {place.module for place in filled}
-            self._refuse_parts([place for place in places if place.module in modules])
+            self._refuse_parts([p for p in places if p.module in modules and (p.module, p.leaf) not in made])
+        self._refuse_made()
         self._refuse_ties(filled)
 
     def _forgetting(self, weights: Weights, places: list[Place]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,6 +116,15 @@ class Reload:
             if place.writes:
                 self.partial.append(place.name)
 
+    def _refuse_made(self) -> None:
+        """Parameters that the loaders make and this engine, which was not started from such a checkpoint, has not."""
+        for module, leaf, name in self._made:
+            if getattr(module, leaf, None) is None:
+                raise ConfigError(
+                    f"the engine's loader makes {name!r}, which this engine has not, for it has loaded no checkpoint "
+                    f"with it: start the engine from a checkpoint and not with weights of its own (load_format)"
+                )
+
     def _refuse_ties(self, filled: list[Place]) -> None:
         """Two parameters that are one memory in the engine, and are both sent."""
         owners: dict[int, str] = {}
@@ -130,8 +144,11 @@ class Reload:
 
         TransferError where the loaders did something else than in the rehearsal: the model is then of two versions.
         """
+        live = self._live_made()
         with _created(self._model, self._config):
             done, wrong = self._load(weights, self._finish)
+            for (module, leaf, _), was in zip(self._made, live, strict=True):
+                _keep_memory(module, leaf, was)
         if wrong:
             raise TransferError(
                 f"the engine's loaders did not do what they did when the trainer was met: {len(wrong)} parameters, "
@@ -150,11 +167,18 @@ class Reload:
             for place in places:
                 place.memory, place.closed = None, True
 
+        live = self._live_made()
         with _created(self._model, self._config):
             _, wrong = self._load(weights, full)
+            for (module, leaf, name), was in zip(self._made, live, strict=True):
+                found.add(name, unequal(was, getattr(module, leaf)))
         found.differs += [f"{name}: the loaders did not do what they did when the trainer was met" for name in wrong]
         self._add_products(probed, names, found)
         return found
+
+    def _live_made(self) -> list[torch.Tensor]:
+        """What the engine computes with of that which its loaders make anew."""
+        return [getattr(module, leaf).detach() for module, leaf, _ in self._made]
 
     def compare_computed(self, modules: Iterable[nn.Module]) -> Comparison:
         """Which of ``modules`` compute with something else than the weight that they hold, which can be read."""
@@ -452,6 +476,30 @@ def _places(model: nn.Module) -> list[Place]:
     return list(found.values())
 
 
+def _made(model: nn.Module, places: Iterable[Place]) -> list[tuple[nn.Module, str, str]]:
+    """What a load has left in the model beside ``places``; each with its module, and its name there and in the model.
+
+    vLLM's TransformersForCausalLM gives its head a bias when it comes to one in the checkpoint.
+    """
+    known = {place.seen.untyped_storage()._cdata for place in places}
+    return [
+        (module, leaf, f"{prefix}.{leaf}" if prefix else leaf)
+        for prefix, module in model.named_modules()
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.numel() and tensor.untyped_storage()._cdata not in known
+    ]
+
+
+@torch.no_grad()
+def _keep_memory(module: nn.Module, leaf: str, was: torch.Tensor) -> None:
+    """Bring what a loader has made into the memory that the engine computes with."""
+    new = getattr(module, leaf)
+    if new.untyped_storage()._cdata == was.untyped_storage()._cdata:
+        return  # that is done: the module was finished later
+    was.copy_(new)
+    new.data = was
+
+
 def _readable(place: Place) -> bool:
     """Whether the engine holds the parameter as it was loaded."""
     live = _live(place)
@@ -523,7 +571,7 @@ def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
 
 
 def _released(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Parameters that processing has set to None, because a kernel holds their numbers: vLLM forgets their names."""
+    """Parameters that are None, because a kernel holds their numbers, or none were loaded: vLLM forgets their names."""
     return [(module, leaf) for module in model.modules() for leaf, held in module._parameters.items() if held is None]
 
 
