@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from etha import EthaError, PeerLostError
+from etha import (
+    ConfigError,
+    EthaError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    TransferError,
+    TransferTimeoutError,
+)
 from tests.vllm.checkpoints import Checkpoint
 from tests.vllm.fakes import Fake, digest
 from tests.vllm.trainers import Trainer
@@ -18,6 +28,8 @@ Env = dict[str, str]
 Outcomes = list[EthaError | None]
 #: Versions after which an engine that is up again must have been taken in.
 MANY = 200
+#: Seconds that a trainer waits where a test waits for that.
+LITTLE = 12.0
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,14 @@ def failed(outcomes: list[Outcomes]) -> list[type[EthaError] | None]:
     return kinds[0]
 
 
+def until_all(sender: Trainer, version: Path, label: str | None = "again") -> int:
+    """Send ``version`` until every engine takes it; how often one missed it."""
+    for number in range(MANY):
+        if failed(sender.send(version, label)) == [None] * 3:
+            return number
+    raise AssertionError(f"an engine that is up again has not taken any of {MANY} versions")
+
+
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_an_engine_that_is_killed_costs_the_others_nothing_and_is_taken_in_again(
     shape: tuple[int, ...],
@@ -78,13 +98,137 @@ def test_an_engine_that_is_killed_costs_the_others_nothing_and_is_taken_in_again
     for number in range(3):
         assert failed(sender.send(versions[1], f"two {number}")) == [None, PeerLostError, None]
     fakes[1].start()
-    for number in range(MANY):
-        if failed(sender.send(versions[0], f"again {number}")) == [None] * 3:
-            break
-    last = f"again {number}"
+    missed = until_all(sender, versions[0])
     assert failed(sender.send(versions[1], "last")) == [None] * 3
     for fake in fakes:
         state = fake.state()
         assert (state["version"], state["digest"], state["paused"]) == ("last", digests[1], False)
-        had = [*(f"again {n}" for n in range(number + 1)), "last"]
-        assert state["versions"] == ([last, "last"] if fake is fakes[1] else ["all", "two 0", "two 1", "two 2", *had])
+        before = [] if fake is fakes[1] else ["all", "two 0", "two 1", "two 2", *["again"] * missed]
+        assert state["versions"] == [*before, "again", "last"]
+
+
+def test_an_engine_that_hangs_costs_one_timeout_and_is_taken_in_when_it_answers(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    sender = trainer(timeout=LITTLE)
+    sender.join()
+    sender.send(versions[0], "all")
+    os.killpg(fakes[2].child.pid, signal.SIGSTOP)
+    assert failed(sender.send(versions[1], "one hangs")) == [None, None, TransferTimeoutError]
+    begun = time.monotonic()
+    for number in range(5):
+        assert failed(sender.send(versions[number % 2], f"without it {number}")) == [None, None, PeerLostError]
+    assert time.monotonic() - begun < LITTLE, "it is waited for once"
+    os.killpg(fakes[2].child.pid, signal.SIGCONT)
+    until_all(sender, versions[1])
+    for fake in fakes:
+        state = fake.state()
+        assert (state["version"], state["digest"], state["paused"]) == ("again", digests[1], False)
+
+
+@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "resume"])
+def test_an_engine_that_refuses_a_version_takes_the_next(
+    route: str, trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    sender = trainer((2,))
+    sender.join()
+    fakes[0].fail(route)
+    begins_again = route == "start_weight_update"  # which a trainer does where another has begun an update
+    assert failed(sender.send(versions[0], "refused")) == [None if begins_again else TransferError, None, None]
+    assert fakes[0].state()["paused"] is (route == "finish_weight_update")
+    assert failed(sender.send(versions[1], "next")) == [None] * 3
+    for fake in fakes:
+        state = fake.state()
+        assert (state["version"], state["digest"], state["paused"]) == ("next", digests[1], False)
+
+
+def test_where_no_engine_takes_a_version_all_ranks_are_told(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    sender = trainer((2,), timeout=LITTLE)
+    sender.join()
+    for fake in fakes:
+        fake.kill()
+    for rank in sender.ranks:
+        rank.send("send", str(versions[0]), "nobody's")
+    for rank in sender.ranks:
+        with pytest.raises(PeerLostError, match=r"no replica has taken version nobody's: replica 0: .*; replica 2: "):
+            rank.hear()
+    # All are out, so the next call waits for one of them, and for no more.
+    for rank in sender.ranks:
+        rank.send("send", str(versions[1]), "one's")
+    fakes[1].start()
+    outcomes = [rank.hear() for rank in sender.ranks]
+    assert failed(outcomes) == [PeerLostError, None, PeerLostError]
+    assert fakes[1].state()["digest"] == digests[1]
+
+
+def test_a_trainer_begins_without_an_engine_that_does_not_come(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    fakes[0].kill()
+    sender = trainer((2,), timeout=LITTLE)
+    sender.join()
+    assert failed(sender.send(versions[0])) == [RendezvousTimeoutError, None, None]
+    fakes[0].start()
+    until_all(sender, versions[1], None)
+    states = [fake.state() for fake in fakes]
+    assert [state["digest"] for state in states] == [digests[1]] * 3
+    assert len({state["version"] for state in states}) == 1, "one number for all, however many each has taken"
+
+
+def test_an_engine_that_refuses_a_trainer_is_an_error_at_once(
+    trainer: Callable[..., Trainer], fakes: list[Fake]
+) -> None:
+    fakes[0].kill()
+    fakes[1].fail("init_weight_transfer_engine")
+    sender = trainer((2,))
+    for rank in sender.ranks:
+        rank.send("join")
+    for rank in sender.ranks:
+        with pytest.raises(ConfigError, match=r"pair 'weights.1': the engine refuses this trainer: .*was to fail"):
+            rank.hear()
+
+
+def test_where_no_engine_comes_there_is_no_trainer(trainer: Callable[..., Trainer], fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.kill()
+    sender = trainer(timeout=2)
+    with pytest.raises(RendezvousTimeoutError, match="no replica was met: replica 0"):
+        sender.join()
+
+
+def test_verify_finds_the_engine_that_has_other_weights(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path]
+) -> None:
+    sender = trainer()
+    (rank,) = sender.ranks
+    sender.join()
+    fakes[1].fail("update_weights")
+    assert failed(sender.send(versions[0])) == [None, TransferError, None]
+    with pytest.raises(TransferError, match=r"replica 1: .*does not compute with the trainer's weights"):
+        rank.ask("verify")
+    assert failed(sender.send(versions[0])) == [None] * 3
+    assert rank.ask("verify") == []
+    fakes[2].kill()
+    assert failed(sender.send(versions[0])) == [None, None, PeerLostError]
+    assert rank.ask("verify") == [2], "one that is lost is told of"
+
+
+def test_a_trainer_that_ends_leaves_no_thread_and_the_next_one_goes_on(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    first = trainer()
+    first.join()
+    fakes[2].kill()
+    assert failed(first.send(versions[0], 7)) == [None, None, PeerLostError]
+    (rank,) = first.ranks
+    rank.pipe.close()
+    rank.ended()
+    fakes[2].start()
+    second = trainer((2,))
+    second.join()
+    assert failed(second.send(versions[1])) == [None] * 3
+    states = [fake.state() for fake in fakes]
+    assert [state["digest"] for state in states] == [digests[1]] * 3
+    assert len({state["version"] for state in states}) == 1
