@@ -97,9 +97,10 @@ bench: install
 bench-plan: install
 	@$(PRIVATE) $(BIN)/python bench/bench_plan.py
 
-# A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version.
+# A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version, while users ask.
+# PAUSE=keep (or abort): what becomes of requests that are under way when a version comes in.
 vllm: $(VLLM_STAMP)
-	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py
+	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
 
 # What needs vLLM: its own loaders, recorded and replayed, and live engines.
 # CPU=avx2 (avx512, avx512_bf16, amx) has vLLM pack its weights as on a CPU that has no more.

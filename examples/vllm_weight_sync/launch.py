@@ -1,11 +1,15 @@
 """Everything on this machine: an engine with two workers, two trainers that teach it a sentence, a client that asks.
 
-    python launch.py
+    python launch.py [--pause wait|keep|abort]
+
+``--pause`` says what becomes of requests that are under way when a version comes in. Users ask all the time; at the end
+it is told how many answers they got, how many requests were lost, and how many were under way when a version came in.
 
 Ends with status 0 if the engine, never restarted, has answered with five versions or more and at last with the
 sentence. Whatever happens, nothing that was started is left.
 """
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -19,7 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import model
-from client import Answer, ask
+from client import Answer, Users, ask
 
 from etha.demo.launch import private_directory, stop
 from etha.demo.process import adopting, children, describe
@@ -35,7 +39,7 @@ class Failed(Exception):
     """What was promised did not happen."""
 
 
-async def run(directory: Path) -> None:
+async def run(directory: Path, pause: str) -> None:
     """Start the engine and the trainers, in no order, and ask the engine after every version."""
     checkpoint = directory / NAME
     checkpoint.mkdir()
@@ -43,7 +47,7 @@ async def run(directory: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     async with (
         started("engine", engine(checkpoint, url), directory, VLLM) as server,
-        started("trainer", trainer(checkpoint, url), directory, {}) as trainers,
+        started("trainer", trainer(checkpoint, url, pause), directory, {}) as trainers,
     ):
         say("launch", f"engine {server.pid} on {url}, trainers {trainers.pid}; logs in {directory}")
         async with asyncio.TaskGroup() as both:
@@ -62,16 +66,21 @@ async def follow(trainers: asyncio.subprocess.Process, url: str, server: int) ->
     assert trainers.stdout is not None
     born: dict[int, str] = {}
     versions: list[int] = []
-    while line := (await trainers.stdout.readline()).decode():
-        say("trainer", line.rstrip())
-        if found := re.match(r"version (\d+):", line):
-            versions.append(int(found[1]))
-            born = born or lives(server)
-            answer = await asyncio.to_thread(ask, url, NAME)
-            say("client", f"version {answer.version}: {shown(answer.text)}")
-            # The trainers wait for nobody: they may be one ahead already.
-            if int(answer.version) < versions[-1]:
-                raise Failed(f"the engine says version {answer.version}, the trainers {versions[-1]}")
+    with Users(url, NAME) as users:
+        while line := (await trainers.stdout.readline()).decode():
+            say("trainer", line.rstrip())
+            if line.startswith("learned"):
+                users.end()
+            if found := re.match(r"version (\d+):", line):
+                versions.append(int(found[1]))
+                born = born or lives(server)
+                users.start()
+                answer = await asyncio.to_thread(ask, url, NAME)
+                say("client", f"version {answer.version}: {shown(answer.text)}")
+                # The trainers wait for nobody: they may be one ahead already.
+                if int(answer.version) < versions[-1]:
+                    raise Failed(f"the engine says version {answer.version}, the trainers {versions[-1]}")
+    say("users", users.told())
     if await trainers.wait() != 0:
         raise Failed(f"the trainer {describe(trainers.returncode)}")
     last = await asyncio.to_thread(ask, url, NAME)
@@ -115,10 +124,10 @@ VLLM = {
 }
 
 
-def trainer(checkpoint: Path, url: str) -> list[str]:
+def trainer(checkpoint: Path, url: str, pause: str) -> list[str]:
     """The command of the trainers."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*torchrun, str(HERE / "trainer.py"), str(checkpoint), url]
+    return [*torchrun, str(HERE / "trainer.py"), str(checkpoint), url, pause]
 
 
 @contextlib.asynccontextmanager
@@ -192,7 +201,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) < 100 else f"{text[:70]}...")
 
 
-async def main() -> int:
+async def main(pause: str) -> int:
     """Run it; the exit status."""
     task = asyncio.current_task()
     assert task is not None
@@ -201,7 +210,7 @@ async def main() -> int:
     with private_directory() as directory, adopting() as before:
         try:
             async with asyncio.timeout(SECONDS):
-                await run(directory)
+                await run(directory, pause)
         except Exception as error:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
@@ -215,7 +224,9 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
+    options = argparse.ArgumentParser()
+    options.add_argument("--pause", choices=("wait", "keep", "abort"), default="wait")
     try:
-        sys.exit(asyncio.run(main()))
+        sys.exit(asyncio.run(main(options.parse_args().pause)))
     except asyncio.CancelledError:
         sys.exit(130)

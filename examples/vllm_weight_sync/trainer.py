@@ -1,8 +1,9 @@
 """One rank of the trainer: FSDP2 in float32, a version into the engine every few steps, until the text is learned.
 
-    torchrun --nproc-per-node 2 trainer.py MODEL_DIRECTORY http://ENGINE:PORT
+    torchrun --nproc-per-node 2 trainer.py MODEL_DIRECTORY http://ENGINE:PORT [wait|keep|abort]
 
-An engine that is not there yet is waited for.
+An engine that is not there yet is waited for. The last argument is what becomes of requests that are under way when a
+version comes in: they are finished first, go on with the new version, or end at once.
 """
 
 import sys
@@ -23,7 +24,7 @@ STEPS = 10  # from a version to the next
 LEARNED = 1.0  # mean loss of a token, in nats: the sentence itself is learned before
 
 
-def main(directory: str, url: str) -> None:
+def main(directory: str, url: str, pause: str = "wait") -> None:
     """What one rank does, from its process group to the last version."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -39,7 +40,7 @@ def main(directory: str, url: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
 
     engine = WeightTransferTrainerFactory.trainer_init(
-        EthaTrainerInitInfo(rank=rank, pair="weights"),
+        EthaTrainerInitInfo(rank=rank, pair="weights", pause=pause),
         client=HTTPVLLMWeightSyncClient(url),
         source=ModuleSource(model),
     )
@@ -58,6 +59,8 @@ def main(directory: str, url: str) -> None:
                     flush=True,
                 )
             if loss < LEARNED:
+                if rank == 0:
+                    print(f"learned in {steps} steps", flush=True)
                 break
             for _ in range(STEPS):
                 loss = step(model, optimizer, tokens, targets)
