@@ -17,14 +17,15 @@ VOCABULARY = 384
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Weights in a directory; ``tensors()`` by checkpoint name."""
+    """Weights in a directory, a model's or an adapter's; ``tensors()`` by checkpoint name."""
 
     path: Path
 
     def tensors(self) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
-        return load_file(self.path / "model.safetensors")
+        adapter = self.path / "adapter_model.safetensors"
+        return load_file(adapter if adapter.exists() else self.path / "model.safetensors")
 
 
 #: One weight of each model is above 1 MiB: vLLM packs smaller ones in another way where a CPU has AMX.
@@ -243,6 +244,36 @@ def quantize(source: Path, path: Path, how: str) -> Checkpoint:
     save_file(found, path / "model.safetensors", metadata={"format": "pt"})
     config = path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
+    return Checkpoint(path)
+
+
+#: Modules of a layer that adapters are made for: of the fused qkv a part, of the fused gate and up all, and others.
+TARGETS: dict[str, tuple[int, int]] = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.v_proj": (128, 64),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (128, 256),
+    "mlp.up_proj": (128, 256),
+    "mlp.down_proj": (256, 128),
+}
+
+
+def make_adapter(path: Path, *, seed: int, rank: int = 8, alpha: int = 16) -> Checkpoint:
+    """A LoRA adapter for the models of SIZES, in float32 and as peft saves it."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for name, (inner, outer) in TARGETS.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inner, generator=random) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outer, rank, generator=random) * 0.2
+    save_file(tensors, path / "adapter_model.safetensors")
+    targets = [name.rpartition(".")[2] for name in TARGETS]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets}
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return Checkpoint(path)
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Server:
         port: int | None = None,
         *,
         raw_logits: bool = False,
+        options: Sequence[str] = (),
     ) -> None:
         self.port, self.workers = port or _free_port(), workers
         self.url = f"http://127.0.0.1:{self.port}"
@@ -66,6 +68,7 @@ class Server:
         arguments += ["--weight-transfer-config", '{"backend": "etha"}']
         if raw_logits:
             arguments += ["--max-logprobs", "-1", "--logprobs-mode", "raw_logits", "--no-enable-prefix-caching"]
+        arguments += options
         self.child = Child(_serve, arguments, env={**env, **environment(workers)}, log=log)
 
     def wait(self) -> Server:
@@ -91,11 +94,11 @@ class Server:
             found.append(answer.json()["choices"][0]["token_ids"])
         return found
 
-    def logits(self) -> list[list[dict[int, float]]]:
+    def logits(self, model: str = "model") -> list[list[dict[int, float]]]:
         """Of each of PROMPTS, the logits of every token at each of STEPS; of a server with ``raw_logits``."""
         found = []
         for prompt in PROMPTS:
-            body = {"model": "model", "prompt": prompt, "max_tokens": STEPS, "temperature": 0, "ignore_eos": True}
+            body = {"model": model, "prompt": prompt, "max_tokens": STEPS, "temperature": 0, "ignore_eos": True}
             body |= {"logprobs": VOCABULARY, "return_tokens_as_token_ids": True}
             answer = requests.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE)
             answer.raise_for_status()

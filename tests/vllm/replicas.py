@@ -44,9 +44,12 @@ class Replica:
         self.log = log
         self._child = Child(_live, str(model), workers, dummy, before, options, env=env, log=log)
 
-    def logits(self, prompts: Sequence[Any] = PROMPTS) -> Logits:
-        """Of each of ``prompts``, the logits of every token at each of STEPS."""
-        found: Logits = self._child.ask("logits", prompts)
+    def logits(self, prompts: Sequence[Any] = PROMPTS, *, adapter: str | Path | None = None) -> Logits:
+        """Of each of ``prompts``, the logits of every token at each of STEPS.
+
+        ``adapter``: with one that a trainer has sent, by its name, or with that of a directory.
+        """
+        found: Logits = self._child.ask("logits", prompts, adapter)
         return found
 
     def join(self, metas: Path, **info: Any) -> list[dict[str, Any]]:
@@ -76,10 +79,12 @@ class Replica:
         self._child.kill()  # in good order it takes 6 s to end
 
 
-def reference(model: Path, env: Mapping[str, str], log: Path, workers: int = 1, **options: Any) -> Logits:
-    """Logits of an engine that loaded ``model`` from its file."""
+def reference(
+    model: Path, env: Mapping[str, str], log: Path, workers: int = 1, *, adapter: Path | None = None, **options: Any
+) -> Logits:
+    """Logits of an engine that loaded ``model``, and an ``adapter``, from its file."""
     with Replica(model, env, log, workers=workers, **options) as fresh:
-        return fresh.logits()
+        return fresh.logits(adapter=adapter)
 
 
 def _live(
@@ -105,9 +110,12 @@ def _live(
     tensors: dict[str, torch.Tensor] = {}
     models: list[torch.nn.Module] = []
 
-    def logits(prompts: Sequence[Any]) -> Logits:
+    def logits(prompts: Sequence[Any], adapter: str | Path | None) -> Logits:
         # One after another: a batch may be computed in another order.
-        answers = [engine.generate([prompt], how, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        asked = None if adapter is None else _request(adapter)
+        answers = [
+            engine.generate([prompt], how, use_tqdm=False, lora_request=asked)[0].outputs[0] for prompt in prompts
+        ]
         return [[{k: v.logprob for k, v in step.items()} for step in answer.logprobs] for answer in answers]
 
     def join(metas: str, info: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,6 +173,17 @@ def compared(worker: Any) -> tuple[int, list[str], list[str]]:
 def kind_of(worker: Any) -> str:
     """The class that vLLM computes the model with."""
     return type(worker.get_model()).__name__
+
+
+def _request(adapter: str | Path) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    from etha.integrations.vllm import lora_request
+
+    if isinstance(adapter, str):
+        return lora_request(adapter)
+    number = sum(str(adapter).encode())  # differs from directory to directory of a test
+    return LoRARequest(lora_name=adapter.name, lora_int_id=number, lora_path=str(adapter))
 
 
 def _module(path: Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:

@@ -27,7 +27,7 @@ class Trainer:
         """``shape``: () plain, (n,) FSDP2 over n ranks, (n, t) FSDP2 over n times tensor-parallel t.
 
         ``stages``: each of the n ranks has a layer of the model ("held", "iterated"), or all of it, and knows nothing
-        of the others ("alone").
+        of the others ("alone"). ``adapted``: the model is a module of peft with an adapter, that of this directory.
         """
         world = torch.Size(shape).numel()
         meeting = logs / f"meeting-{os.urandom(4).hex()}"
@@ -74,8 +74,8 @@ def _train(
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
 
     torch.set_num_threads(1)
-    stages = info.pop("stages", None)
-    model = None if stages else _model(path, shape, rank, meeting)
+    stages, adapted = info.pop("stages", None), info.pop("adapted", None)
+    model = None if stages else _model(path, shape, rank, meeting, adapted)
     world = torch.Size(shape).numel()
     engines: list[Any] = []
 
@@ -162,7 +162,7 @@ def _own(plain: dict[str, torch.Tensor], mine: dict[str, torch.Tensor]) -> Any:
     return Own()
 
 
-def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str) -> nn.Module | None:
+def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str, adapted: Path | None) -> nn.Module | None:
     """A Qwen3 over the mesh; None for a trainer that has plain tensors by name."""
     if not shape:
         return None
@@ -174,6 +174,8 @@ def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str) -> nn.Mod
     world = torch.Size(shape).numel()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     model: Any = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if adapted is not None:
+        return fully_shard(Adapted(model, Checkpoint(adapted).tensors()))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     for layer in model.model.layers:
         if len(shape) == 2:
@@ -184,6 +186,24 @@ def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str) -> nn.Mod
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return model
+
+
+class Adapted(nn.Module):
+    """A model with an adapter in it, with the names that peft has: each layer that is adapted, its own inside."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        for name, tensor in tensors.items():
+            path, _, leaf = name.removesuffix(".weight").rpartition(".")
+            layer = self.get_submodule(path)
+            if isinstance(layer, nn.Linear):
+                layer, inner = nn.Module(), layer
+                layer.base_layer = inner
+                self.set_submodule(path, layer)
+            linear = nn.Linear(*reversed(tensor.shape), bias=False)
+            setattr(layer, leaf, nn.ModuleDict({"default": linear, "other": nn.Linear(2, 2)}))
 
 
 @torch.no_grad()

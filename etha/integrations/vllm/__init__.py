@@ -13,21 +13,25 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "Adapter",
     "EthaSource",
     "EthaTrainerInitInfo",
     "EthaTrainerWeightTransferEngine",
     "EthaWeightTransferEngine",
     "FleetResult",
     "LLMClient",
+    "lora_request",
 ]
 
 _HOME = {
+    "Adapter": "adapter",
     "EthaSource": "source",
     "EthaTrainerInitInfo": "trainer",
     "EthaTrainerWeightTransferEngine": "trainer",
     "EthaWeightTransferEngine": "worker",
     "FleetResult": "fleet",
     "LLMClient": "client",
+    "lora_request": "adapter",
 }
 
 

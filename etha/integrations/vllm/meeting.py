@@ -26,8 +26,7 @@ from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 from etha.integrations.vllm.lease import say_gone
 
 if TYPE_CHECKING:
-    from etha.integrations.vllm.received import Received
-    from etha.integrations.vllm.worker import EthaWeightTransferInitInfo
+    from etha.integrations.vllm.worker import EthaWeightTransferInitInfo, Incoming
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = logging.getLogger("vllm.etha")
@@ -41,7 +40,7 @@ class Met:
 
     pair: Pair
     batch: BatchHandle
-    received: Received
+    received: Incoming
 
 
 class Meetings:
@@ -55,7 +54,7 @@ class Meetings:
         self._meeting: TransferFuture | None = None
         self._watch: TransferFuture | None = None
 
-    def begin(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Received) -> None:
+    def begin(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
         """Meet the trainer that announces ``info``, as ``rank`` of ``world``; does not wait for it."""
         if self._meeting is not None:
             self._meeting.cancel()
@@ -109,7 +108,7 @@ class Meetings:
 
     # ---- on the loop ---------------------------------------------------------------------------
 
-    async def _meet(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Received) -> None:
+    async def _meet(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
         async with self._order:
             try:
                 if await self._leave(info.timeout):
@@ -133,7 +132,7 @@ class Meetings:
             await met.batch.close()
         return True
 
-    async def _join(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Received) -> None:
+    async def _join(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
         pair = await self._bus.init_pair(
             info.pair, info.local_name, info.remote_name, world, rank=rank, give_up=True, timeout=info.timeout
         )

@@ -53,9 +53,11 @@ def _register() -> str | None:
 
         from etha.integrations.vllm.answers import read_all_answers
         from etha.integrations.vllm.lease import keep_leases
+        from etha.integrations.vllm.served import serve_adapters
 
         read_all_answers(MultiprocExecutor, chosen)
         keep_leases(Executor, chosen)
+        serve_adapters(Executor, chosen)
     return why
 
 

@@ -230,6 +230,8 @@ class Replica:
             "atomic": info.atomic,
             "timeout": info.timeout,
         }
+        if info.adapter is not None:
+            plan["adapter"] = info.adapter.told()
         return plan | {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
 
     async def ask_to_join(self, before: Exception | None = None) -> Exception | None:

@@ -4,6 +4,7 @@ pipeline, some of the experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, Weigh
 from etha.errors import ConfigError, RegistrationError
 from etha.integrations.fsdp import named_tensors
 from etha.integrations.names import rename
+from etha.integrations.vllm.adapter import Adapter
 from etha.integrations.vllm.checkpoint import Shown, checkpoint_parts, has_checkpoint
 from etha.integrations.vllm.part import Part, Parts
 
@@ -109,15 +111,18 @@ class EthaSource(WeightSource):
         """What each tensor of the checkpoint is of ``own``."""
         of = tuple((name, tuple(tensor.shape)) for name, tensor in own.items())
         if self._of != of:
-            if isinstance(self._weights, nn.Module):
-                found = checkpoint_parts(self._weights, own)
-            else:
-                found = {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
+            found = self._unruled(own)
             for rules in self._rules:
                 new = rename(found, rules)
                 found = {new[name]: shown for name, shown in found.items()}
             self._shown, self._of = found, of
         return self._shown
+
+    def _unruled(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
+        """The same before ``names``."""
+        if isinstance(self._weights, nn.Module):
+            return checkpoint_parts(self._weights, own)
+        return {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors().items()
@@ -127,6 +132,41 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a rank's part of a tensor lies, and how."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
+
+
+class AdapterSource(EthaSource):
+    """The adapter's tensors of a module of peft, or a mapping of them, by the names that peft saves them under.
+
+    Of anything else in the module nothing is sent. ConfigError for a source that has none.
+    """
+
+    def __init__(self, source: EthaSource, adapter: Adapter) -> None:
+        super().__init__(source._weights, buffers=False)
+        self._rules, self._adapter = source._rules, adapter
+        if not self._own():
+            raise ConfigError(
+                f"the source has no tensors of adapter {adapter.part!r}: give a module of peft, or a mapping with "
+                f"names as 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'"
+            )
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        found = super()._own()
+        return adapter_tensors(found, self._adapter.part) if isinstance(self._weights, nn.Module) else found
+
+    def _unruled(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
+        return {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
+
+
+def adapter_tensors(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    """Of a module's tensors those of the adapter ``part``, under the names by which peft saves them."""
+    own = re.compile(rf"(\.lora_\w+|\.modules_to_save)\.{re.escape(part)}(?=\.|$)")
+    found = {}
+    for name, tensor in tensors.items():
+        if (match := own.search(name)) is not None:
+            # Of a module that is saved whole (vLLM takes classifiers) peft's file has the module's own name.
+            kept = "" if match[1] == ".modules_to_save" else match[1]
+            found[name[: match.start()] + kept + name[match.end() :]] = tensor
+    return found
 
 
 class Iterated:

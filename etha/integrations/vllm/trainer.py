@@ -22,11 +22,12 @@ from vllm.distributed.weight_transfer.base import (
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.portal import Membership
 from etha.errors import AgentLostError, ConfigError
+from etha.integrations.vllm.adapter import Adapter
 from etha.integrations.vllm.control import Pause
 from etha.integrations.vllm.fleet import FleetResult, Replicas
 from etha.integrations.vllm.lease import SECONDS
 from etha.integrations.vllm.replica import Replica, place_of
-from etha.integrations.vllm.source import EthaSource, merged
+from etha.integrations.vllm.source import AdapterSource, EthaSource, Iterated, merged
 
 T = TypeVar("T")
 
@@ -41,8 +42,8 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
     requests under way while a version comes in, "wait", "abort", "keep" (go on, computed anew), or None.
     ``lease``: seconds after which an engine that this trainer has paused resumes by itself when the trainer has died.
-    ``timeout``: seconds for meeting, and for each version. ``redis_url``, ``namespace``: of both sides where they
-    are given, else each side's environment.
+    ``adapter``: send a LoRA adapter under this name, and nothing of the model. ``timeout``: seconds for meeting, and
+    for each version. ``redis_url``, ``namespace``: of both sides where they are given, else each side's environment.
     """
 
     backend: ClassVar[str] = "etha"
@@ -58,6 +59,7 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     local_name: str = "trainer"
     remote_name: str = "inference"
     batch: str = "weights"
+    adapter: Adapter | None = None
     redis_url: str | None = field(default=None, repr=False)
     namespace: str | None = None
 
@@ -76,7 +78,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info = init_info
-        self._weights = EthaSource.of(source, init_info.names)
+        self._weights = _weights(init_info, source)
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
@@ -179,3 +181,13 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             work.close()
             raise ConfigError(f"the trainer engine of pair {self._info.pair!r} is shut down: make another")
         return self._membership.portal.call(work)
+
+
+def _weights(info: EthaTrainerInitInfo, source: WeightSource | None) -> EthaSource | Iterated:
+    """What is sent of ``source``."""
+    found = EthaSource.of(source, info.names)
+    if info.adapter is None:
+        return found
+    if info.direct or not info.atomic:
+        raise ConfigError(f"adapter {info.adapter.name!r}: direct=True and atomic=False are for the model's weights")
+    return AdapterSource(found, info.adapter) if isinstance(found, EthaSource) else found

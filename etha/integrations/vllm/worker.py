@@ -30,12 +30,15 @@ from vllm.logger import init_logger
 from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError, TransferError
 from etha.integrations.vllm.keep import Meta
+from etha.integrations.vllm.lora import ReceivedAdapter
 from etha.integrations.vllm.meeting import Meetings
 from etha.integrations.vllm.plugin import unsupported
 from etha.integrations.vllm.received import Dtypes, Received, widest
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = init_logger("vllm.etha")
+#: What a version comes into: the model, or an adapter of it.
+Incoming = Received | ReceivedAdapter
 #: Parameters that an error names.
 _SHOWN = 5
 
@@ -59,6 +62,8 @@ class EthaWeightTransferInitInfo(WeightTransferInitInfo):
     timeout: float = 300.0
     redis_url: str | None = field(default=None, repr=False)
     namespace: str | None = None
+    #: The tensors are a LoRA adapter's: its name, and its configuration as peft writes it; None: they are the model's.
+    adapter: dict[str, Any] | None = None
     #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
     holder: str = ""
     news: str = ""
@@ -94,7 +99,7 @@ class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
 class _Coming:
     """A version on its way, what it is received into, and, once all of it is there, its result."""
 
-    received: Received
+    received: Incoming
     moving: TransferFuture
     result: TransferResult | None = None
     verified: bool = False
@@ -144,7 +149,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     _meetings: Meetings | None = None
     _where: tuple[str | None, str | None] | None = None
     _known: tuple[Any, ...] = ()
-    _received: Received | None = None
+    _received: Incoming | None = None
     _coming: _Coming | None = None
     _timeout = 300.0
 
@@ -166,16 +171,19 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         self._timeout = init_info.timeout
         meetings.begin(init_info, rank, world, received)
 
-    def _record(self, init_info: EthaWeightTransferInitInfo, metas: list[Meta]) -> Received:
+    def _record(self, init_info: EthaWeightTransferInitInfo, metas: list[Meta]) -> Incoming:
         """What the loaders keep; of a trainer that announces the same again, what they kept before."""
-        known = (metas, init_info.direct, init_info.atomic)
+        known = (metas, init_info.direct, init_info.atomic, init_info.adapter)
         if self._received is None or self._known != known:
             self._received = None
             with set_current_vllm_config(self.vllm_config), _Together() as together:
-                self._received = Received(
-                    self.model, self.model_config, metas, self.device,
-                    direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
-                )  # fmt: skip
+                if init_info.adapter is not None:
+                    self._received = ReceivedAdapter(self.model, metas, self.device, **init_info.adapter)
+                else:
+                    self._received = Received(
+                        self.model, self.model_config, metas, self.device,
+                        direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
+                    )  # fmt: skip
             self._known = known
         return self._received
 
@@ -261,7 +269,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             self._verify(coming.received)
         self._coming = coming
 
-    def _verify(self, received: Received) -> None:
+    def _verify(self, received: Incoming) -> None:
         """TransferError, naming parameters, where the live model is not what ``received`` would make of it."""
         found = received.compare()
         if found.left_out:
