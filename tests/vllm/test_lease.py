@@ -18,13 +18,13 @@ from tests.vllm.trainers import Trainer
 Checkpoints = Callable[[str, int], Path]
 Fresh = Callable[[Path, int], tuple[list[list[int]], dict[str, str]]]
 Env = dict[str, str]
-#: Requests of an update, which of its kind each is; the first update_weights claims the pause.
+#: Requests of an update, which of its kind each is; the first update_weights claims the pause, the third releases it.
 CALLS = [
     ("/update_weights", 1),
     ("/pause", 1),
     ("/update_weights", 2),
     ("/finish_weight_update", 1),
-    ("/resume", 1),
+    ("/update_weights", 3),
 ]
 MOMENTS = [(route, number, moment) for route, number in CALLS for moment in ("sent", "answered")]
 
@@ -53,6 +53,7 @@ def test_a_trainer_is_killed_at_any_moment_of_a_pause(
                 assert (version, answers) == (f"killed {at}", tokens[str(new)]), (route, moment)
             trainer.kill()
         check_somebody_elses(server, old, new, env, logs)
+        check_somebody_elses_lives(server, old, new, tokens, env, logs)
         assert server.answers() == tokens[str(old)]
     finally:
         if trainer is not None:
@@ -82,6 +83,26 @@ def check_somebody_elses(server: Server, old: Path, new: Path, env: Env, logs: P
         requests.post(f"{server.url}/resume", timeout=PATIENCE).raise_for_status()
     finally:
         trainer.kill()
+
+
+def check_somebody_elses_lives(
+    server: Server, old: Path, new: Path, tokens: dict[str, list[list[int]]], env: Env, logs: Path
+) -> None:
+    """A version comes into an engine that somebody has paused, and the engine stays paused until they end that."""
+    trainer = Trainer((), old, server.url, env, logs)
+    try:
+        trainer.join()
+        for mode in ("keep", "wait"):
+            requests.post(f"{server.url}/pause", params={"mode": mode}, timeout=PATIENCE).raise_for_status()
+            trainer.send(new, f"into a pause, {mode}")
+            trainer.send(new, f"once more into a pause, {mode}")
+            assert requests.get(f"{server.url}/is_paused", timeout=PATIENCE).json()["is_paused"] is True
+            requests.post(f"{server.url}/resume", timeout=PATIENCE).raise_for_status()
+            assert (server.version(), server.answers()) == (f"once more into a pause, {mode}", tokens[str(new)])
+            trainer.send(old)
+            assert requests.get(f"{server.url}/is_paused", timeout=PATIENCE).json()["is_paused"] is False
+    finally:
+        trainer.end()
 
 
 def test_a_pause_that_nobody_claimed_is_never_due() -> None:
@@ -138,6 +159,26 @@ def test_the_next_trainers_pause_takes_the_place_of_a_dead_ones() -> None:
     assert not lease.due
     assert lease.gone("two")
     assert lease.due
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+def test_a_released_pause_ends_only_the_holders_own(others_first: bool) -> None:
+    lease = Lease()
+    if others_first:
+        lease.paused("keep", already=False)
+    lease.claim("trainer", seconds=3.0, in_place=False)
+    lease.paused("wait", already=others_first)
+    if not others_first:
+        lease.paused("keep", already=True)
+    assert not lease.released("trainer")
+    lease.claim("trainer", seconds=3.0, in_place=False)
+    lease.paused("wait", already=True)
+    assert not lease.released("trainer"), "nor the second time"
+    lease.resumed()
+    lease.claim("trainer", seconds=3.0, in_place=False)
+    lease.paused("wait", already=False)
+    assert not lease.released("another")
+    assert lease.released("trainer")
 
 
 @pytest.mark.parametrize("in_place", [False, True])

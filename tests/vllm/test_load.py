@@ -28,17 +28,13 @@ CALLS = [
     ("/pause", 1, False),
     ("/update_weights", 2, False),
     ("/finish_weight_update", 1, True),
-    ("/reset_prefix_cache", 1, True),  # with "keep" alone
-    ("/resume", 1, True),
+    ("/update_weights", 3, True),  # releases it
 ]
 MODES = ["wait", "keep", "abort"]
 
 
-def moments(mode: str) -> list[tuple[str, int, str, bool]]:
-    """Around every call, and while bytes move."""
-    found = [(*call[:2], moment, call[2]) for call in CALLS for moment in ("sent", "answered")]
-    found = [moment for moment in found if mode == "keep" or moment[0] != "/reset_prefix_cache"]
-    return [*found[:4], ("bytes", 1, "moving", False), *found[4:]]
+MOMENTS = [(*call[:2], moment, call[2]) for call in CALLS for moment in ("sent", "answered")]
+MOMENTS.insert(4, ("bytes", 1, "moving", False))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +60,7 @@ def test_a_trainer_is_killed_at_any_moment_while_users_ask(
     users = Users(live.url)
     again: dict[str, float] = {}
     try:
-        for at, (route, number, moment, brought_in) in enumerate(moments(mode)):
+        for at, (route, number, moment, brought_in) in enumerate(MOMENTS):
             before, after = f"{mode} before {at}", f"{mode} killed {at}"
             trainer = Trainer((), old, live.url, env, logs, lease=LEASE, pause=mode)
             try:

@@ -31,6 +31,7 @@ class Control:
             )
         self._client, self._mode, self._lease, self._in_place = client, mode, lease, in_place
         self._paused = False
+        self._claimed = ""
         #: By what name the engine knows whose the pause is; new for each time that the trainer is met.
         self.holder = ""
 
@@ -39,13 +40,21 @@ class Control:
         if self._mode is not None:
             self._paused = True
             if self.holder and isinstance(getattr(self._client, "base_url", None), str):
+                self._claimed = self.holder
                 claim = {"claim": self.holder, "seconds": self._lease, "in_place": self._in_place}
                 self._client.update_weights(claim)
             self._say("pause", "pause_generation", mode=self._mode)
 
     def resume(self) -> None:
-        """Requests go on where ``pause`` stopped them; kept ones are computed anew, with the weights there are now."""
+        """Requests go on where ``pause`` stopped them; kept ones are computed anew, with the weights there are now.
+
+        An engine that knows whose its pause is goes on only if it is nobody else's, too.
+        """
         if not self._paused:
+            return
+        if self._claimed:  # what was cached is forgotten as vLLM pauses, of kept requests, too
+            self._client.update_weights({"release": self._claimed})
+            self._paused, self._claimed = False, ""
             return
         try:
             if self._mode == "keep":

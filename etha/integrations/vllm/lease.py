@@ -3,6 +3,7 @@
     trainer              EngineCore                                    worker
     claim(holder)   -->  Lease.claim
     pause           -->  Lease.paused: it is the holder's
+    release(holder) -->  Lease.released: resume_scheduler, unless somebody else has paused the engine, too
     SIGKILL              Lease.gone  <----------------- news ---------  its pair is lost: says so, and of which holder
                          ... seconds pass: Lease.due, resume_scheduler
 
@@ -62,6 +63,15 @@ class Lease:
     def resumed(self) -> None:
         """The engine goes on, whoever told it."""
         self.holder, self.others = None, False
+
+    def released(self, holder: str) -> bool:
+        """``holder`` needs its pause no more; whether the engine goes on: not if somebody else has paused it, too."""
+        if self._claimed == holder:
+            self._claimed = None
+        if self.holder != holder:
+            return False
+        self.holder = None
+        return not self.others
 
     def started(self) -> None:
         """An update has begun to come in."""
@@ -158,6 +168,12 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
         if method == "update_weights" and kwargs and "claim" in (told := kwargs.get("update_info") or {}):
             lease.claim(told["claim"], seconds=float(told["seconds"]), in_place=bool(told["in_place"]))
             return []
+        if method == "update_weights" and kwargs and "release" in (told := kwargs.get("update_info") or {}):
+            if lease.released(told["release"]):
+                self.resume_scheduler()
+            elif lease.others:
+                log.warning("the engine has taken a version and stays paused: somebody else has paused it, too")
+            return []
         if method == "start_weight_update":
             lease.started()
         if method != "finish_weight_update":
@@ -172,6 +188,8 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
         if wanted(self):
             lease = _lease(self)
             lease.paused(mode, already=self.is_scheduler_paused())
+            if lease.others and lease.holder is not None and self.scheduler.pause_state.name == "PAUSED_ALL":
+                mode = "keep"  # what somebody else has frozen stays so
             if lease.due:
                 _later(self, lease, lease.holder or "")
         return pause(self, mode, clear_cache)
