@@ -38,8 +38,9 @@ class Family:
 
     ``own``: what is not as in SIZES, by the configuration's names; None: it knows no such thing. ``tied``: whether its
     head is its embeddings, in each model that is tried; the first is that of a model which is made without a word.
-    ``refused``: kind of trainer -> what the refusal says. ``uncompared``: last names of parameters that verify()
-    cannot compare.
+    ``refused``: kind of trainer -> what the refusal says. ``uncompared``: parameters that verify() cannot compare, by
+    the last two parts of their names. ``dummy``: whether the engine starts with weights of its own, else with a
+    checkpoint's.
     """
 
     config: str
@@ -49,16 +50,38 @@ class Family:
     workers: tuple[int, ...] = (1, 2)
     refused: dict[str, str] = field(default_factory=dict)
     uncompared: frozenset[str] = frozenset()
+    dummy: bool = True
 
 
-BOTH, UNTIED = (False, True), (False,)
+BOTH, TIED, UNTIED = (False, True), (True,), (False,)
+CONVOLUTION = frozenset({"conv1d.weight", "conv1d.bias"})
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+#: With a share of experts that every token is sent to, and a first layer without any.
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+#: Latent attention, of the sizes that vLLM has on a CPU.
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+}
 FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
     "llama": Family("LlamaConfig", "LlamaForCausalLM", tied=BOTH),
     "moe": Family(
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+        {**EXPERTS, "decoder_sparse_step": 1},
         tied=BOTH,
     ),
     "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {"intermediate_size": LARGE}),
@@ -89,22 +112,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": Family(
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,  # all that vLLM has on a CPU, with the next
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "num_key_value_heads": 4,
-            "head_dim": None,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        {**ROUTED, **LATENT, "q_lora_rank": None},
         tied=UNTIED,
     ),
     "gpt-oss": Family(
@@ -112,13 +120,182 @@ FAMILIES: dict[str, Family] = {
         "GptOssForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "intermediate_size": 128},
         tied=UNTIED,
-        uncompared=frozenset({"w13_weight", "w13_bias", "w2_weight", "w2_bias"}),
+        uncompared=frozenset(f"routed_experts.{of}" for of in ("w13_weight", "w13_bias", "w2_weight", "w2_bias")),
     ),
     "mamba2": Family(
         "Mamba2Config",
         "Mamba2ForCausalLM",
         {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2},
         tied=BOTH,
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", {"intermediate_size": LARGE}, tied=BOTH),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"intermediate_size": LARGE}, tied=BOTH),
+    "stablelm": Family("StableLmConfig", "StablelmForCausalLM", {"intermediate_size": LARGE}, tied=BOTH),
+    "cohere": Family("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "intermediate_size": LARGE}, tied=TIED),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"sliding_window": 64, "query_pre_attn_scalar": 32, "intermediate_size": LARGE},
+        tied=TIED,
+    ),
+    "gptj": Family(
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_inner": LARGE, "n_positions": 256, "rotary_dim": 16},
+        tied=UNTIED,
+    ),
+    "gpt-neox": Family(
+        "GPTNeoXConfig", "TransformersForCausalLM", {"intermediate_size": LARGE, "rotary_pct": 0.5}, tied=BOTH
+    ),
+    "phi": Family(
+        "PhiConfig",
+        "TransformersForCausalLM",
+        {"intermediate_size": LARGE, "partial_rotary_factor": 0.5},
+        tied=UNTIED,
+        dummy=False,
+    ),
+    "apertus": Family("ApertusConfig", "ApertusForCausalLM", {"intermediate_size": LARGE}, tied=UNTIED),
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
+        tied=UNTIED,
+    ),
+    "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}, tied=UNTIED),
+    "flex-olmo": Family(
+        "FlexOlmoConfig", "TransformersMoEForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}, tied=UNTIED
+    ),
+    "ernie-moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "glm4-moe": Family("Glm4MoeConfig", "Glm4MoeForCausalLM", {**ROUTED, "use_qk_norm": True}, tied=UNTIED),
+    "deepseek3": Family(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**ROUTED, **LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"},
+        tied=UNTIED,
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16, "scoring_func": "sigmoid"},
+        tied=UNTIED,
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 1,
+        },
+        tied=UNTIED,
+    ),
+    "minicpm3": Family(
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {**LATENT, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32},
+        tied=TIED,
+    ),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 32,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 16,
+            "altup_num_inputs": 2,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "activation_sparsity_pattern": [0.0, 0.0],
+            "intermediate_size": [256, 256],
+        },
+        tied=TIED,
+    ),
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 32,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 0,
+        },
+        tied=TIED,
+    ),
+    "mamba": Family(
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"state_size": 16, "expand": 2, "intermediate_size": None, "head_dim": None},
+        tied=TIED,
+        uncompared=CONVOLUTION,
+    ),
+    "jamba": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+        },
+        tied=UNTIED,
+        uncompared=CONVOLUTION,
+    ),
+    "falcon-h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16},
+        tied=UNTIED,
+        uncompared=frozenset({"conv1d.bias"}),
+    ),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+        },
+        tied=UNTIED,
+        uncompared=frozenset({"conv1d.bias"}),
+    ),
+    "qwen3-next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "decoder_sparse_step": 1,
+        },
+        tied=UNTIED,
+        uncompared=frozenset({"conv1d.weight"}),
     ),
 }
 SIZES: dict[str, Any] = {

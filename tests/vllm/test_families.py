@@ -71,7 +71,7 @@ def check(name: str, workers: int, versions: list[Path], env: dict[str, str], lo
     family = FAMILIES[name]
     fresh = _fresh(workers, versions, env, logs, options)
     assert different(*fresh) is not None, "versions that differ"
-    with Replica(versions[0], env, logs / "live.log", workers=workers, dummy=True, **options) as live:
+    with Replica(versions[1], env, logs / "live.log", workers=workers, dummy=family.dummy, **options) as live:
         assert live.run(kind_of) == [family.vllm] * workers
         for kind, how in KINDS.items():
             if kind in family.refused:
@@ -88,7 +88,7 @@ def check(name: str, workers: int, versions: list[Path], env: dict[str, str], lo
             live.verify()
             for count, differs, left_out in live.run(compared):
                 assert count and not differs, f"{name} from {kind}: {differs}"
-                assert {path.rpartition(".")[2] for path in left_out} == family.uncompared, f"{name} from {kind}"
+                assert {".".join(path.split(".")[-2:]) for path in left_out} == family.uncompared, f"{name} from {kind}"
 
 
 def _fresh(
