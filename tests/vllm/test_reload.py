@@ -339,6 +339,20 @@ def test_a_parameter_that_the_engine_has_not_is_refused() -> None:
     assert torch.equal(live.head(X), before)
 
 
+def test_a_module_that_the_loaders_make_anew_is_refused() -> None:
+    """As projections of vLLM's embedding models: the live model would compute with what a rehearsal has left."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        model.head = Linear(6, 8)
+        model.head.weight.data.copy_(tensor)
+
+    live = Model(load, head=Linear(6, 8)).first(random(weight=(6, 8)))
+    before, head = live.head(X), live.head
+    with pytest.raises(ConfigError, match=r"makes the module 'head' anew"):
+        received(live, random(weight=(6, 8)))
+    assert live.head is head and torch.equal(live.head(X), before)
+
+
 def test_a_loader_that_does_something_else_later_is_an_error() -> None:
     def load(model: Any, name: str, tensor: Tensor) -> None:
         if not model.lazy:

@@ -42,7 +42,7 @@ _KEEPS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> Recorded:
     """What this worker's model keeps of each checkpoint tensor; the model serves on as before."""
-    with _created(model, model_config):
+    with _created(model, model_config), _modules_kept(model):
         return Recording({place.name: place.seen for place in _places(model)}, device).of(metas, _loader(model))
 
 
@@ -67,7 +67,7 @@ class Reload:
 
     def rehearse(self, weights: Weights, due: Mapping[str, int]) -> None:
         """ConfigError, naming the parameter, for what cannot be brought in whole; ``due`` are writes known before."""
-        with _created(self._model, self._config):
+        with _created(self._model, self._config), _modules_kept(self._model) as replaced:
             places = _places(self._model)
             for place in places:
                 place.due = due.get(place.name)
@@ -87,6 +87,11 @@ class Reload:
             made = {(module, leaf) for module, leaf, _ in self._made}
             modules = {place.module for place in filled}
             self._refuse_parts([p for p in places if p.module in modules and (p.module, p.leaf) not in made])
+        if replaced:
+            raise ConfigError(
+                f"the engine's loader makes the module {replaced[0]!r} anew with every load, which a live model cannot "
+                f"follow: this model is not supported"
+            )
         self._refuse_made()
         self._refuse_ties(filled)
 
@@ -568,6 +573,23 @@ def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
         for module, leaf in released:
             if not hasattr(module, leaf):
                 module.register_parameter(leaf, None)
+
+
+@contextmanager
+def _modules_kept(model: nn.Module) -> Iterator[list[str]]:
+    """The model has its own modules again afterwards; the names of those that were put in their place, or added."""
+    before = [(name, module, dict(module._modules)) for name, module in model.named_modules()]
+    replaced: list[str] = []
+    try:
+        yield replaced
+    finally:
+        for prefix, module, children in before:
+            for leaf, child in module._modules.items():
+                if child is not children.get(leaf):
+                    replaced.append(f"{prefix}.{leaf}" if prefix else leaf)
+            if module._modules != children:
+                module._modules.clear()
+                module._modules.update(children)
 
 
 def _released(model: nn.Module) -> list[tuple[nn.Module, str]]:
