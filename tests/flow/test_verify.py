@@ -52,6 +52,9 @@ GOOD: dict[str, tuple[tuple[int, ...], torch.dtype, Any, torch.dtype, Any]] = {
     "tiny": ((33, 7), torch.float32, Shard(0), torch.float8_e4m3fn, Shard(0)),
     "sums": ((640, 300), torch.float32, Partial("sum"), torch.float32, Shard(0)),
     "averages": ((200, 77), torch.bfloat16, Partial("avg"), torch.float32, Replicate()),
+    "int8": ((301, 70), torch.int8, Shard(0), torch.int8, Shard(1)),
+    "float8": ((301, 70), torch.float8_e4m3fn, Shard(1), torch.float8_e4m3fn, Shard(0)),
+    "exponents": ((33, 7), torch.float8_e8m0fnu, Shard(0), torch.float8_e8m0fnu, Shard(1)),
     "integers": ((64, 64), torch.int16, Shard(0), torch.int64, Shard(1)),
 }
 

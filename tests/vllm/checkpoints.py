@@ -340,6 +340,10 @@ BLOCKS: dict[str, Any] = {
 BLOCK = 128
 
 
+#: Of a projection's weight, its tensors by the last part of their names.
+Quantize = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
 def _int8_channel(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     scale = (weight.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
     return {"weight": (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
@@ -374,6 +378,11 @@ def _fp8_block(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": _fp8(weight, each), "weight_scale_inv": scale}
 
 
+def _static(of: Quantize, **leaves: torch.Tensor) -> Quantize:
+    """The same with what is known of what comes in."""
+    return lambda weight: {**of(weight), **{leaf: tensor.clone() for leaf, tensor in leaves.items()}}
+
+
 def _compressed(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     """As compressed-tensors writes it into config.json."""
     common = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": False}
@@ -391,13 +400,26 @@ def _compressed(kind: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
     }
 
 
+_SCALE = torch.tensor([0.05], dtype=torch.float32)
 #: What becomes of a projection's weight, and what config.json says of it.
-QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], dict[str, torch.Tensor]], dict[str, Any]]] = {
+QUANTIZED: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "int8-channel": (_int8_channel, _compressed("int", {"strategy": "channel"}, {})),
     "int8-channel-zero-point": (_int8_channel, _compressed("int", {"strategy": "channel"}, {"symmetric": False})),
     "int8-tensor": (_int8_tensor, _compressed("int", {"strategy": "tensor"}, {})),
+    "int8-static": (
+        _static(_int8_channel, input_scale=_SCALE),
+        _compressed("int", {"strategy": "channel"}, {"strategy": "tensor", "dynamic": False}),
+    ),
+    "int8-static-zero-point": (
+        _static(_int8_channel, input_scale=_SCALE, input_zero_point=torch.tensor([7], dtype=torch.int8)),
+        _compressed("int", {"strategy": "channel"}, {"strategy": "tensor", "dynamic": False, "symmetric": False}),
+    ),
     "fp8-channel": (_fp8_channel, _compressed("float", {"strategy": "channel"}, {})),
     "fp8-tensor": (_fp8_tensor, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "fp8-static": (
+        _static(_fp8_tensor, input_scale=_SCALE.reshape(())),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
     "fp8-block": (
         _fp8_block,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},

@@ -33,6 +33,13 @@ def missing() -> str | None:
     return None if torch.cpu.get_capabilities().get(needed) else f"this CPU has no {needed}, which {wanted!r} needs"
 
 
+def bfloat16() -> bool:
+    """Whether the path, or the CPU where none was asked for, has products of bfloat16."""
+    import torch
+
+    return os.environ.get(VARIABLE) not in ("avx2", "avx512") and torch.cpu.get_capabilities().get("avx512_bf16", False)
+
+
 def take() -> None:
     """Hide from vLLM and oneDNN what the path does not have; before either is imported."""
     wanted = os.environ.get(VARIABLE)

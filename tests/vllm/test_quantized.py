@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.checkpoints import BLOCKS, QUANTIZED, make, quantize
+from tests.vllm import cpu_paths
+from tests.vllm.checkpoints import BLOCKS, Checkpoint, make, quantize
+from tests.vllm.engines import Server
 from tests.vllm.replicas import Replica, compared, different, reference
+from tests.vllm.trainers import Trainer
 
 Env = dict[str, str]
+NO_BLOCKS = "vLLM's kernel for blocks of float8 needs AVX512-BF16 or AMX"
+LIVE = ("int8-channel", "int8-channel-zero-point", "int8-tensor", "fp8-channel", "fp8-block")
 
 
 def serialized(room: Path, how: str) -> list[Path]:
@@ -43,6 +48,8 @@ def kernels(patch: pytest.MonkeyPatch | None = None) -> None:
 
 def brought_in(how: str, versions: list[Path], env: Env, logs: Path, **options: Any) -> None:
     """Bring in both versions, and the first again."""
+    if "block" in how and not cpu_paths.bfloat16():
+        pytest.skip(NO_BLOCKS)
     options["before"] = kernels
     fresh = [reference(version, env, logs / f"fresh{n}.log", **options) for n, version in enumerate(versions)]
     assert different(*fresh) is not None, "versions that differ"
@@ -57,7 +64,7 @@ def brought_in(how: str, versions: list[Path], env: Env, logs: Path, **options: 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("how", sorted(QUANTIZED))
+@pytest.mark.parametrize("how", LIVE)
 def test_versions_of_a_quantized_checkpoint(how: str, workers: int, env: Env, logs: Path) -> None:
     """Tensors of 8 bits and their scales."""
     brought_in(how, serialized(logs, how), env, logs, workers=workers)
@@ -68,3 +75,27 @@ def test_versions_of_a_quantized_checkpoint(how: str, workers: int, env: Env, lo
 def test_versions_of_an_engine_that_quantizes_what_it_loads(how: str, workers: int, env: Env, logs: Path) -> None:
     versions = [make("qwen3", logs / f"plain{seed}", seed=seed, **BLOCKS).path for seed in (0, 1)]
     brought_in(how, versions, env, logs, workers=workers, quantization=how)
+
+
+def test_a_sharded_trainer_that_quantizes(env: Env, logs: Path) -> None:
+    """FSDP2 over two ranks, in float32: each quantizes its rows of each weight, and the engine has two workers."""
+    versions = [make("qwen3", logs / f"plain{seed}", seed=seed).path for seed in (0, 1)]
+    served = [quantize(plain, logs / f"int8{seed}", "int8-channel").path for seed, plain in enumerate(versions)]
+    fresh = [reference(version, env, logs / f"fresh{n}.log", workers=2) for n, version in enumerate(served)]
+    server = Server(served[0], 2, env, logs / "server.log", raw_logits=True).wait()
+    trainer = Trainer((2,), versions[0], server.url, env, logs, quantizes=True)
+    try:
+        trainer.join()
+        for number in (0, 1, 0):
+            trainer.send(versions[number])
+            wrong = different(server.logits(), fresh[number])
+            assert wrong is None, f"version {number}: {wrong}"
+        trainer._all("verify")
+        # A weight of 8 bits is received as such, and each worker receives what it keeps.
+        sizes = {rank: (kept, of) for rank, kept, of in server.received()}
+        whole = sum(tensor.nbytes for tensor in Checkpoint(served[0]).tensors().values())
+        assert sorted(sizes) == [0, 1] and all(kept < 0.6 * of for kept, of in sizes.values())
+        assert all(of <= 1.01 * whole for _, of in sizes.values())
+    finally:
+        trainer.end()
+        server.kill()

@@ -28,6 +28,7 @@ class Trainer:
 
         ``stages``: each of the n ranks has a layer of the model ("held", "iterated"), or all of it, and knows nothing
         of the others ("alone"). ``adapted``: the model is a module of peft with an adapter, that of this directory.
+        ``quantizes``: the trainer sends int8 and scales of what it has.
         """
         world = torch.Size(shape).numel()
         meeting = logs / f"meeting-{os.urandom(4).hex()}"
@@ -75,9 +76,11 @@ def _train(
 
     torch.set_num_threads(1)
     stages, adapted = info.pop("stages", None), info.pop("adapted", None)
+    quantizes = info.pop("quantizes", False)
     model = None if stages else _model(path, shape, rank, meeting, adapted)
     world = torch.Size(shape).numel()
     engines: list[Any] = []
+    int8: list[Int8] = []
 
     def answer(what: str, *arguments: Any) -> Any:
         if what == "join late":
@@ -91,6 +94,9 @@ def _train(
             source: Any = EthaSource(plain) if model is None else ModuleSource(model)
             if stages in ("held", "iterated"):
                 source = _stage(stages, plain, rank, torch.Size(shape).numel(), meeting)
+            if quantizes:
+                int8.append(Int8(model))
+                source = EthaSource(int8[0].state)
             told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
             one = isinstance(url, str)
             client: Any = HTTPVLLMWeightSyncClient(url) if one else [HTTPVLLMWeightSyncClient(each) for each in url]
@@ -98,7 +104,8 @@ def _train(
             return None
         (engine,) = engines
         if what == "verify":
-            return sorted(engine.verify().failed)
+            result = engine.verify()
+            return [] if isinstance(url, str) else sorted(result.failed)
         if what == "kill":
             _kill_before(engine, *arguments[2:])
             arguments = arguments[:2]
@@ -111,7 +118,9 @@ def _train(
             _say_when_it_waits(engine, pipe)
         path_of_version, version = arguments
         tensors = engine.source.weights if stages == "iterated" else engine._weights.tensors()
-        _take(dict(tensors), Checkpoint(Path(path_of_version)))
+        _take(int8[0].plain if int8 else dict(tensors), Checkpoint(Path(path_of_version)))
+        for one in int8:
+            one.refresh()
         forget_peak()
         before = memory("VmRSS")
         result = engine.send_weights(version)
@@ -124,6 +133,33 @@ def _train(
     finally:
         for engine in engines:
             engine.shutdown()
+
+
+class Int8:
+    """What docs/vllm.md has a trainer do that sends int8 and scales."""
+
+    def __init__(self, model: Any) -> None:
+        from etha.integrations.vllm import EthaSource
+
+        self.plain = dict(EthaSource(model))
+        self.state: dict[str, torch.Tensor] = {}
+        for name, weight in self.plain.items():
+            if name.endswith("_proj.weight"):
+                self.state[name], self.state[f"{name}_scale"] = self.quantized(weight)
+            else:
+                self.state[name] = weight
+
+    @torch.no_grad()
+    def quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = (weight.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
+        return (weight.float() / scale).round().to(torch.int8), scale
+
+    def refresh(self) -> None:
+        for name, weight in self.plain.items():
+            if name.endswith("_proj.weight"):
+                number, scale = self.quantized(weight)
+                self.state[name].copy_(number)
+                self.state[f"{name}_scale"].copy_(scale)
 
 
 def _stage(stages: str, plain: dict[str, torch.Tensor], rank: int, world: int, meeting: str) -> Any:

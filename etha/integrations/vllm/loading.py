@@ -354,7 +354,11 @@ class Reload:
         for name, tensor in get_layer_tensors(module).items():
             if tensor.is_meta and name not in SKIP_TENSORS:  # of no elements
                 setattr(module, name, torch.empty_like(tensor, device=self._device))
-        with set_default_torch_dtype(self._config.dtype):  # as when vLLM loads: some kernels compute with it
+        self._process(module)
+
+    def _process(self, module: nn.Module) -> None:
+        """As when vLLM loads: some kernels write products of the default dtype, whatever memory they are given."""
+        with set_default_torch_dtype(self._config.dtype):
             _process(module)
 
     def _refuse_others(self, module: nn.Module, live: Collection[str]) -> None:
@@ -378,7 +382,7 @@ class Reload:
             if module in done or quantized(module):
                 continue
             if any(p.untyped_storage()._cdata in written for p in own):
-                _process(module)
+                self._process(module)
         _give_back()
 
 

@@ -31,6 +31,7 @@ KERNELS = frozenset(
     (
         "CPUInt8ScaledMMLinearKernel",
         "CPUFp8BlockScaledMMKernel",
+        "CPUFp8PerTensorScaledMMLinearKernel",
         "PerTensorTorchFP8ScaledMMLinearKernel",
         "ChannelWiseTorchFP8ScaledMMLinearKernel",
     )
