@@ -68,6 +68,13 @@ class Replica:
         """Compare the live model with what the trainer has."""
         self._child.ask("verify")
 
+    def sleep(self, level: int) -> None:
+        self._child.ask("sleep", level)
+
+    def wake_up(self, *tags: str) -> None:
+        """Wake up what ``tags`` say, or everything."""
+        self._child.ask("wake up", tags)
+
     def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """``work(worker, *arguments)`` in each of the engine's workers."""
         return self._child.ask("run", work, arguments)
@@ -154,8 +161,14 @@ def _live(
     def run(work: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         return list(engine.collective_rpc(partial(work), args=tuple(arguments)))
 
+    def wake_up(tags: Sequence[str]) -> None:
+        engine.wake_up(list(tags) or None)
+
+    calls = {"logits": logits, "join": join, "send": send, "verify": verify, "run": run}
+    calls |= {"sleep": engine.sleep, "wake up": wake_up}
+
     def answer(what: str, *arguments: Any) -> Any:
-        return {"logits": logits, "join": join, "send": send, "verify": verify, "run": run}[what](*arguments)
+        return calls[what](*arguments)
 
     try:
         serve(pipe, answer)

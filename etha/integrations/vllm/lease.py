@@ -20,10 +20,12 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+
+from etha.errors import ConfigError
 
 #: Seconds for which an engine stays paused when its trainer has gone.
 SECONDS = 10.0
@@ -160,6 +162,8 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
 
     @wraps(rpc)
     def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(method, str) and wanted(self):
+            _refuse_asleep(self, method, kwargs or {})
         if not isinstance(method, str) or not wanted(self) or not hasattr(self, "input_queue"):
             return rpc(self, method, timeout, args, kwargs)
         lease = _lease(self)
@@ -196,7 +200,8 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
 
     @wraps(resume)
     def resume_scheduler(self: Any) -> None:
-        resume(self)
+        if not (wanted(self) and self.model_executor.is_sleeping):  # waking up the rest of it resumes it
+            resume(self)
         if wanted(self) and hasattr(self, "input_queue"):
             _lease(self).resumed()
 
@@ -215,6 +220,19 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
     collective_rpc.keeps_leases = True  # type: ignore[attr-defined]
     core.collective_rpc, core.resume_scheduler = collective_rpc, resume_scheduler
     process.pause_scheduler, process._handle_client_request = pause_scheduler, _handle_client_request
+
+
+def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
+    """ConfigError for what needs the weights of an engine that sleeps: on a GPU there is no memory behind them."""
+    needs = ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update")
+    told = kwargs.get("update_info") or {}
+    if "weights" not in engine.model_executor.sleeping_tags:
+        return
+    if method in needs or (method == "update_weights" and not {"claim", "cancel"}.intersection(told)):
+        raise ConfigError(
+            "the engine sleeps, and its weights are not there to be written: wake them up first, with "
+            "wake_up(tags=['weights']) or POST /wake_up?tags=weights"
+        )
 
 
 def _lease(engine: Any) -> Lease:

@@ -149,6 +149,7 @@ class Reload:
 
         TransferError where the loaders did something else than in the rehearsal: the model is then of two versions.
         """
+        self._twins = _twins(self._model)  # again: buffers may be others since the engine has slept
         live = self._live_made()
         with _created(self._model, self._config):
             done, wrong = self._load(weights, self._finish)

@@ -73,6 +73,13 @@ class ReceivedAdapter:
             self._tensors = {meta.name: self._room(meta) for meta in self._metas}
         return self._tensors
 
+    def moved(self) -> list[str]:
+        """As of ``Received``: nothing of the model's is registered."""
+        return []
+
+    def renew(self) -> None:
+        """As of ``Received``."""
+
     def _room(self, meta: Meta) -> torch.Tensor:
         if self._device.type == "cpu":
             return mapped(meta.shape, dtype=self._dtype)

@@ -58,6 +58,11 @@ class Meetings:
         """Meet the trainer that announces ``info``, as ``rank`` of ``world``; does not wait for it."""
         if self._meeting is not None:
             self._meeting.cancel()
+        if info.again and (met := self.standing()) is not None:
+            self._met = None
+            again: Coroutine[Any, Any, Any] = self._renew(met, info, received)
+            self._meeting = self._membership.portal.submit(again)
+            return
         work: Coroutine[Any, Any, Any] = self._meet(info, rank, world, received)
         self._meeting = self._membership.portal.submit(work)
 
@@ -136,6 +141,22 @@ class Meetings:
         pair = await self._bus.init_pair(
             info.pair, info.local_name, info.remote_name, world, rank=rank, give_up=True, timeout=info.timeout
         )
+        self._met = await self._registered(pair, info, received)
+        if info.news:
+            watch: Coroutine[Any, Any, Any] = self._tell_when_lost(pair, info)
+            self._watch = self._membership.portal.submit(watch)
+        log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
+
+    async def _renew(self, met: Met, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
+        """Register with the trainer that was met what is in other memory since."""
+        try:
+            async with self._order:
+                await met.batch.close()
+                met = await self._registered(met.pair, info, received)
+        finally:
+            self._met = met
+
+    async def _registered(self, pair: Pair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
         batch = await self._bus.register_tensors(
             info.batch,
             await asyncio.to_thread(received.room),
@@ -145,11 +166,7 @@ class Meetings:
             direction="recv",
             timeout=info.timeout,
         )
-        self._met = Met(pair=pair, batch=batch, received=received)
-        if info.news:
-            watch: Coroutine[Any, Any, Any] = self._tell_when_lost(pair, info)
-            self._watch = self._membership.portal.submit(watch)
-        log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
+        return Met(pair=pair, batch=batch, received=received)
 
     async def _tell_when_lost(self, pair: Pair, info: EthaWeightTransferInitInfo) -> None:
         """Say to the engine that holds a pause of the trainer that this one has gone."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etha.client.tensors import empty as mapped
-from etha.errors import ConfigError
+from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.compare import Comparison, unequal
 from etha.integrations.vllm.cut import Cut
 from etha.integrations.vllm.direct import live_views
@@ -42,6 +42,10 @@ def widest(of_workers: Iterable[Dtypes]) -> Dtypes:
         for name, dtype in dtypes.items():
             found[name] = torch.promote_types(found.get(name, dtype), dtype)
     return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @dataclass(slots=True)
@@ -129,6 +133,7 @@ class Received:
             raise ConfigError(cast_refused(*cast))
         self.kept = agreed(recorded.kept, agree)
         self._unfilled = sorted(live.intersection(recorded.unfilled))
+        self._atomic = atomic
         self._live = live_views(model, self.kept) if direct else {}
         self._written = {} if atomic else self._live
         self._written_modules = {
@@ -160,12 +165,36 @@ class Received:
             return mapped(item.shape, dtype=item.dtype)
         return torch.empty(item.shape, dtype=item.dtype, device=self._device)
 
+    def moved(self) -> list[str]:
+        """Names of registered live parameters that are not where they were: their memory was taken for a while."""
+        self._look()
+        return [name for name, view in self._written.items() if _place(view) != _place(self._tensors.get(name, view))]
+
+    def renew(self) -> None:
+        """``room`` is to be registered again, with live parameters where they are now."""
+        self._look()
+        with self._taking:
+            self._tensors = {**self._tensors, **self._written} if self._tensors else {}
+
+    def _look(self) -> None:
+        """Where the live parameters are now that are written with no loader between: an engine may have slept."""
+        now = live_views(self._model, self.kept) if self._live else {}
+        gone = [name for name in self._live if name not in now]
+        if gone:
+            raise TransferError(
+                f"{gone[0]!r} and {len(gone) - 1} more of the engine's parameters are not what they were when the "
+                f"trainer was met: call shutdown() on the trainer engine and make another"
+            )
+        self._live = {name: now[name] for name in self._live}
+        self._written = {} if self._atomic else self._live
+
     def _rest(self) -> list[Kept]:
         """What goes through loaders."""
         return [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
 
     def apply(self) -> None:
         """Bring what was received into the live model; between two steps of the engine."""
+        self._look()
         for name, view in self._live.items():
             if name not in self._written:
                 view.copy_(self._tensors[name])
@@ -177,6 +206,7 @@ class Received:
 
     def compare(self) -> Comparison:
         """What of the live model is not what ``apply`` would make of what was received; between two of its steps."""
+        self._look()
         found = Comparison()
         for name, view in self._live.items():
             if name not in self._written:

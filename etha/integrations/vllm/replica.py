@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 
 from etha import AsyncTensorBusClient, TransferResult
+from etha.client.handle import BatchHandle
 from etha.client.place import Place
 from etha.client.results import Pair
 from etha.config import LaunchEnv
@@ -35,7 +36,7 @@ from etha.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from etha.integrations.vllm.control import Control, told, unreachable
+from etha.integrations.vllm.control import MOVED, Control, told, unreachable
 from etha.integrations.vllm.source import EthaSource, Iterated
 from etha.integrations.vllm.team import Team
 
@@ -74,6 +75,7 @@ class Replica:
         self._spread = False
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
+        self._batch: BatchHandle | None = None
 
     @property
     def stands(self) -> bool:
@@ -146,6 +148,8 @@ class Replica:
             try:
                 if word == "join":
                     self.pair = await self._join()
+                elif word == "register":
+                    await self._register_again()
                 else:
                     result = await self._bus.transfer(self.info.batch, "send", version=version)
             except EthaError as error:
@@ -198,8 +202,27 @@ class Replica:
         pair = await self._bus.init_pair(
             info.pair, info.local_name, info.remote_name, place.world_size, mesh, [Replicate()], rank=info.rank
         )
-        await self._bus.register_tensors(info.batch, self._weights.tensors(), pair_name=info.pair, direction="send")
+        await self._register()
         return pair
+
+    async def _register(self) -> None:
+        self._batch = await self._bus.register_tensors(
+            self.info.batch, self._weights.tensors(), pair_name=self.info.pair, direction="send",
+            timeout=self.info.timeout,
+        )  # fmt: skip
+
+    async def _register_again(self) -> None:
+        """Register anew with the engine, which has its tensors in other memory."""
+        if self._batch is not None:
+            await self._batch.close()
+        await self._register()
+
+    async def _renew(self) -> None:
+        """Rank 0's: all ranks register again; the engine first, which does so beside its steps."""
+        log.info("pair %s: the engine has parameters in other memory: registering again", self.info.pair)
+        await self._ask(told, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
+        await self._team.say("register", self.info.timeout)
+        await self._register_again()
 
     async def _engine_joins(self) -> None:
         last: Exception | None = None
@@ -354,7 +377,7 @@ class Replica:
 
     async def _start(self) -> None:
         try:
-            await self._ask(self.client.start_weight_update)
+            await self._ask(told, self.client.start_weight_update)
         except TransferTimeoutError:
             raise
         except Exception as error:
@@ -364,8 +387,10 @@ class Replica:
             if unreachable(error):
                 text = f"pair {self.info.pair!r}: nobody answers for the engine: {error}"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from error
-            # An update that a trainer before this one began and never ended.
+            # An update that a trainer before this one began and never ended, or memory that was taken for a while.
             await self._cancel()
+            if MOVED in str(error):
+                await self._renew()
             await self._ask(told, self.client.start_weight_update)
 
     async def settle(self) -> None:

@@ -20,7 +20,7 @@ from etha.client.place import device_of
 from etha.client.results import Pair
 from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError, TransferError, TransferTimeoutError, from_wire
 
-Word = Literal["begin", "join", "send", "done"]
+Word = Literal["begin", "join", "register", "send", "done"]
 #: Bytes of a word; an error's fits, for so many characters of its text, and of each of its fields, are told at most.
 _SIZE, _TEXT = 32768, 2000
 _LEADER, _OTHERS = "first", "others"

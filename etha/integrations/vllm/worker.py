@@ -29,6 +29,7 @@ from vllm.logger import init_logger
 
 from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError, TransferError
+from etha.integrations.vllm.control import MOVED
 from etha.integrations.vllm.keep import Meta
 from etha.integrations.vllm.lora import ReceivedAdapter
 from etha.integrations.vllm.meeting import Meetings
@@ -64,6 +65,8 @@ class EthaWeightTransferInitInfo(WeightTransferInitInfo):
     namespace: str | None = None
     #: The tensors are a LoRA adapter's: its name, and its configuration as peft writes it; None: they are the model's.
     adapter: dict[str, Any] | None = None
+    #: The trainer that was met says the same again, so that tensors in other memory are registered again.
+    again: bool = False
     #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
     holder: str = ""
     news: str = ""
@@ -167,7 +170,10 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         if meetings.standing() is None:
             self._stop()
         received = self._record(init_info, metas)
-        self._tell(init_info.pair, rank)
+        if init_info.again:
+            received.renew()
+        else:
+            self._tell(init_info.pair, rank)
         self._timeout = init_info.timeout
         meetings.begin(init_info, rank, world, received)
 
@@ -247,6 +253,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
                 "the weight transfer engine of this worker has met no trainer: call init_weight_transfer_engine"
             )
         met = self._meetings.met()
+        if moved := met.received.moved():
+            raise TransferError(f"{MOVED}: {len(moved)}, {moved[0]!r} first", outcome="withdrawn")
         self._coming = _Coming(received=met.received, moving=self._meetings.receive(met, self._timeout))
 
     def receive_weights(self, update_info: EthaWeightTransferUpdateInfo) -> None:
