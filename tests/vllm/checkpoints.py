@@ -54,7 +54,6 @@ class Family:
 
 
 BOTH, TIED, UNTIED = (False, True), (True,), (False,)
-CONVOLUTION = frozenset({"conv1d.weight", "conv1d.bias"})
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 #: With a share of experts that every token is sent to, and a first layer without any.
 ROUTED = {
@@ -186,7 +185,13 @@ FAMILIES: dict[str, Family] = {
     "minimax-m2": Family(
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16, "scoring_func": "sigmoid"},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
         tied=UNTIED,
     ),
     "llama4": Family(
@@ -239,34 +244,11 @@ FAMILIES: dict[str, Family] = {
         },
         tied=TIED,
     ),
-    "mamba": Family(
-        "MambaConfig",
-        "MambaForCausalLM",
-        {"state_size": 16, "expand": 2, "intermediate_size": None, "head_dim": None},
-        tied=TIED,
-        uncompared=CONVOLUTION,
-    ),
-    "jamba": Family(
-        "JambaConfig",
-        "JambaForCausalLM",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "use_mamba_kernels": False,
-        },
-        tied=UNTIED,
-        uncompared=CONVOLUTION,
-    ),
     "falcon-h1": Family(
         "FalconH1Config",
         "FalconH1ForCausalLM",
         {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16},
         tied=UNTIED,
-        uncompared=frozenset({"conv1d.bias"}),
     ),
     "nemotron-h": Family(
         "NemotronHConfig",
@@ -279,23 +261,6 @@ FAMILIES: dict[str, Family] = {
             "ssm_state_size": 16,
         },
         tied=UNTIED,
-        uncompared=frozenset({"conv1d.bias"}),
-    ),
-    "qwen3-next": Family(
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "decoder_sparse_step": 1,
-        },
-        tied=UNTIED,
-        uncompared=frozenset({"conv1d.weight"}),
     ),
 }
 SIZES: dict[str, Any] = {

@@ -84,6 +84,7 @@ class Replica:
 
     def __exit__(self, *_: object) -> None:
         self._child.kill()  # in good order it takes 6 s to end
+        print(self._child.tail())  # shown where a test has failed: an engine's death says nothing of why
 
 
 def reference(

@@ -515,7 +515,7 @@ def _readable(place: Place) -> bool:
     live = _live(place)
     if live is None or live.shape != place.seen.shape or live.dtype != place.seen.dtype:
         return False
-    if hasattr(place.module, "_cpu_unpacked_conv_weight"):
+    if place.leaf == "weight" and hasattr(place.module, "_cpu_unpacked_conv_weight"):
         return False
     method: Any = getattr(place.module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or isinstance(method, _KEEPS):
