@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -51,6 +53,11 @@ class Fake:
     def fail(self, route: str) -> None:
         """Answer ``route`` with an error the next time."""
         requests.post(f"{self.url}/fail", json={"route": route}, timeout=PATIENCE).raise_for_status()
+
+    def die(self, route: str, *, times: int = 1) -> None:
+        """SIGKILL to itself when it is asked for ``route`` so often from now on."""
+        body = {"route": route, "times": times}
+        requests.post(f"{self.url}/die", json=body, timeout=PATIENCE).raise_for_status()
 
     def asked(self, route: str, times: int) -> None:
         """Wait until it has been asked for ``route`` so often."""
@@ -141,11 +148,17 @@ class _Counts:
         self._changed = threading.Condition()
         self._asked: dict[str, int] = {}
         self._failing: list[str] = []
+        self._dying: tuple[str, int] | None = None
+
+    def die(self, route: str, times: int) -> None:
+        self._dying = (route, self._asked.get(route, 0) + times)
 
     def ask(self, route: str) -> None:
         with self._changed:
             self._asked[route] = self._asked.get(route, 0) + 1
             self._changed.notify_all()
+            if (route, self._asked[route]) == self._dying:
+                os.kill(os.getpid(), signal.SIGKILL)
             if route in self._failing:
                 self._failing.remove(route)
                 raise RuntimeError(f"{route} was to fail")
@@ -181,7 +194,7 @@ def _serve(pipe: Connection, port: int) -> None:
                 self._say(200, found)
 
         def _do(self, route: str, body: dict[str, Any]) -> Any:
-            if route in ("fail", "asked"):
+            if route in ("fail", "asked", "die"):
                 return getattr(counts, route)(**body)
             counts.ask(route)
             work: Callable[..., Any] = getattr(engine, route)

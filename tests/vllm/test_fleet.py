@@ -107,6 +107,38 @@ def test_an_engine_that_is_killed_costs_the_others_nothing_and_is_taken_in_again
         assert state["versions"] == [*before, "again", "last"]
 
 
+@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "resume"])
+def test_an_engine_that_dies_at_any_call_is_lost_alone(
+    route: str, trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
+) -> None:
+    sender = trainer((2,))
+    sender.join()
+    fakes[0].die(route)
+    assert failed(sender.send(versions[0], "its last")) == [PeerLostError, None, None]
+    fakes[0].kill()
+    fakes[0].start()
+    until_all(sender, versions[1])
+    for fake in fakes:
+        state = fake.state()
+        assert (state["version"], state["digest"], state["paused"]) == ("again", digests[1], False)
+
+
+def test_an_engine_that_dies_as_it_is_met_again_is_not_waited_for(
+    trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path]
+) -> None:
+    """It is asked twice: in the background, and when all ranks are there to meet it."""
+    sender = trainer((2,))
+    sender.join()
+    fakes[0].kill()
+    fakes[0].start()
+    fakes[0].die("init_weight_transfer_engine", times=2)
+    while fakes[0].child.alive:
+        assert failed(sender.send(versions[0], "without it")) == [PeerLostError, None, None]
+    fakes[0].kill()
+    fakes[0].start()
+    until_all(sender, versions[1])
+
+
 def test_an_engine_that_hangs_costs_one_timeout_and_is_taken_in_when_it_answers(
     trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
 ) -> None:
