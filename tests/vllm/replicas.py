@@ -68,6 +68,10 @@ class Replica:
         """Compare the live model with what the trainer has."""
         self._child.ask("verify")
 
+    def move(self) -> None:
+        """The trainer has its weights in other memory from here on."""
+        self._child.ask("move")
+
     def sleep(self, level: int) -> None:
         self._child.ask("sleep", level)
 
@@ -162,11 +166,17 @@ def _live(
     def run(work: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         return list(engine.collective_rpc(partial(work), args=tuple(arguments)))
 
+    def move() -> None:
+        for model in models:
+            model._apply(torch.clone)
+        for tensor in tensors.values():
+            tensor.data = tensor.data.clone()
+
     def wake_up(tags: Sequence[str]) -> None:
         engine.wake_up(list(tags) or None)
 
     calls = {"logits": logits, "join": join, "send": send, "verify": verify, "run": run}
-    calls |= {"sleep": engine.sleep, "wake up": wake_up}
+    calls |= {"move": move, "sleep": engine.sleep, "wake up": wake_up}
 
     def answer(what: str, *arguments: Any) -> Any:
         return calls[what](*arguments)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 pytest.importorskip("vllm")
 from safetensors.torch import load_file
 
-from etha.errors import ConfigError, RegistrationError
+from etha.errors import ConfigError
 from etha.integrations.vllm import EthaSource
 from etha.plan import Layout
 from tests.vllm import families
@@ -94,15 +94,17 @@ def test_some_of_the_experts_as_a_plain_tensor_are_refused() -> None:
         EthaSource(model).tensors()
 
 
-def test_memory_that_views_were_given_of_and_that_has_moved_is_refused() -> None:
+def test_memory_that_views_were_given_of_and_that_has_moved_is_seen() -> None:
     model = families.make("mixtral.modeling_mixtral:MixtralForCausalLM")
     source = EthaSource(model)
     source.tensors()
-    source.refresh()
+    before = source.places()
+    name = "model.layers.1.mlp.experts.gate_up_proj"
     stacked = model.model.layers[1].mlp.experts.gate_up_proj
     stacked.data = stacked.data.clone()
-    with pytest.raises(RegistrationError, match=r"'model\.layers\.1\.mlp\.experts\.gate_up_proj'.* other memory"):
-        source.refresh()
+    now = source.places()
+    assert [key for key in now if now[key] != before[key]] == [name]
+    assert source.tensors()["model.layers.1.block_sparse_moe.experts.0.w1.weight"].data_ptr() == stacked.data_ptr()
 
 
 def _as_rank(pipe: Connection, rank: int, world: int, work: Callable[..., EthaSource], *arguments: Any) -> None:

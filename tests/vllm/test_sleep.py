@@ -75,13 +75,28 @@ def test_the_version_after_a_sleep_is_right(checkpoints: Checkpoints, env: Env, 
             live.join(models[1])
 
 
+def test_a_trainer_that_moved_its_weights_sends_them_from_where_they_are(
+    checkpoints: Checkpoints, env: Env, logs: Path
+) -> None:
+    models = [checkpoints("qwen3", seed) for seed in (0, 1)]
+    due = [reference(model, env, logs / f"{model.name}.log") for model in models]
+    with Replica(models[0], env, logs / "live.log") as live:
+        for info in ({}, {"module": "bf16"}, {"module": "fsdp2"}):
+            live.join(models[0], **info)
+            for version in (1, 0, 1):
+                live.send(models[version])
+                assert different(live.logits(), due[version]) is None, (info, version)
+                live.move()
+            live.verify()
+
+
 def test_an_engine_that_is_half_awake_takes_a_version_and_answers_when_it_is_awake(
     checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path
 ) -> None:
-    """Its trainer pauses and resumes it, and its caches are still asleep."""
+    """Its trainer pauses and resumes it, and its caches are still asleep. Later both ranks of it move their weights."""
     models = [checkpoints("qwen3", seed) for seed in (0, 1)]
     server = Server(models[0], 1, env, logs / "server.log")
-    trainer = Trainer((), models[0], server.url, env, logs)
+    trainer = Trainer((2,), models[0], server.url, env, logs)
 
     def ask(route: str) -> None:
         requests.post(f"{server.url}/{route}", timeout=60).raise_for_status()
@@ -98,6 +113,9 @@ def test_an_engine_that_is_half_awake_takes_a_version_and_answers_when_it_is_awa
         assert requests.get(f"{server.url}/is_paused", timeout=60).json()["is_paused"], "nothing may be computed yet"
         ask("wake_up")
         assert (server.version(), server.answers()) == ("awake", fresh(models[1], 1)[0])
+        trainer.move()
+        trainer.send(models[0], "moved")
+        assert (server.version(), server.answers()) == ("moved", fresh(models[0], 1)[0])
     finally:
         trainer.end()
         server.kill()

@@ -48,6 +48,10 @@ class Trainer:
         """
         return self._all("send", str(model), version)
 
+    def move(self) -> None:
+        """All ranks have their modules' parameters in other memory from here on."""
+        self._all("move")
+
     def _all(self, *message: Any) -> list[Any]:
         for rank in self.ranks:
             rank.send(*message)

@@ -149,12 +149,9 @@ class Meetings:
 
     async def _renew(self, met: Met, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
         """Register with the trainer that was met what is in other memory since."""
-        try:
-            async with self._order:
-                await met.batch.close()
-                met = await self._registered(met.pair, info, received)
-        finally:
-            self._met = met
+        async with self._order:
+            await met.batch.close()
+            self._met = await self._registered(met.pair, info, received)
 
     async def _registered(self, pair: Pair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
         batch = await self._bus.register_tensors(

@@ -3,6 +3,7 @@
     rank 0    start_weight_update  say "send"   send   pause  update  finish_weight_update  resume   say "done"
     others                         hear         send                                                 hear
 
+Before start, where memory was moved: the engine is told, say "register", and all register again.
 Whatever fails on rank 0 is raised on all ranks (team.py). Both sides may be relaunched at any time, with other world
 sizes: the pair forms again with the next version.
 """
@@ -32,6 +33,7 @@ from etha.errors import (
     ConfigError,
     EthaError,
     PeerLostError,
+    RegistrationError,
     RendezvousTimeoutError,
     TransferError,
     TransferTimeoutError,
@@ -76,6 +78,8 @@ class Replica:
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
         self._batch: BatchHandle | None = None
+        # Where the tensors lay that are registered.
+        self._lay: dict[str, tuple[Any, ...]] = {}
 
     @property
     def stands(self) -> bool:
@@ -150,6 +154,11 @@ class Replica:
                     self.pair = await self._join()
                 elif word == "register":
                     await self._register_again()
+                elif (name := self._moved()) is not None:
+                    failed = RegistrationError(
+                        f"{name!r} of this rank's source has other memory, shape or dtype since it was registered, and "
+                        f"rank 0's has not: move it on all ranks, or make another trainer engine"
+                    )
                 else:
                     result = await self._bus.transfer(self.info.batch, "send", version=version)
             except EthaError as error:
@@ -206,10 +215,12 @@ class Replica:
         return pair
 
     async def _register(self) -> None:
+        lay = self._weights.places()
         self._batch = await self._bus.register_tensors(
             self.info.batch, self._weights.tensors(), pair_name=self.info.pair, direction="send",
             timeout=self.info.timeout,
         )  # fmt: skip
+        self._lay = lay
 
     async def _register_again(self) -> None:
         """Register anew with the engine, which has its tensors in other memory."""
@@ -217,12 +228,21 @@ class Replica:
             await self._batch.close()
         await self._register()
 
-    async def _renew(self) -> None:
+    def _moved(self) -> str | None:
+        """A tensor of this rank in other memory than it was registered in: trainers offload their weights."""
+        now = self._weights.places()
+        return next((name for name, lay in self._lay.items() if now.get(name) != lay), None)
+
+    async def _renew(self, whose: str) -> None:
         """Rank 0's: all ranks register again; the engine first, which does so beside its steps."""
-        log.info("pair %s: the engine has parameters in other memory: registering again", self.info.pair)
-        await self._ask(told, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
-        await self._team.say("register", self.info.timeout)
-        await self._register_again()
+        log.info("pair %s: %s in other memory: registering again", self.info.pair, whose)
+        try:
+            await self._ask(told, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
+            await self._team.say("register", self.info.timeout)
+            await self._register_again()
+        except BaseException:
+            self.pair = None  # the next call forms it again
+            raise
 
     async def _engine_joins(self) -> None:
         last: Exception | None = None
@@ -376,6 +396,8 @@ class Replica:
         self._torn = False
 
     async def _start(self) -> None:
+        if (name := self._moved()) is not None:
+            await self._renew(f"the trainer has {name!r}")
         try:
             await self._ask(told, self.client.start_weight_update)
         except TransferTimeoutError:
@@ -390,7 +412,7 @@ class Replica:
             # An update that a trainer before this one began and never ended, or memory that was taken for a while.
             await self._cancel()
             if MOVED in str(error):
-                await self._renew()
+                await self._renew("the engine has parameters")
             await self._ask(told, self.client.start_weight_update)
 
     async def settle(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 
-from etha.errors import ConfigError, RegistrationError
+from etha.errors import ConfigError
 from etha.integrations.fsdp import named_tensors
 from etha.integrations.names import rename
 from etha.integrations.vllm.adapter import Adapter
@@ -49,7 +49,6 @@ class EthaSource(WeightSource):
         self._parts = Parts()
         self._shown: dict[str, Shown] = {}
         self._of: tuple[Any, ...] = ()
-        self._given: dict[str, tuple[Any, ...]] = {}
 
     @classmethod
     def of(cls, source: WeightSource | None, names: Mapping[str, str] | None) -> EthaSource | Iterated:
@@ -71,28 +70,20 @@ class EthaSource(WeightSource):
         )
 
     def refresh(self) -> None:
-        """Nothing is read yet; RegistrationError if a tensor of which views were given has other memory since."""
-        if not self._given:
-            return
-        now = self._own()
-        for name, given in self._given.items():
-            if name not in now or _memory(now[name]) != given:
-                raise RegistrationError(
-                    f"{name!r} of the trainer's module has other memory, shape or dtype since it was registered: make "
-                    f"another trainer engine"
-                )
+        """Nothing is read yet."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors by checkpoint name: parameters of a module in the order of its state_dict."""
         own, found = self._own(), {}
-        self._given = {}
         for name, shown in self._checkpoint(own).items():
             tensor = self._parts.of(name, own[shown.source], shown.part)
             if tensor is not None:
                 found[name] = tensor
-            if tensor is not own[shown.source]:
-                self._given[shown.source] = _memory(own[shown.source])
         return found
+
+    def places(self) -> dict[str, tuple[Any, ...]]:
+        """Where what this rank gives lies now: a trainer may have moved its weights."""
+        return {name: memory(tensor) for name, tensor in self._own().items()}
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and global shape of every tensor, also of those that only other ranks hold a part of."""
@@ -128,7 +119,7 @@ class EthaSource(WeightSource):
         yield from self.tensors().items()
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a rank's part of a tensor lies, and how."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
@@ -201,6 +192,10 @@ class Iterated:
             if meta.name not in self._held:
                 self._held[meta.name] = torch.empty_like(tensor, requires_grad=False)
             self._held[meta.name].copy_(tensor)
+
+    def places(self) -> dict[str, tuple[Any, ...]]:
+        """Nothing: what is given is kept here."""
+        return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What this rank holds, by checkpoint name, as of the last ``refresh``."""
