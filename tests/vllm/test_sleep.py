@@ -106,8 +106,11 @@ def test_an_engine_that_is_half_awake_takes_a_version_and_answers_when_it_is_awa
         trainer.join()
         trainer.send(models[0])
         ask("sleep?level=1")
-        with pytest.raises(TransferError, match="the engine sleeps, and its weights are not there"):
-            trainer.send(models[1])
+        for rank in trainer.ranks:
+            rank.send("send", str(models[1]), None)
+        for rank in trainer.ranks:
+            with pytest.raises(TransferError, match="the engine sleeps, and its weights are not there"):
+                rank.hear()
         ask("wake_up?tags=weights")
         trainer.send(models[1], "awake")
         assert requests.get(f"{server.url}/is_paused", timeout=60).json()["is_paused"], "nothing may be computed yet"

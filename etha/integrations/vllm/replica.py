@@ -230,7 +230,7 @@ class Replica:
 
     def _moved(self) -> str | None:
         """A tensor of this rank in other memory than it was registered in: trainers offload their weights."""
-        now = self._weights.places()
+        now = self._weights.places() if self._lay else {}
         return next((name for name, lay in self._lay.items() if now.get(name) != lay), None)
 
     async def _renew(self, whose: str) -> None:
