@@ -93,10 +93,10 @@ def test_a_trainer_that_moved_its_weights_sends_them_from_where_they_are(
 def test_an_engine_that_is_half_awake_takes_a_version_and_answers_when_it_is_awake(
     checkpoints: Checkpoints, fresh: Fresh, env: Env, logs: Path
 ) -> None:
-    """Its trainer pauses and resumes it, and its caches are still asleep. Later both ranks of it move their weights."""
+    """Its trainer pauses and resumes it, and its caches are still asleep."""
     models = [checkpoints("qwen3", seed) for seed in (0, 1)]
     server = Server(models[0], 1, env, logs / "server.log")
-    trainer = Trainer((2,), models[0], server.url, env, logs)
+    trainer = Trainer((), models[0], server.url, env, logs)
 
     def ask(route: str) -> None:
         requests.post(f"{server.url}/{route}", timeout=60).raise_for_status()
@@ -106,19 +106,13 @@ def test_an_engine_that_is_half_awake_takes_a_version_and_answers_when_it_is_awa
         trainer.join()
         trainer.send(models[0])
         ask("sleep?level=1")
-        for rank in trainer.ranks:
-            rank.send("send", str(models[1]), None)
-        for rank in trainer.ranks:
-            with pytest.raises(TransferError, match="the engine sleeps, and its weights are not there"):
-                rank.hear()
+        with pytest.raises(TransferError, match="the engine sleeps, and its weights are not there"):
+            trainer.send(models[1])
         ask("wake_up?tags=weights")
         trainer.send(models[1], "awake")
         assert requests.get(f"{server.url}/is_paused", timeout=60).json()["is_paused"], "nothing may be computed yet"
         ask("wake_up")
         assert (server.version(), server.answers()) == ("awake", fresh(models[1], 1)[0])
-        trainer.move()
-        trainer.send(models[0], "moved")
-        assert (server.version(), server.answers()) == ("moved", fresh(models[0], 1)[0])
     finally:
         trainer.end()
         server.kill()
