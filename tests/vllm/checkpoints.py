@@ -182,18 +182,6 @@ FAMILIES: dict[str, Family] = {
         {**ROUTED, **LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"},
         tied=UNTIED,
     ),
-    "minimax-m2": Family(
-        "MiniMaxM2Config",
-        "MiniMaxM2ForCausalLM",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rotary_dim": 16,
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-        },
-        tied=UNTIED,
-    ),
     "llama4": Family(
         "Llama4TextConfig",
         "Llama4ForCausalLM",
