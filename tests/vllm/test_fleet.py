@@ -222,6 +222,29 @@ def test_an_engine_that_refuses_a_trainer_is_an_error_at_once(
             rank.hear()
 
 
+def test_ranks_with_lists_of_other_lengths_are_an_error(
+    fakes: list[Fake], versions: list[Path], env: Env, logs: Path, ends: ExitStack
+) -> None:
+    urls = [fake.url for fake in fakes]
+    senders = [Trainer((2,), versions[0], urls[:n], env, logs, timeout=LITTLE, stages="alone") for n in (3, 2)]
+    for sender in senders:
+        ends.callback(sender.kill)
+    ranks = [sender.ranks[number] for number, sender in enumerate(senders)]
+    for rank in ranks:
+        rank.send("join")
+    with pytest.raises(RendezvousTimeoutError, match="call it on every rank"):
+        ranks[0].hear()
+
+
+@pytest.mark.parametrize("clients", [[], [1, 1]])
+def test_a_list_has_each_engine_once(clients: list[int]) -> None:
+    from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
+
+    info = EthaTrainerInitInfo(rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="client="):
+        EthaTrainerWeightTransferEngine.trainer_init(info, client=clients, source=EthaSource({}))  # type: ignore[arg-type]
+
+
 def test_where_no_engine_comes_there_is_no_trainer(trainer: Callable[..., Trainer], fakes: list[Fake]) -> None:
     for fake in fakes:
         fake.kill()

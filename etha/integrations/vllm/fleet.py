@@ -292,7 +292,7 @@ class Replicas:
         outcomes = await self._each(turn, lambda member: member.begin(turn))
         failed = _failed(outcomes)
         for error in failed.values():
-            if not absent(error):
+            if not absent(error) or self._ranks_missing(error):
                 raise error
         self._tell(failed, "was not met")
         if len(failed) == len(self._members):
@@ -340,6 +340,10 @@ class Replicas:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(outcome(member)) for member in self._members]
         return [task.result() for task in tasks]
+
+    def _ranks_missing(self, error: EthaError) -> bool:
+        """Whether ranks of the trainer were missing, and not the engine: they have lists of other lengths, maybe."""
+        return isinstance(error, RendezvousTimeoutError) and self._info.local_name in error.missing
 
     def _tell(self, failed: dict[int, EthaError], what: str) -> None:
         if self._info.is_sender:
