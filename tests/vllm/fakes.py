@@ -113,6 +113,9 @@ class _Engine:
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         if "claim" in update_info:
             return
+        if "release" in update_info:
+            self._paused = False
+            return
         if update_info.get("cancel"):
             self._cancel()
             raise RuntimeError("cancelled")
@@ -130,9 +133,6 @@ class _Engine:
 
     async def pause(self) -> None:
         self._paused = True
-
-    async def resume(self) -> None:
-        self._paused = False
 
     async def state(self) -> dict[str, Any]:
         version = self._versions[-1] if self._versions else None
@@ -196,7 +196,8 @@ def _serve(pipe: Connection, port: int) -> None:
         def _do(self, route: str, body: dict[str, Any]) -> Any:
             if route in ("fail", "asked", "die"):
                 return getattr(counts, route)(**body)
-            counts.ask(route)
+            what = body.get("update_info") or {}
+            counts.ask("release" if "release" in what else route)
             work: Callable[..., Any] = getattr(engine, route)
             return asyncio.run_coroutine_threadsafe(work(**body), loop).result()
 

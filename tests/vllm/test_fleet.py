@@ -107,7 +107,7 @@ def test_an_engine_that_is_killed_costs_the_others_nothing_and_is_taken_in_again
         assert state["versions"] == [*before, "again", "last"]
 
 
-@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "resume"])
+@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "release"])
 def test_an_engine_that_dies_at_any_call_is_lost_alone(
     route: str, trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
 ) -> None:
@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_costs_one_timeout_and_is_taken_in_when_it_answers(
         assert (state["version"], state["digest"], state["paused"]) == ("again", digests[1], False)
 
 
-@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "resume"])
+@pytest.mark.parametrize("route", ["start_weight_update", "pause", "update_weights", "finish_weight_update", "release"])
 def test_an_engine_that_refuses_a_version_takes_the_next(
     route: str, trainer: Callable[..., Trainer], fakes: list[Fake], versions: list[Path], digests: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ Checkpoints = Callable[[str, int], Path]
 Fresh = Callable[[Path, int], tuple[list[list[int]], dict[str, str]]]
 Env = dict[str, str]
 #: What rank 0 asks of the engine once the bytes are there.
-CALLS = ("pause", "update_weights", "finish_weight_update", "resume")
+CALLS = ("pause", "update_weights", "finish_weight_update", "release")
 
 
 def outcomes(trainer: Trainer, model: Path, call: str, pid: int) -> list[type[Exception] | None]:
@@ -58,7 +58,7 @@ def test_rank_0_that_is_killed_is_a_lost_peer_on_the_others(
     server = Server(models[0], 1, env, logs / "server.log").wait()
     trainers = []
     try:
-        for number, call in enumerate(("update_weights", "resume")):
+        for number, call in enumerate(("update_weights", "release")):
             trainers.append(Trainer((2,), models[0], server.url, env, logs))
             trainers[-1].join()
             dead = trainers[-1].ranks[0].pid

@@ -327,21 +327,25 @@ def _kill_before(engine: Any, call: str, pid: int) -> None:
             kill_group(pid)
 
     control = engine._replicas._control
-    say = control._say
+    say, client = control._say, engine.client
+    update, finish = client.update_weights, client.finish_weight_update
 
     def said(route: str, method: str, **arguments: Any) -> None:
         if route == call:
             kill()
         say(route, method, **arguments)
 
-    control._say = said
-    if (asked := getattr(engine.client, call, None)) is not None:
-
-        def made(*arguments: Any) -> None:
+    def updated(told: dict[str, Any]) -> None:
+        if call == ("release" if "release" in told else "update_weights"):
             kill()
-            asked(*arguments)
+        update(told)
 
-        setattr(engine.client, call, made)
+    def finished(*arguments: Any) -> None:
+        if call == "finish_weight_update":
+            kill()
+        finish(*arguments)
+
+    control._say, client.update_weights, client.finish_weight_update = said, updated, finished
 
 
 def forget_peak(pid: int | str = "self") -> None:
