@@ -103,6 +103,9 @@ def test_an_adapter_that_the_model_cannot_take_is_refused(
         live.join(adapters[0], adapter=POLICY)
         with pytest.raises(Exception, match="no adapter 'policy' yet"):
             live.verify()
+        with pytest.raises(Exception, match="'policy': this engine has received no version of it yet"):
+            live.logits(adapter="policy")
+        assert different(live.logits(), before) is None, "the engine lives on"
         live.send(adapters[0])
         live.logits(adapter="policy")
         live.verify()
@@ -112,6 +115,65 @@ def test_an_adapter_that_the_model_cannot_take_is_refused(
             live.verify()
     with Replica(model, env, logs / "without.log") as live:
         refused(live, adapters[0], "start it with --enable-lora")
+
+
+def test_a_request_for_an_adapter_that_was_not_received_is_refused_alone() -> None:
+    import asyncio
+
+    from etha.integrations.vllm import lora_request, served
+
+    class Processor:
+        def _validate_lora(self, lora_request: Any) -> None: ...
+
+    class Engine:
+        def __init__(self) -> None:
+            self.input_processor = Processor()
+
+        def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
+            if method == "finish_weight_update" and timeout is not None:
+                raise RuntimeError("a worker has died")
+
+    class Later(Engine):
+        async def collective_rpc(self, *arguments: Any) -> None:  # type: ignore[override]
+            super().collective_rpc(*arguments)
+
+    for _ in range(2):
+        served._refuse_requests(Processor)
+        served._know_live(Engine, awaited=False)
+        served._know_live(Later, awaited=True)
+    policy, file = lora_request("policy"), SimpleNamespace(lora_path="/models/adapter")
+    for kind in (Engine, Later):
+        engine: Any = kind()
+
+        def call(*arguments: Any, engine: Any = engine, **options: Any) -> None:
+            answer = engine.collective_rpc(*arguments, **options)
+            if answer is not None:
+                asyncio.run(answer)
+
+        def refused(engine: Any = engine) -> bool:
+            for other in (None, file):
+                engine.input_processor._validate_lora(other)
+            try:
+                engine.input_processor._validate_lora(policy)
+            except ConfigError as error:
+                assert "no version of it yet: send one first" in str(error)
+                return True
+            return False
+
+        assert refused()
+        call("init_weight_transfer_engine", kwargs={"init_info": {}})
+        call("finish_weight_update")
+        assert refused()
+        call("init_weight_transfer_engine", kwargs={"init_info": {"adapter": POLICY.told()}})
+        assert refused()
+        with pytest.raises(RuntimeError):
+            call("finish_weight_update", 1.0)
+        assert refused()
+        call("finish_weight_update")
+        assert not refused()
+        call("init_weight_transfer_engine", kwargs={"init_info": {}})
+        call("finish_weight_update")
+        assert not refused(), "it stays beside base weights"
 
 
 def replaced(**changes: Any) -> Adapter:

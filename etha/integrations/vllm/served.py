@@ -2,6 +2,9 @@
 
 vLLM's server knows adapters that it was started with, or that were loaded over HTTP from a directory. The calls of a
 trainer pass through the same process, so when the first version of an adapter is live it is entered beside those.
+
+A request for an adapter of which no version is live is refused where requests come in, with an ``LLM``, too: a worker
+would find out in the middle of a step, which ends the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from etha.errors import ConfigError
-from etha.integrations.vllm.adapter import adapter_path, lora_request
+from etha.integrations.vllm.adapter import ROOT, adapter_path, lora_request
 
 
 def serve_adapters(executor: Any, wanted: Callable[[Any], bool]) -> None:
@@ -27,6 +30,8 @@ def serve_adapters(executor: Any, wanted: Callable[[Any], bool]) -> None:
     @wraps(asked)
     def get_class(vllm_config: Any) -> Any:
         client = sys.modules.get("vllm.v1.engine.async_llm")
+        if vllm_config.lora_config is not None:
+            _refuse_unknown()
         if client is not None and wanted(_Holder(vllm_config)) and vllm_config.lora_config is not None:
             from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
@@ -36,6 +41,70 @@ def serve_adapters(executor: Any, wanted: Callable[[Any], bool]) -> None:
 
     get_class.serves_adapters = True  # type: ignore[attr-defined]
     executor.get_class = staticmethod(get_class)
+
+
+def _refuse_unknown() -> None:
+    """Have this process's engines refuse requests for adapters that they have not received. Once."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    _refuse_requests(InputProcessor)
+    _know_live(LLMEngine, awaited=False)
+    _know_live(AsyncLLM, awaited=True)
+
+
+def _refuse_requests(processor: Any) -> None:
+    validate = processor._validate_lora
+    if hasattr(validate, "serves_adapters"):
+        return
+
+    @wraps(validate)
+    def _validate_lora(self: Any, lora_request: Any) -> None:
+        validate(self, lora_request)
+        if lora_request is None or not lora_request.lora_path.startswith(ROOT):
+            return
+        name = lora_request.lora_path.removeprefix(ROOT)
+        if name not in getattr(self, "etha_live", ()):
+            raise ConfigError(
+                f"adapter {name!r}: this engine has received no version of it yet: send one first, with send_weights "
+                f"of a trainer engine that was made with adapter=Adapter(name={name!r}, ...)"
+            )
+
+    _validate_lora.serves_adapters = True  # type: ignore[attr-defined]
+    processor._validate_lora = _validate_lora
+
+
+def _know_live(engine: Any, *, awaited: bool) -> None:
+    """Whoever calls the workers of ``engine`` to receive an adapter: its name is known where its requests come in."""
+    call = engine.collective_rpc
+    if hasattr(call, "serves_adapters"):
+        return
+
+    def note(self: Any, method: Any, options: Any) -> None:
+        if method == "init_weight_transfer_engine":
+            told = options.get("init_info") if isinstance(options, dict) else None
+            adapter = told.get("adapter") if isinstance(told, dict) else None
+            self.etha_sent = None if adapter is None else adapter["name"]
+        elif method == "finish_weight_update" and getattr(self, "etha_sent", None) is not None:
+            live = self.input_processor
+            live.etha_live = {*getattr(live, "etha_live", ()), self.etha_sent}
+
+    @wraps(call)
+    def now(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        found = call(self, method, timeout, args, kwargs)
+        note(self, method, kwargs)
+        return found
+
+    @wraps(call)
+    async def later(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        found = await call(self, method, timeout, args, kwargs)
+        note(self, method, kwargs)
+        return found
+
+    made: Any = later if awaited else now
+    made.serves_adapters = True
+    engine.collective_rpc = made
 
 
 class _Holder:
