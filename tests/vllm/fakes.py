@@ -72,6 +72,7 @@ class _Engine:
         from etha import AsyncTensorBusClient
 
         self._bus = AsyncTensorBusClient(timeout=PATIENCE)
+        self._batch: Any = None
         self._meeting: asyncio.Task[Any] | None = None
         self._coming: asyncio.Task[Any] | None = None
         self._received: dict[str, torch.Tensor] = {}
@@ -84,6 +85,10 @@ class _Engine:
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if self._pair is not None and not self._pair.lost.is_set():
+            if init_info.get("again"):
+                assert self._batch is not None
+                await self._batch.close()
+                self._meeting = asyncio.get_running_loop().create_task(self._register(init_info))
             return
         if self._meeting is not None:
             self._meeting.cancel()
@@ -95,7 +100,12 @@ class _Engine:
         )
         announced = zip(plan["names"], plan["dtypes"], plan["shapes"], strict=True)
         self._received = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in announced}
-        await self._bus.register_tensors(plan["batch"], self._received, pair_name=plan["pair"], direction="recv")
+        await self._register(plan)
+
+    async def _register(self, plan: dict[str, Any]) -> None:
+        self._batch = await self._bus.register_tensors(
+            plan["batch"], self._received, pair_name=plan["pair"], direction="recv"
+        )
         self._plan = plan
 
     async def start_weight_update(self) -> None:

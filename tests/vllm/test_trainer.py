@@ -50,13 +50,13 @@ class Bus:
         return SimpleNamespace(seq=1, version=None)
 
 
-def send(client: Client) -> None:
-    """One version, by rank 0 of a trainer whose pair has heard that the engine's workers have died."""
+def send(client: Client, lost: Lost | None = None) -> None:
+    """One version, by rank 0 of a trainer whose pair has heard that the engine's workers have died, or is as told."""
 
     async def round_() -> None:
         info = EthaTrainerInitInfo(rank=0, world_size=1)
         engine: Any = Replica(info, client, Bus(), None)  # type: ignore[arg-type]
-        engine.pair = SimpleNamespace(lost=Lost())
+        engine.pair = SimpleNamespace(lost=lost or Lost())
         await engine.round("seven")
 
     asyncio.run(round_())
@@ -76,6 +76,18 @@ def test_an_engine_that_never_answers_after_its_pair_was_lost_is_a_lost_peer(
         ended.set()
 
 
+def test_an_engine_in_the_place_of_the_one_that_was_met_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `vllm serve` that is killed can leave workers behind, which hold the pair; a new one answers at its URL."""
+    monkeypatch.setattr(replica, "_NEWS", 0.01)
+    client = Client("start_weight_update", requests.HTTPError("500: this worker has met no trainer: call init"))
+    with pytest.raises(TransferError, match="whose workers still live") as told:
+        send(client, Stands())
+    assert (type(told.value), told.value.outcome) == (TransferError, "withdrawn")
+    with pytest.raises(PeerLostError, match="has left") as lost:
+        send(client)
+    assert lost.value.outcome == "withdrawn"
+
+
 class Lost:
     """A pair's ``lost``, of one that is."""
 
@@ -89,6 +101,20 @@ class Lost:
 
     def __await__(self) -> Any:
         return asyncio.sleep(0).__await__()
+
+
+class Stands(Lost):
+    """Of one that is not."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def __await__(self) -> Any:
+        return asyncio.Event().wait().__await__()
+
+    async def wait(self) -> str:
+        await asyncio.Event().wait()
+        return ""
 
 
 @pytest.mark.parametrize("at", CALLS)

@@ -17,6 +17,8 @@ from etha.integrations.vllm.lease import SECONDS
 log = logging.getLogger(__name__)
 #: What an engine says whose live parameters, which it has registered, are in other memory since.
 MOVED = "registered parameters of the engine are in other memory now"
+#: What an engine says that has never been told of a trainer.
+STRANGER = "has met no trainer"
 #: What becomes of requests that are under way: they end first, are cut off, or go on and are computed anew.
 Pause = Literal["wait", "abort", "keep"]
 

@@ -23,6 +23,7 @@ from etha.client.handle import BatchHandle
 from etha.client.portal import Membership
 from etha.client.results import Pair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
+from etha.integrations.vllm.control import STRANGER
 from etha.integrations.vllm.lease import say_gone
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ class Meetings:
                     outcome="withdrawn",
                 ) from None
         if self._met is None:
-            raise ConfigError(
-                "the weight transfer engine of this worker has met no trainer: call init_weight_transfer_engine"
-            )
+            raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
         return self._met
 
     def receive(self, met: Met, timeout: float) -> TransferFuture:

@@ -38,7 +38,7 @@ from etha.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from etha.integrations.vllm.control import MOVED, Control, told, unreachable
+from etha.integrations.vllm.control import MOVED, STRANGER, Control, told, unreachable
 from etha.integrations.vllm.source import EthaSource, Iterated
 from etha.integrations.vllm.team import Team
 
@@ -403,12 +403,20 @@ class Replica:
         except TransferTimeoutError:
             raise
         except Exception as error:
-            if await self._engine_left(_NEWS if unreachable(error) else 0.0):
+            other = STRANGER in str(error)
+            if await self._engine_left(_NEWS if unreachable(error) or other else 0.0):
                 text = f"pair {self.info.pair!r}: the engine has left"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from None
             if unreachable(error):
                 text = f"pair {self.info.pair!r}: nobody answers for the engine: {error}"
                 raise PeerLostError(text, reason="died", outcome="withdrawn") from error
+            if other:
+                raise TransferError(
+                    f"pair {self.info.pair!r}: the engine that answers now is not the one that was met, whose workers "
+                    f"still live (a vllm serve that is killed can leave them behind): end those processes, and the "
+                    f"next call meets this engine",
+                    outcome="withdrawn",
+                ) from error
             # An update that a trainer before this one began and never ended, or memory that was taken for a while.
             await self._cancel()
             if MOVED in str(error):

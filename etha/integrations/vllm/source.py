@@ -49,6 +49,7 @@ class EthaSource(WeightSource):
         self._parts = Parts()
         self._shown: dict[str, Shown] = {}
         self._of: tuple[Any, ...] = ()
+        self._announced: dict[str, tuple[Any, ...]] | None = None
 
     @classmethod
     def of(cls, source: WeightSource | None, names: Mapping[str, str] | None) -> EthaSource | Iterated:
@@ -70,7 +71,19 @@ class EthaSource(WeightSource):
         )
 
     def refresh(self) -> None:
-        """Nothing is read yet."""
+        """ConfigError where there are other tensors than the engine was told of: a layer replaced, a head untied."""
+        now = {meta.name: (meta.dtype, tuple(meta.shape)) for meta in self.metadata()}
+        if self._announced is None:
+            self._announced = now
+        if now != self._announced:
+            name = min(
+                name for name in now.keys() | self._announced.keys() if now.get(name) != self._announced.get(name)
+            )
+            was, known = self._announced.get(name, "missing"), now.get(name, "missing")
+            raise ConfigError(
+                f"{name!r} of the source is {known} now, and was {was} when the engine was told of the weights: make "
+                f"another trainer engine"
+            )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors by checkpoint name: parameters of a module in the order of its state_dict."""

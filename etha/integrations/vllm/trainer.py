@@ -5,9 +5,12 @@ What is done with an engine is in replica.py.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, ClassVar, Self, TypeVar
 from weakref import finalize
 
@@ -76,8 +79,11 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         client: VLLMWeightSyncClient | Sequence[VLLMWeightSyncClient],
         source: WeightSource | None,
     ) -> None:
+        _check(init_info, client)
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._info = init_info
+        self._info, self._pid = init_info, os.getpid()
+        # A second call in the midst of one would meet an update that is not its own.
+        self._calling = Lock()
         self._weights = _weights(init_info, source)
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
@@ -119,15 +125,17 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         The engine's weight version is ``version``, else the transfer's number. Where the pair was lost before a
         byte has moved, it is formed again first, which waits for an engine that is starting. TransferError and its
         subclasses, on all ranks alike: the engine answers with what it had; call again for the next version. The
-        engine is live with it when this returns.
+        engine is live with it when this returns. One call at a time: a thread that calls meanwhile waits for it.
 
         With a list of clients, all engines at the same time, and a ``FleetResult`` that says how it ended with each: an
         engine that is lost costs the others nothing, is told of (``failed``, and a warning), and takes the next
         version once it answers again. An error where none has taken the version.
         """
-        self._weights.refresh()
-        sent: Coroutine[Any, Any, TransferResult | FleetResult] = self._replicas.send(version)
-        return self._run(sent)
+
+        def send() -> Coroutine[Any, Any, TransferResult | FleetResult]:
+            return self._replicas.send(version)
+
+        return self._call(send)
 
     def verify(self) -> TransferResult | FleetResult:
         """Prove that the engine computes with the weights as they are here now; on every rank, after an update.
@@ -143,13 +151,11 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 f"pair {self._info.pair!r}: with atomic=False weights are sent into the live parameters, so that there "
                 f"is nothing to compare them with: use atomic=True to verify"
             )
-        self._weights.refresh()
-        verified: Coroutine[Any, Any, TransferResult | FleetResult] = self._replicas.verify()
-        return self._run(verified)
+        return self._call(self._replicas.verify)
 
     def shutdown(self) -> None:
-        """Leave the pair; idempotent."""
-        if self._membership is not None:
+        """Leave the pair; idempotent. Nothing in a forked child: the engine is its parent's."""
+        if self._membership is not None and os.getpid() == self._pid:
             left, self._membership = self._membership, None
             if isinstance(self._replicas, Replicas):
                 self._replicas.close()
@@ -174,13 +180,46 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
             metas = merged([metas for metas, _ in told])
             held = [names for _, names in told]
         spread = any(set(names) != {meta.name for meta in metas} for names in held)
+        if not metas:
+            raise ConfigError(
+                f"pair {self._info.pair!r}: the source has no tensors on any rank: there is nothing to send"
+            )
         self._replicas.announce(metas, spread=spread)
+
+    def _call(
+        self, work: Callable[[], Coroutine[Any, Any, TransferResult | FleetResult]]
+    ) -> TransferResult | FleetResult:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"this trainer engine belongs to process {self._pid}, from which process {os.getpid()} was forked: use "
+                f"it there"
+            )
+        with self._calling:
+            self._weights.refresh()
+            return self._run(work())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._membership is None:
             work.close()
             raise ConfigError(f"the trainer engine of pair {self._info.pair!r} is shut down: make another")
         return self._membership.portal.call(work)
+
+
+def _check(info: EthaTrainerInitInfo, client: object) -> None:
+    """ConfigError for options that could not be sent to an engine, and for what is no client of one."""
+    if type(info.rank) is not int or info.rank < 0:
+        raise ConfigError(f"rank={info.rank!r}: give this rank's number among the trainer's, from 0")
+    for name, seconds in (("timeout", info.timeout), ("lease", info.lease)):
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not number or not math.isfinite(seconds) or seconds < 0 or (name == "timeout" and seconds == 0):
+            raise ConfigError(f"{name}={seconds!r}: give a finite number of seconds")
+    if info.adapter is not None and not isinstance(info.adapter, Adapter):
+        raise ConfigError(
+            f"adapter={info.adapter!r}: give etha.integrations.vllm.Adapter(name=..., rank=..., alpha=...)"
+        )
+    for one in client if isinstance(client, (list, tuple)) else (client,):
+        if info.rank == 0 and not callable(getattr(one, "start_weight_update", None)):
+            raise ConfigError(f"client={one!r} is no client of an engine: give HTTPVLLMWeightSyncClient(url) for a URL")
 
 
 def _weights(info: EthaTrainerInitInfo, source: WeightSource | None) -> EthaSource | Iterated:

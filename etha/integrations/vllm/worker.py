@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 
 from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError, TransferError
-from etha.integrations.vllm.control import MOVED
+from etha.integrations.vllm.control import MOVED, STRANGER
 from etha.integrations.vllm.keep import Meta
 from etha.integrations.vllm.lora import ReceivedAdapter
 from etha.integrations.vllm.meeting import Meetings
@@ -249,9 +249,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         """
         self._stop()
         if self._meetings is None:
-            raise ConfigError(
-                "the weight transfer engine of this worker has met no trainer: call init_weight_transfer_engine"
-            )
+            raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
         met = self._meetings.met()
         if moved := met.received.moved():
             raise TransferError(f"{MOVED}: {len(moved)}, {moved[0]!r} first", outcome="withdrawn")
