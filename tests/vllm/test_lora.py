@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +177,63 @@ def test_a_request_for_an_adapter_that_was_not_received_is_refused_alone() -> No
         assert not refused(), "it stays beside base weights"
 
 
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        ({"use_rslorra": True}, r"config=\{'use_rslorra': True\}.*do you mean 'use_rslora'\?"),
+        ({"arrow_config": {"top_k": 2}}, "vLLM reads no 'arrow_config' of an adapter"),
+        ({"trainable_token_indices": [1]}, "would compute without it: it reads .*alpha_pattern"),
+        ({"vllm_lora_scaling_factor": 3.0}, "leave it out"),
+        ({"r": 8}, "that is what rank= of Adapter says: leave it out of config"),
+        ({"lora_alpha": 32}, "what alpha= of Adapter"),
+        ({"target_modules": ["q_proj"]}, "what target_modules= of Adapter"),
+        ({"peft_type": "LOHA"}, "vLLM takes LoRA adapters"),
+    ],
+)
+def test_what_vllm_would_leave_out_of_an_adapters_configuration_is_refused(config: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        replaced(config=config)
+
+
+def test_a_configuration_may_have_all_that_peft_writes() -> None:
+    """Of a file, and of a module, whose peft may be newer and have fields with defaults of their own."""
+
+    @dataclass
+    class Newer:
+        r: int = 4
+        lora_alpha: int = 8
+        target_modules: str = "all-linear"
+        use_rslora: bool = True
+        lora_dropout: float = 0.1
+        arrow_config: Any = None
+        newer: int = 7
+        more: list[int] = field(default_factory=lambda: [1])
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"peft_type": "LORA", **asdict(self)}
+
+    kept = {"lora_dropout": 0.1, "use_rslora": True, "peft_type": "LORA", "base_model_name_or_path": "x"}
+    assert replaced(config={**kept, "arrow_config": None, "use_of_tomorrow": False}).told()["config"]["r"] == 8
+
+    def of(config: Any) -> Adapter:
+        module: Any = SimpleNamespace(peft_config={"default": config})
+        return Adapter.of(module, "policy")
+
+    assert "newer" not in of(Newer()).config and of(Newer()).config["use_rslora"] is True
+    with pytest.raises(ConfigError, match="vLLM reads no 'newer' of an adapter"):
+        of(Newer(newer=8))
+
+
+def test_what_vllm_reads_of_an_adapters_configuration_is_known() -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from etha.integrations.vllm import adapter
+
+    read = {one.name for one in fields(PEFTHelper) if not one.name.startswith("vllm_")}
+    assert read == {*adapter._OWN, *adapter._READ}
+    assert not adapter._UNREAD & read
+
+
 def replaced(**changes: Any) -> Adapter:
     from dataclasses import replace
 
@@ -267,6 +325,10 @@ def test_of_a_module_of_peft_the_adapters_tensors_are_sent() -> None:
         Adapter.of(module, "policy", part="other")
     with pytest.raises(ConfigError, match=r"Linear has no adapter"):
         Adapter.of(module.layer, "policy")
-    for wrong in ({"name": ""}, {"rank": 0}):
+    kinds = {**CONFIG, "peft_type": "ADALORA"}
+    other: Any = SimpleNamespace(peft_config={"default": SimpleNamespace(to_dict=lambda: kinds)})
+    with pytest.raises(ConfigError, match="one of ADALORA: vLLM takes LoRA"):
+        Adapter.of(other, "policy")
+    for wrong in ({"name": ""}, {"rank": 0}, {"config": None}):
         with pytest.raises(ConfigError, match="give the"):
             replaced(**wrong)

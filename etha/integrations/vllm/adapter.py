@@ -8,7 +8,8 @@ requests  model="policy" over HTTP (served.py), lora_request("policy") where the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 from zlib import crc32
@@ -19,6 +20,22 @@ from etha.errors import ConfigError
 ROOT = "/dev/null/etha/"
 #: Numbers of adapters from here on are Etha's: vLLM's own servers count from 1.
 _FIRST = 1 << 30
+_LORA = "LORA"
+#: What of adapter_config.json is a field of ``Adapter``.
+_OWN = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+#: What else vLLM reads of it: it computes with it, or refuses the adapter.
+_READ = frozenset({
+    "alora_invocation_tokens", "alpha_pattern", "bias", "init_lora_weights", "layer_replication", "lora_bias",
+    "modules_to_save", "rank_pattern", "use_bdlora", "use_dora", "use_qalora", "use_rslora",
+})  # fmt: skip
+#: What peft writes there, too, and an engine computes the same without: of training, of the base model's files, and of
+#: which modules have an adapter, as the tensors say themselves.
+_UNREAD = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_parameters", "task_type",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +43,9 @@ class Adapter:
     """A LoRA adapter as a trainer sends it: ``EthaTrainerInitInfo(adapter=Adapter(...))``.
 
     ``name``: what requests call it. ``rank``, ``alpha``, ``target_modules`` and ``config`` are what peft writes to
-    adapter_config.json: ``config`` has what else vLLM should know, as ``{"use_rslora": True}``. ``part``: peft's name
-    of the adapter in a module that is the source.
+    adapter_config.json: ``config`` has what else vLLM should know, as ``{"use_rslora": True}``, or all else of such a
+    file; ConfigError for what vLLM would leave out without a word. ``part``: peft's name of the adapter in a module
+    that is the source.
     """
 
     name: str
@@ -42,6 +60,13 @@ class Adapter:
             raise ConfigError("Adapter(name=''): give the name by which requests address the adapter")
         if self.rank < 1:
             raise ConfigError(f"Adapter(name={self.name!r}, rank={self.rank}): give the rank that it was made with")
+        if not isinstance(self.config, Mapping):
+            raise ConfigError(
+                f"Adapter(name={self.name!r}, config={self.config!r}): give the mapping that it is, or leave it out"
+            )
+        for key, value in self.config.items():
+            if (why := _wrong(key, value)) is not None:
+                raise ConfigError(f"Adapter(name={self.name!r}, config={{{key!r}: {_plain(value)!r}}}): {why}")
 
     @classmethod
     def of(cls, module: Any, name: str, *, part: str = "default") -> Adapter:
@@ -53,8 +78,10 @@ class Adapter:
                 + (f", but {sorted(known)}" if isinstance(known, Mapping) else "")
                 + ": give a module of peft, or Adapter(name=, rank=, alpha=)"
             )
-        config = known[part].to_dict()
-        made = {key: config.pop(key, None) for key in ("r", "lora_alpha", "target_modules")}
+        config = _set(known[part])
+        if (kind := _kind(config.get("peft_type"))) != _LORA:
+            raise ConfigError(f"adapter {part!r} of {type(module).__name__} is one of {kind}: vLLM takes LoRA adapters")
+        made = {key: config.pop(key, None) for key in _OWN}
         return cls(
             name=name, rank=made["r"], alpha=made["lora_alpha"], target_modules=made["target_modules"] or (),
             config=config, part=part,
@@ -64,6 +91,36 @@ class Adapter:
         """What the engine is told of it: plain JSON."""
         own = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         return {"name": self.name, "config": _plain({**self.config, **own})}
+
+
+def _wrong(key: Any, value: Any) -> str | None:
+    """Why ``Adapter(config={key: value})`` is refused; None where an engine computes as it says, or needs it not."""
+    if key in _OWN:
+        return f"that is what {_OWN[key]}= of Adapter says: leave it out of config"
+    if key == "peft_type" and _kind(value) != _LORA:
+        return "vLLM takes LoRA adapters"
+    # What is off changes nothing: adapter_config.json has every field of the peft that wrote it.
+    if key in _READ or key in _UNREAD or not value:
+        return None
+    close = get_close_matches(str(key), _READ, 1)
+    meant = f"do you mean {close[0]!r}?" if close else f"it reads {', '.join(sorted(_READ))}"
+    return f"vLLM reads no {key!r} of an adapter, and would compute without it: {meant} Else leave it out"
+
+
+def _set(config: Any) -> dict[str, Any]:
+    """A configuration of peft without the fields that we do not know and that have their defaults: of a newer peft."""
+    found: dict[str, Any] = config.to_dict()
+    unset: dict[str, Any] = {}
+    for known in fields(config) if is_dataclass(config) else ():
+        made = known.default_factory
+        unset[known.name] = known.default if made is MISSING else made()
+    known_keys = {*_OWN, *_READ, *_UNREAD}
+    return {key: value for key, value in found.items() if key in known_keys or value != unset.get(key)}
+
+
+def _kind(value: Any) -> str:
+    """What peft calls the kind of an adapter."""
+    return _LORA if value is None else str(_plain(value)).upper()
 
 
 def adapter_path(name: str) -> str:
