@@ -184,7 +184,7 @@ def test_where_no_engine_takes_a_version_all_ranks_are_told(
     for rank in sender.ranks:
         rank.send("send", str(versions[0]), "nobody's")
     for rank in sender.ranks:
-        with pytest.raises(PeerLostError, match=r"no replica has taken version nobody's: replica 0: .*; replica 2: "):
+        with pytest.raises(PeerLostError, match=r"no engine has taken version nobody's: engine 0: .*; engine 2: "):
             rank.hear()
     # All are out, so the next call waits for one of them, and for no more.
     for rank in sender.ranks:
@@ -249,7 +249,7 @@ def test_where_no_engine_comes_there_is_no_trainer(trainer: Callable[..., Traine
     for fake in fakes:
         fake.kill()
     sender = trainer(timeout=2)
-    with pytest.raises(RendezvousTimeoutError, match="no replica was met: replica 0"):
+    with pytest.raises(RendezvousTimeoutError, match="no engine was met: engine 0"):
         sender.join()
 
 
@@ -261,7 +261,7 @@ def test_verify_finds_the_engine_that_has_other_weights(
     sender.join()
     fakes[1].fail("update_weights")
     assert failed(sender.send(versions[0])) == [None, TransferError, None]
-    with pytest.raises(TransferError, match=r"replica 1: .*does not compute with the trainer's weights"):
+    with pytest.raises(TransferError, match=r"engine 1: .*does not compute with the trainer's weights"):
         rank.ask("verify")
     assert failed(sender.send(versions[0])) == [None] * 3
     assert rank.ask("verify") == []

@@ -2,6 +2,11 @@
 
 vllm serve MODEL --weight-transfer-config '{"backend": "etha"}'          # the engine's side, all of it
 
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from etha.integrations.vllm import EthaTrainerInitInfo
+
 engine = WeightTransferTrainerFactory.trainer_init(                      # every rank of the trainer
     EthaTrainerInitInfo(rank=rank, pair="weights"), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
 )
@@ -10,6 +15,7 @@ engine.send_weights()                                                    # after
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = [
@@ -45,3 +51,8 @@ def __getattr__(name: str) -> Any:
 
     register()
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Also the public names where vLLM is installed, so that ``help()`` shows them; elsewhere they cannot be loaded."""
+    return sorted({*globals(), *(__all__ if find_spec("vllm") is not None else ())})

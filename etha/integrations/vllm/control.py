@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MOVED = "registered parameters of the engine are in other memory now"
 #: What an engine says that has never been told of a trainer.
 STRANGER = "has met no trainer"
-#: What becomes of requests that are under way: they end first, are cut off, or go on and are computed anew.
+#: What becomes of requests that are under way: they are finished first, are cut off, or go on with the new version.
 Pause = Literal["wait", "abort", "keep"]
 
 
@@ -50,7 +50,7 @@ class Control:
             self._say("pause", "pause_generation", mode=self._mode)
 
     def resume(self) -> None:
-        """Requests go on where ``pause`` stopped them; kept ones are computed anew, with the weights there are now.
+        """Requests go on where ``pause`` stopped them; the cache of kept ones is computed again, with the new weights.
 
         An engine that knows whose its pause is goes on only if it is nobody else's, too.
         """

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """How a call ended with each replica, in the order of the clients: its ``TransferResult``, or what went wrong."""
+    """How a call ended with each engine, in the order of the clients: its ``TransferResult``, or what went wrong."""
 
     results: tuple[TransferResult | EthaError, ...]
 
@@ -45,7 +45,7 @@ class FleetResult:
 
     @property
     def failed(self) -> dict[int, EthaError]:
-        """What went wrong, by the replica's place among the clients."""
+        """What went wrong, by the engine's place among the clients."""
         return {number: result for number, result in enumerate(self.results) if isinstance(result, EthaError)}
 
 
@@ -248,7 +248,7 @@ class Member:
 
     def __str__(self) -> str:
         address = getattr(self._replica.client, "base_url", type(self._replica.client).__name__)
-        return f"the replica of pair {self._replica.info.pair!r} ({address})"
+        return f"the engine of pair {self._replica.info.pair!r} ({address})"
 
 
 class Replicas:
@@ -296,7 +296,7 @@ class Replicas:
                 raise error
         self._tell(failed, "was not met")
         if len(failed) == len(self._members):
-            raise _summary("no replica was met", failed)
+            raise _summary("no engine was met", failed)
         if self._info.is_sender:
             self._number = await self._last()
 
@@ -309,7 +309,7 @@ class Replicas:
         failed = _failed(outcomes)
         self._tell(failed, f"has not taken version {label}")
         if len(failed) == len(self._members):
-            raise _summary(f"no replica has taken version {label}", failed)
+            raise _summary(f"no engine has taken version {label}", failed)
         return FleetResult(results=tuple(outcome for outcome in outcomes if outcome is not None))
 
     async def verify(self) -> FleetResult:
@@ -319,7 +319,7 @@ class Replicas:
         failed = _failed(outcomes)
         self._tell(failed, "was not verified")
         if len(failed) == len(self._members) or not all(absent(error) for error in failed.values()):
-            raise _summary("not all replicas are verified", failed)
+            raise _summary("not all engines are verified", failed)
         return FleetResult(results=tuple(outcome for outcome in outcomes if outcome is not None))
 
     async def _each(
@@ -380,7 +380,7 @@ def _failed(outcomes: Sequence[TransferResult | EthaError | None]) -> dict[int, 
 
 def _summary(what: str, failed: dict[int, EthaError]) -> EthaError:
     """One error for several: of their class if they have one, with what each says."""
-    text = f"{what}: " + "; ".join(f"replica {number}: {error}" for number, error in failed.items())
+    text = f"{what}: " + "; ".join(f"engine {number}: {error}" for number, error in failed.items())
     errors = list(failed.values())
     if len({error.code for error in errors}) == 1:
         return from_wire({**errors[0].to_wire(), "text": text})

@@ -43,7 +43,8 @@ class EthaTrainerInitInfo(TrainerInitInfo):
     regex replacements from the model's names to the checkpoint's. ``direct``: engine parameters that can be written
     as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
     without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
-    requests under way while a version comes in, "wait", "abort", "keep" (go on, computed anew), or None.
+    requests under way while a version comes in: "wait" (they are finished first), "abort" (they end, with finish_reason
+    "abort"), "keep" (they stop, and go on with the new version), or None (the caller sees to it).
     ``lease``: seconds after which an engine that this trainer has paused resumes by itself when the trainer has died.
     ``adapter``: send a LoRA adapter under this name, and nothing of the model. ``timeout``: seconds for meeting, and
     for each version. ``redis_url``, ``namespace``: of both sides where they are given, else each side's environment.
