@@ -69,3 +69,43 @@ def test_a_source_that_does_not_yield_what_it_says_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"source=Wrong yields 'second' as \(5,\)"):
         EthaSource.of(Wrong(), None).refresh()
+
+
+def test_a_tensor_with_a_history_of_autograd_is_refused_by_name() -> None:
+    """Each version that is copied into it would be chained to all before it."""
+    leaf = torch.nn.Parameter(torch.ones(4, 2))
+    late = torch.zeros(4, 2)
+    source = EthaSource({"late": late})
+    assert list(source.tensors()) == ["late"]
+    late.copy_(leaf)
+    for refused in (source, EthaSource({"made": leaf * 2}), EthaSource({"view": (leaf * 2)[:1]})):
+        for ask in (refused.refresh, refused.tensors, refused.metadata, refused.places):
+            with pytest.raises(
+                ConfigError, match=r"'(late|made|view)' of the source .* torch.no_grad\(\), or .* detach"
+            ):
+                ask()
+    with torch.no_grad():
+        made = leaf * 2
+    kept = {"leaf": leaf, "view": leaf[:1], "turned": leaf.T, "made": made, "detached": (leaf * 2).detach()}
+    EthaSource(kept).refresh()
+    assert list(EthaSource(kept).tensors()) == list(kept)
+
+
+def test_a_dtensor_with_a_history_of_autograd_is_refused() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, leaf = init_device_mesh("cpu", (1,)), torch.nn.Parameter(torch.ones(4, 2))
+        wrapped = DTensor.from_local(leaf, mesh, [Shard(0)])
+        parameter = torch.nn.Parameter(wrapped.detach())
+        kept = {"wrapped": wrapped, "parameter": parameter, "local": parameter.to_local()}
+        assert list(EthaSource(kept).tensors()) == list(kept)
+        for made in (parameter * 2, DTensor.from_local(leaf * 2, mesh, [Shard(0)])):
+            with pytest.raises(ConfigError, match="'made' of the source has a history of autograd"):
+                EthaSource({"made": made}).refresh()
+            EthaSource({"made": made.detach()}).refresh()
+    finally:
+        dist.destroy_process_group()

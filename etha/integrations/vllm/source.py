@@ -31,7 +31,8 @@ class EthaSource(WeightSource):
     ``buffers``: a module's persistent ones, too, where the checkpoint has them; by default, of transformers' modules.
     ``iter(source)`` yields what this rank holds, each DTensor as it is.
 
-    ConfigError where transformers computes what it saves, or a layout has no placements for a view.
+    ConfigError where transformers computes what it saves, or a layout has no placements for a view; and for a tensor of
+    a mapping that autograd has a history of: parameters, views of them, and what is detached have none of their own.
     """
 
     def __init__(
@@ -109,7 +110,14 @@ class EthaSource(WeightSource):
         """The tensors by the names that the trainer has for them."""
         if isinstance(self._weights, nn.Module):
             return named_tensors(self._weights, buffers=self._buffers)
-        return dict(self._weights)
+        found = dict(self._weights)
+        for name, tensor in found.items():
+            if _computed(tensor):
+                raise ConfigError(
+                    f"{name!r} of the source has a history of autograd ({type(tensor.grad_fn).__name__}): each copy_ "
+                    f"into it would keep all before it in memory; make it under torch.no_grad(), or give its detach()"
+                )
+        return found
 
     def _checkpoint(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
         """What each tensor of the checkpoint is of ``own``."""
@@ -130,6 +138,14 @@ class EthaSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors().items()
+
+
+def _computed(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows how ``tensor`` was made, and it is no view of a leaf, as of a parameter."""
+    if tensor.grad_fn is None:
+        return False
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local._base is None or not local._base.is_leaf
 
 
 def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
