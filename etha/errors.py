@@ -22,6 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+#: Of the error of ``init_pair`` for a rank that another client of the same process has.
+HELD_HERE = "is held by another client of this process"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:

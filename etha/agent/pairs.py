@@ -19,7 +19,7 @@ from etha.agent.session import Seat, Session
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
-from etha.errors import ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
+from etha.errors import HELD_HERE, ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
 from etha.store.registry import Store
@@ -141,8 +141,8 @@ class Pairs:
         for other in held:
             if other is not session and other.holder == session.holder:
                 raise ConfigError(
-                    f"rank {message.rank} of side {message.side} on pair {message.pair} is held by another client of "
-                    f"this process, pid {session.holder.pid} on host {session.holder.shown_host}: close that one first"
+                    f"rank {message.rank} of side {message.side} on pair {message.pair} {HELD_HERE}, "
+                    f"pid {session.holder.pid} on host {session.holder.shown_host}: close that one first"
                 )
 
     def error(self, seat: Seat) -> PeerLostError | None:

@@ -19,7 +19,7 @@ with warnings.catch_warnings():  # of others' packages
     from etha.integrations.vllm.replica import Replica
     from etha.integrations.vllm.trainer import EthaTrainerInitInfo
 
-from etha.errors import PeerLostError, TransferError
+from etha.errors import HELD_HERE, ConfigError, PeerLostError, TransferError
 
 CALLS = ("start_weight_update", "pause_generation", "update_weights", "finish_weight_update", "resume_generation")
 
@@ -135,3 +135,25 @@ def test_an_engine_that_refuses_is_a_failed_transfer(at: str) -> None:
     paused_for_good = at == "finish_weight_update"
     assert ("resume_generation" in client.made) is not paused_for_good
     assert told.value.torn is paused_for_good
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_trainer_engine_of_a_process_is_told_of_the_first(world: int) -> None:
+    """Of several ranks they meet on a pair of which the user knows nothing; one alone meets the engine itself."""
+    error = ConfigError("")
+
+    class Refusing(Bus):
+        async def init_pair(self, *_: Any, **__: Any) -> Any:
+            raise error
+
+    async def begin() -> None:
+        info = EthaTrainerInitInfo(rank=0, world_size=world)
+        engine: Any = Replica(info, Client("", ValueError()), Refusing(), None)  # type: ignore[arg-type]
+        await (engine.meet() if world == 1 else engine.begin())
+
+    error = ConfigError(f"rank 0 of side first on pair weights.ranks {HELD_HERE}, pid 1: close that one")
+    with pytest.raises(ConfigError, match=r"engine of pair 'weights' lives in this process: call shutdown\(\)"):
+        asyncio.run(begin())
+    error = ConfigError("no")
+    with pytest.raises(ConfigError, match=r"^no$"):
+        asyncio.run(begin())

@@ -40,7 +40,7 @@ from etha.errors import (
 )
 from etha.integrations.vllm.control import MOVED, STRANGER, Control, told, unreachable
 from etha.integrations.vllm.source import EthaSource, Iterated
-from etha.integrations.vllm.team import Team
+from etha.integrations.vllm.team import Team, one_engine
 
 if TYPE_CHECKING:
     from etha.integrations.vllm.trainer import EthaTrainerInitInfo
@@ -208,9 +208,10 @@ class Replica:
         mesh: Any = (place.world_size,)
         if self._spread:
             mesh = torch.tensor([info.rank if place.ranks is None else dist.get_rank()])
-        pair = await self._bus.init_pair(
-            info.pair, info.local_name, info.remote_name, place.world_size, mesh, [Replicate()], rank=info.rank
-        )
+        with one_engine(info.pair):
+            pair = await self._bus.init_pair(
+                info.pair, info.local_name, info.remote_name, place.world_size, mesh, [Replicate()], rank=info.rank
+            )
         await self._register()
         return pair
 

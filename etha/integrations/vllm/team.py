@@ -9,6 +9,8 @@ Over a pair of their own, so that it works without torch.distributed, and everyb
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +20,16 @@ from etha import AsyncTensorBusClient, TransferResult
 from etha.client.handle import BatchHandle
 from etha.client.place import device_of
 from etha.client.results import Pair
-from etha.errors import EthaError, PeerLostError, RendezvousTimeoutError, TransferError, TransferTimeoutError, from_wire
+from etha.errors import (
+    HELD_HERE,
+    ConfigError,
+    EthaError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    TransferError,
+    TransferTimeoutError,
+    from_wire,
+)
 
 Word = Literal["begin", "join", "register", "send", "done"]
 #: Bytes of a word; an error's fits, for so many characters of its text, and of each of its fields, are told at most.
@@ -36,6 +47,7 @@ class Team:
         self, bus: AsyncTensorBusClient, pair: str, side: str, *, rank: int, world: int, timeout: float
     ) -> None:
         self._bus, self._name, self._side, self._timeout = bus, f"{pair}.ranks", side, timeout
+        self._of = pair
         self._rank, self._world, self._alone = rank, world, world == 1
         self._word = torch.zeros(_SIZE, dtype=torch.uint8, device=device_of(None))
         self._pair: Pair | None = None
@@ -65,9 +77,10 @@ class Team:
         sides = (_LEADER, _OTHERS) if leads else (_OTHERS, _LEADER)
         world, rank = (1, 0) if leads else (others, self._rank - 1)
         try:
-            self._pair = await self._bus.init_pair(
-                self._name, *sides, world, (world,), [Replicate()], rank=rank, timeout=self._timeout
-            )
+            with one_engine(self._of):
+                self._pair = await self._bus.init_pair(
+                    self._name, *sides, world, (world,), [Replicate()], rank=rank, timeout=self._timeout
+                )
             self._batch = await self._bus.register_tensors(
                 self._name, {"word": self._word}, pair_name=self._name,
                 direction="send" if leads else "recv", timeout=self._timeout,
@@ -123,6 +136,20 @@ class Team:
             text = f"not every rank of {self._side} was there within {timeout:g} s: call trainer_init and send_weights "
             raise TransferTimeoutError(f"{text}on all of them: {error}", outcome="unknown") from error
         return result
+
+
+@contextmanager
+def one_engine(pair: str) -> Iterator[None]:
+    """Say what to do where another trainer engine of this process has this rank's place on ``pair``."""
+    try:
+        yield
+    except ConfigError as error:
+        if HELD_HERE not in error.message:
+            raise
+        raise ConfigError(
+            f"another trainer engine of pair {pair!r} lives in this process: call shutdown() on it first, or give this "
+            f"one another pair="
+        ) from error
 
 
 def _short(error: EthaError) -> dict[str, Any]:
