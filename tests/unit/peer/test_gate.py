@@ -165,8 +165,9 @@ async def test_an_admitted_agent_that_speaks_nonsense_loses_its_link(
     assert sum("dropped from agent b" in record.message for record in caplog.records) == 1
 
 
-async def test_messages_before_hello_are_answered_with_bye_and_not_heard(a: Agent, namespace: Namespace) -> None:
-    async with agent("b", namespace) as b:
+async def test_messages_before_hello_are_answered_with_bye_and_not_heard(namespace: Namespace) -> None:
+    # No beat of b's comes between: the Hello is in b's name, and ends b's own link when b is next heard of.
+    async with agent("a", namespace, beat=60) as a, agent("b", namespace, beat=60) as b:
         await asyncio.gather(a.open(b), b.open(a))
         rude = Stranger(a.hub.address, a.keys.public, b.keys)
         try:
