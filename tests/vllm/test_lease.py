@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 
 pytest.importorskip("vllm")
-from etha.integrations.vllm.lease import Lease
+from etha.errors import ConfigError
+from etha.integrations.vllm.lease import Lease, _refuse_asleep
 from tests.vllm.engines import Server
 from tests.vllm.nursery import PATIENCE
 from tests.vllm.trainers import Trainer
@@ -194,3 +197,10 @@ def test_a_model_of_two_versions_stays_paused(in_place: bool) -> None:
     assert not lease.due
     lease.finished(True)
     assert lease.due
+
+
+@pytest.mark.parametrize("told", [{"claim": "trainer"}, {"release": "trainer"}, {"cancel": True}, {}])
+def test_a_sleeping_engine_hears_whose_its_pause_is_and_takes_no_version(told: dict[str, object]) -> None:
+    engine = SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags={"weights"}))
+    with nullcontext() if told else pytest.raises(ConfigError, match="wake them up first"):
+        _refuse_asleep(engine, "update_weights", {"update_info": told})

@@ -29,10 +29,6 @@ class Control:
     def __init__(self, client: Any, mode: Pause | None, *, lease: float = SECONDS, in_place: bool = False) -> None:
         if mode is not None and mode not in get_args(Pause):
             raise ConfigError(f"pause={mode!r}: give 'wait', 'abort', 'keep', or None")
-        if not lease >= 0:
-            raise ConfigError(
-                f"lease={lease!r}: give the seconds for which an engine waits for a trainer that has died"
-            )
         self._client, self._mode, self._lease, self._in_place = client, mode, lease, in_place
         self._paused = False
         self._claimed = ""

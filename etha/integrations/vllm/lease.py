@@ -228,7 +228,7 @@ def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
     told = kwargs.get("update_info") or {}
     if "weights" not in engine.model_executor.sleeping_tags:
         return
-    if method in needs or (method == "update_weights" and not {"claim", "cancel"}.intersection(told)):
+    if method in needs or (method == "update_weights" and not {"claim", "release", "cancel"}.intersection(told)):
         raise ConfigError(
             "the engine sleeps, and its weights are not there to be written: wake them up first, with "
             "wake_up(tags=['weights']) or POST /wake_up?tags=weights"
