@@ -72,7 +72,10 @@ class _Event:
 
 
 class FakeDriver(Driver):
-    """GPUs by uuid, of ``nbytes`` each. ``peers``: pairs that reach each other; None: all do."""
+    """GPUs by uuid, of ``nbytes`` each. ``peers``: pairs that reach each other; None: all do.
+
+    ``before_copy``, when set, is called with a copy's size in bytes on the stream's thread, as the copy begins.
+    """
 
     def __init__(
         self, uuids: Sequence[str] = (GPU0,), *, nbytes: int = 1 << 30, peers: set[frozenset[str]] | None = None
@@ -97,6 +100,7 @@ class FakeDriver(Driver):
         self._spoilt: DeviceError | None = None
         self._closed = False
         self.failures: list[str] = []
+        self.before_copy: Callable[[int], None] | None = None
         self.calls: Counter[str] = Counter()
         self._default = {device.uuid: self._new_stream(device.uuid) for device in self._devices}
 
@@ -446,6 +450,8 @@ class FakeDriver(Driver):
                 self._inside(source, nbytes, f"{what}, source")
 
         def work() -> None:
+            if self.before_copy is not None:
+                self.before_copy(nbytes)
             check()  # again: it must still be there when the copy runs
             ctypes.memmove(target, source, nbytes)
 

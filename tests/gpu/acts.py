@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,6 +146,21 @@ def keep_moving(me: SimpleNamespace, first: int) -> None:
         move_one(me, version)
         tell("moved", version)
         version += 1
+
+
+def move_one_watching(me: SimpleNamespace, version: int) -> int:
+    """``move_one`` by one who tells "lost" as soon as the pair is."""
+
+    def watch() -> None:
+        if me.bond.lost.wait(60):
+            tell("lost")
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        return move_one(me, version)
+    finally:
+        watcher.join()
 
 
 def die_half_way(me: SimpleNamespace) -> None:

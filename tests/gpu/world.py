@@ -107,6 +107,18 @@ class World:
         assert worker.told("ready") == "ready\n"
         self._agents[place, device] = worker
 
+    def stop_copies(self, after: int, place: str = "", device: str = "cuda:0") -> None:
+        """A played card's copies stop after so many bytes, until ``go_on``; a real card takes no notice."""
+        if self.played:
+            agent = self._agents[place, device]
+            agent.go("stop copies", after)
+            agent.told("copies will stop")
+
+    def go_on(self, place: str = "", device: str = "cuda:0") -> None:
+        """The played card's copies go on."""
+        if self.played:
+            self._agents[place, device].go("go on")
+
     def kill_agent(self, pid: int, place: str = "", device: str = "cuda:0") -> None:
         """SIGKILL, awaited; a played card gets another agent."""
         os.kill(pid, signal.SIGKILL)
