@@ -15,6 +15,7 @@ from typing import Annotated
 
 from etha.bus.schema import Bounds
 from etha.memory.handles import TensorHandle
+from etha.peer.messages import message
 
 #: Data connections that are asked for at once.
 MAX_TOKENS = 64
@@ -24,6 +25,7 @@ MAX_TENSORS = 8192
 MAX_SUMS = 1 << 17
 
 
+@message("meet")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meet:
     """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``.
@@ -38,6 +40,7 @@ class Meet:
     certificate: Annotated[bytes, Bounds(max=32)] = b""
 
 
+@message("met")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
     """The answer to Meet: this epoch stands here as well; ``reads``: the token was found and echoed."""
@@ -57,6 +60,7 @@ class ShownSegment:
     handle: Annotated[str, Bounds(max=128)] = ""
 
 
+@message("exhibits")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibits:
     """Tensors of ``side`` ``rank``, whose worker is process ``pid``; ``last`` of all ranks of the sender.
@@ -76,6 +80,7 @@ class Exhibits:
     snapshot: bool = False
 
 
+@message("ask_tokens")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskTokens:
     """Give me ``count`` tokens for your data port; ``request`` comes back with them."""
@@ -84,6 +89,7 @@ class AskTokens:
     count: int
 
 
+@message("give_tokens")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveTokens:
     """The tokens of ``request``."""
@@ -92,6 +98,7 @@ class GiveTokens:
     tokens: Annotated[tuple[bytes, ...], Bounds(max=MAX_TOKENS)]
 
 
+@message("copied")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
     """Of what I do in transfer ``seq``, which copies from your workers too, this share (0.0 to 1.0) is done."""
@@ -100,6 +107,7 @@ class Copied:
     share: float
 
 
+@message("sums")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
     """Checksums ``first``, first + 1, ... of the chunks that I have given you in transfer ``seq``, 8 bytes each.
@@ -112,6 +120,7 @@ class Sums:
     sums: Annotated[bytes, Bounds(max=8 * MAX_SUMS)]
 
 
+@message("unique_id")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniqueId:
     """The id of the NCCL communicator that runs after failed transfer ``edition``, of the agent that makes them."""
@@ -120,6 +129,7 @@ class UniqueId:
     id: Annotated[bytes, Bounds(max=128)]
 
 
+@message("ask_missing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskMissing:
     """Who is not ready for a transfer from side ``source``, which you coordinate?"""
@@ -128,6 +138,7 @@ class AskMissing:
     source: Annotated[str, Bounds(max=100)]
 
 
+@message("tell_missing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellMissing:
     """(side, rank) of those whose agent has not said READY as this direction needs it."""
@@ -136,6 +147,7 @@ class TellMissing:
     missing: tuple[tuple[str, int], ...]
 
 
+@message("forsaken")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forsaken:
     """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why. -> Noted."""
@@ -144,6 +156,7 @@ class Forsaken:
     text: Annotated[str, Bounds(max=4096)]
 
 
+@message("noted")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
     """The answer to Forsaken: the registration is over here, and what was said to my workers says so first."""

@@ -10,10 +10,13 @@ generation of one pair epoch; the link carries that beside it. Order on a link i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from etha.errors import EthaError
+
+T = TypeVar("T")
 
 Verb = Literal["send", "recv"]
 Version = int | str | None
@@ -22,7 +25,23 @@ Ticket = tuple[int, str, str]
 #: What an agent says of a transfer: its end, or that it will take no COMMIT any more.
 Known = Literal["committed", "aborted", "fenced"]
 
+#: Message class -> the name of its operation, as it travels.
+OPS: dict[type, str] = {}
 
+
+def message(op: str) -> Callable[[type[T]], type[T]]:
+    """Give the decorated dataclass the operation ``op``, which travels; the class can be renamed, ``op`` cannot."""
+
+    def register(cls: type[T]) -> type[T]:
+        if op in OPS.values():
+            raise TypeError(f"operation {op!r} belongs to another message already")
+        OPS[cls] = op
+        return cls
+
+    return register
+
+
+@message("ready")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
@@ -45,6 +64,7 @@ class Ready:
         return -1 - 2 * self.attempt - (self.verb == "send")
 
 
+@message("unready")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unready:
     """Take READY ``attempt`` of ``side`` back; answered by Stood, or overtaken by Go."""
@@ -53,6 +73,7 @@ class Unready:
     attempt: int
 
 
+@message("stood")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stood:
     """The withdrawal of ``attempt`` stands; ``missing`` are the ranks that were not ready, by side."""
@@ -62,6 +83,7 @@ class Stood:
     missing: tuple[tuple[str, int], ...]
 
 
+@message("refused")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """The coordinator cannot let these calls meet (both sides send, labels or plans disagree)."""
@@ -71,6 +93,7 @@ class Refused:
     error: EthaError
 
 
+@message("offer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """All source ranks of ``side`` wait to send (``standing``), or no longer do."""
@@ -80,6 +103,7 @@ class Offer:
     version: Version
 
 
+@message("book")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book:
     """All of the direction from ``side`` are ready: book what it needs of you. ``number`` is never used twice."""
@@ -89,6 +113,7 @@ class Book:
     ticket: Ticket
 
 
+@message("booked")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booked:
     """It is booked until Go and the end of its transfer, or Unbook."""
@@ -97,6 +122,7 @@ class Booked:
     number: int
 
 
+@message("recall")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
     """An older ticket wants what is booked here: give it back, unless you have said GO."""
@@ -105,6 +131,7 @@ class Recall:
     number: int
 
 
+@message("unbook")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unbook:
     """I want what is booked under ``number`` no longer."""
@@ -113,6 +140,7 @@ class Unbook:
     number: int
 
 
+@message("go")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Go:
     """Transfer ``seq`` from ``side``: take each rank's oldest waiting call and move.
@@ -129,6 +157,7 @@ class Go:
     attempts: tuple[tuple[str, str, int], ...]
 
 
+@message("done")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """My part of ``seq`` is moved: my vote to commit."""
@@ -136,6 +165,7 @@ class Done:
     seq: int
 
 
+@message("failed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """My part of ``seq`` cannot be finished, or one of my workers wants it ended."""
@@ -144,6 +174,7 @@ class Failed:
     cause: EthaError
 
 
+@message("abort")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     """``seq`` ends without a result for anybody; ``cause`` is the first one."""
@@ -152,6 +183,7 @@ class Abort:
     cause: EthaError
 
 
+@message("commit")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Everybody's part of ``seq`` is done: the result stands."""
@@ -159,6 +191,7 @@ class Commit:
     seq: int
 
 
+@message("committed")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """I know that ``seq`` is committed."""
@@ -166,6 +199,7 @@ class Committed:
     seq: int
 
 
+@message("declined")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
     """I take no COMMIT of ``seq``, now or later: survivors have asked, or it has ended here."""
@@ -174,6 +208,7 @@ class Declined:
     cause: EthaError
 
 
+@message("question")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """I am fenced: I lost the coordinator of ``seq`` after my vote, or was asked this. What do you know?"""
@@ -181,6 +216,7 @@ class Question:
     seq: int
 
 
+@message("answer")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What I know of ``seq``; "fenced": I have voted, know no more, and take no COMMIT from now on."""

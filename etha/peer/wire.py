@@ -8,7 +8,6 @@ What is ``Said`` has a scope; Hello, Welcome, Beat and Bye are the link's own, w
 
 from __future__ import annotations
 
-import re
 import typing
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from etha.bus.schema import MAX_ITEMS, STRUCTS, Bounds, Checker, Mismatch, plain
 from etha.config import check_name
 from etha.errors import EthaError, ProtocolError, from_wire
 from etha.peer.introductions import Introduction
-from etha.peer.messages import Message
+from etha.peer.messages import OPS, Message, message
 
 __all__ = [
     "MAX_MESSAGE",
@@ -72,6 +71,7 @@ class Scope:
         return f"pair {self.pair} epoch {self.epoch}{of}"
 
 
+@message("hello")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """First on every link. ``losses``: how often the sender has lost this peer, so that both lose alike."""
@@ -80,6 +80,7 @@ class Hello:
     losses: int
 
 
+@message("welcome")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     """The answer to Hello: the link stands."""
@@ -87,6 +88,7 @@ class Welcome:
     version: Annotated[str, Bounds(max=100)]
 
 
+@message("beat")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """Beat ``number`` of the one who opened the link; comes back as it is."""
@@ -94,6 +96,7 @@ class Beat:
     number: int
 
 
+@message("bye")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
     """The sender takes part in this link no more; ``text`` says why."""
@@ -171,13 +174,9 @@ def _checker(cls: type) -> Checker:
     return made
 
 
-_OPS: dict[type, str] = {
-    cls: re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-    for cls in (*typing.get_args(Said), *typing.get_args(Control))
-}
 _CONTROLS = frozenset(typing.get_args(Control))
-_NAMES: dict[type, tuple[str, ...]] = {cls: tuple(f.name for f in fields(cls)) for cls in _OPS}
-_BY_OP: dict[str, tuple[type, Checker]] = {op: (cls, _checker(cls)) for cls, op in _OPS.items()}
+_NAMES: dict[type, tuple[str, ...]] = {cls: tuple(f.name for f in fields(cls)) for cls in OPS}
+_BY_OP: dict[str, tuple[type, Checker]] = {op: (cls, _checker(cls)) for cls, op in OPS.items()}
 
 
 def _default(value: Any) -> Any:
@@ -190,7 +189,7 @@ def _default(value: Any) -> Any:
 
 def encode(scope: Scope | None, message: Said | Control) -> bytes:
     """The bytes of ``message``; ProtocolError for what cannot travel or is larger than MAX_MESSAGE."""
-    op = _OPS.get(type(message))
+    op = OPS.get(type(message))
     if op is None or (scope is None) is not (type(message) in _CONTROLS):
         raise ProtocolError(f"{type(message).__name__} with scope {scope} is no message between agents")
     wire = {

@@ -1,0 +1,58 @@
+"""The names of operations, as they travel: a class may be renamed, its operation keeps its name.
+
+Whoever changes a name here changes the protocol: agents and workers of the version before do not know it.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+
+import msgpack
+import pytest
+
+from etha.bus import codec
+from etha.bus import handshake as handshake
+from etha.bus import messages as messages
+from etha.peer import messages as peer_messages
+from etha.peer.wire import Control, Said, Scope, encode
+
+#: Between a worker and its agent.
+BUS = {
+    "attach", "attach_shadows", "attach_snapshot", "batch_lost", "close_batch", "confirm", "descriptors", "done",
+    "events", "get_events", "get_status", "goodbye", "hello", "init_pair", "let_go", "moved", "offered", "ok",
+    "pair_formed", "pair_lost", "probe", "probed", "progress", "register", "registered", "released", "status",
+    "supersede", "transfer", "wait_offer", "welcome",
+}  # fmt: skip
+#: Between agents: about a pair or a batch, and about the link itself.
+LINK = {
+    "abort", "answer", "ask_missing", "ask_tokens", "book", "booked", "commit", "committed", "copied", "declined",
+    "done", "exhibits", "failed", "forsaken", "give_tokens", "go", "meet", "met", "noted", "offer", "question", "ready",
+    "recall", "refused", "stood", "sums", "tell_missing", "unbook", "unique_id", "unready",
+}  # fmt: skip
+LINK_ITSELF = {"hello", "welcome", "beat", "bye"}
+
+
+def test_the_operations_of_the_bus_are_these() -> None:
+    assert {op for op, (cls, _) in codec._BY_OP.items() if cls.__module__.startswith("etha.")} == BUS
+
+
+def test_the_operations_of_a_link_are_these() -> None:
+    assert {peer_messages.OPS[cls] for cls in typing.get_args(Said)} == LINK
+    assert {peer_messages.OPS[cls] for cls in typing.get_args(Control)} == LINK_ITSELF
+    assert len(peer_messages.OPS) == len(LINK | LINK_ITSELF) == len(LINK) + len(LINK_ITSELF)
+
+
+def test_an_operation_of_a_link_belongs_to_one_class() -> None:
+    with pytest.raises(TypeError, match="'beat' belongs to"):
+
+        @peer_messages.message("beat")
+        @dataclass(frozen=True, slots=True, kw_only=True)
+        class Other:
+            number: int
+
+
+def test_a_message_on_a_link_carries_the_name_of_its_definition() -> None:
+    scope = Scope(pair="weights", epoch=1, batch="step_0", generation=1)
+    sent = encode(scope, peer_messages.Commit(seq=1))
+    assert msgpack.unpackb(sent)["op"] == "commit"
