@@ -90,7 +90,7 @@ PURE = {
     "errors.py",
     "addresses.py",
     "config.py",
-    *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "buckets", "plan")),
+    *(f"plan/{name}.py" for name in ("layout", "cells", "m2m", "reduction", "relay", "chunks", "plan")),
     *(f"plan/{name}.py" for name in ("check", "bounds", "simulate", "dtypes", "placement", "program", "violations")),
     *(
         f"plan/{name}.py"

@@ -5,15 +5,12 @@ Errors come out with ``owner``, the (side, rank) whose memory it was, which is w
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from etha.agent.lane import Lane, Running
 from etha.agent.workspaces import Workspaces
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
-from etha.transport.base import Peer, Progress
 from etha.transport.program import Member, Piece, Program
 
 log = logging.getLogger(__name__)
@@ -78,49 +75,3 @@ def _owner(program: Program, piece: Piece, pid: int | None) -> Member | None:
             if member in piece.owners and view.process is not None and view.process.pid == pid:
                 return member
     return piece.owners[0] if len(piece.owners) == 1 else None
-
-
-class LocalTransport:
-    """The lane as a Transport: a bucket is an Execution; there are no peers to open."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._running: set[Running] = set()
-        self._cause: BaseException | None = None
-
-    async def open(self, peers: Sequence[Peer]) -> None:
-        """Nothing to do: both ends are on this agent."""
-
-    async def run(self, bucket: Execution, on_progress: Progress | None = None) -> int:
-        """Run a program on the lane and return its payload in bytes; cancelling it aborts it and waits."""
-        if self._cause is not None:
-            raise self._cause
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[BaseException | None] = loop.create_future()
-        running = self._lane.submit(bucket, on_progress=on_progress, on_done=over.set_result)
-        self._running.add(running)
-        try:
-            error = await asyncio.shield(over)
-        except asyncio.CancelledError as cancelled:
-            running.abort(cancelled)
-            while not over.done():
-                try:
-                    await asyncio.shield(over)
-                except asyncio.CancelledError:
-                    continue  # cancelled again: the memory is still in use
-            raise
-        finally:
-            self._running.discard(running)
-        if error is not None:
-            raise error
-        return bucket.program.total
-
-    def abort(self, cause: BaseException) -> None:
-        """End what runs with ``cause``, and refuse more."""
-        self._cause = self._cause or cause
-        for running in self._running:
-            running.abort(cause)
-
-    async def close(self) -> None:
-        """End what runs."""
-        self.abort(RuntimeError("the transport is closed"))

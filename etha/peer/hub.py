@@ -197,11 +197,6 @@ class Hub:
         if link is None or not link.send(scope, message):
             raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
 
-    def is_open(self, agent: str) -> bool:
-        """Whether messages can be sent to ``agent`` now."""
-        link = self._links.get(agent)
-        return link is not None and link.state is State.OPEN
-
     def drop(self, agent: str) -> None:
         """End the links with ``agent`` both ways, without ``on_gone`` here; it is told. Nothing if there are none."""
         self._sessions.drop(agent, "the other agent dropped the link")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from etha.plan.bounds import PlanStats
-from etha.plan.buckets import Bucket, buckets
 from etha.plan.layout import Layout
 from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.model import Links
@@ -36,7 +35,6 @@ __all__ = [
     "RECV",
     "RESULT",
     "SEND",
-    "Bucket",
     "Layout",
     "Links",
     "Plan",
@@ -46,7 +44,6 @@ __all__ = [
     "Side",
     "Slot",
     "TensorSpec",
-    "buckets",
     "build_agent_plan",
     "build_plan",
     "describe",

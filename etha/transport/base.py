@@ -1,4 +1,4 @@
-"""What every way of moving bytes offers: a lane's copies (``agent/pipeline.py``), ``tcp``, ``nccl``, ``fake`` in tests.
+"""What every way of moving bytes offers: a lane's copies (``agent/pipeline.py``), ``tcp``, ``nccl``.
 
     open(peers) once per batch and epoch -> run(bucket) any number of times -> close()
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-
-import torch
 
 from etha.errors import PeerLostError
 
@@ -31,24 +29,6 @@ class Peer:
 
     agent: str
     address: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WireBucket:
-    """What two agents exchange in one operation; both derive the same cuts, so there are no tags.
-
-    ``send`` and ``receive`` are dense 1-D tensors of bytes; either may be empty.
-    """
-
-    peer: str
-    round: int
-    send: Sequence[torch.Tensor] = ()
-    receive: Sequence[torch.Tensor] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this end sends and receives."""
-        return sum(int(t.numel()) * t.itemsize for t in (*self.send, *self.receive))
 
 
 class Transport(Protocol[Bucket_contra]):

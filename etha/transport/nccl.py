@@ -16,7 +16,7 @@ Of the agents that exchange bytes in an epoch, each (``members`` are their names
     nbytes = await transport.run(WireRun(program=program, guards=guards, seq=seq), progress)
 
 After ``stop``, an error of ``run`` or ``communicators.drop(scope)`` the communicator is gone (``transport.usable``):
-get a fresh one, with a fresh id, on all of its agents, and ``transport.adopt`` it. What an agent that has failed or was
+get a fresh one, with a fresh id, on all of its agents, and a new transport over it. What an agent that failed or was
 stopped leaves behind hangs at the others until they are stopped too: NCCL tells nobody. ``await plane.close()`` in the
 end.
 """
@@ -56,10 +56,6 @@ class NcclTransport:
     def usable(self) -> bool:
         """Whether ``run`` may succeed; False once a run was stopped or has failed: a fresh communicator is needed."""
         return self._communicator.usable and self._plane.stuck is None and self._refused is None
-
-    def adopt(self, communicator: Communicator) -> None:
-        """Use another communicator from the next run on."""
-        self._communicator = communicator
 
     async def open(self, peers: Sequence[Peer]) -> None:
         """Check that the communicator reaches these peers; ProtocolError where it does not. Addresses are not used."""

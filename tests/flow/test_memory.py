@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from etha.agent.lane import Lane
-from etha.agent.pipeline import Execution, LocalTransport
+from etha.agent.pipeline import Execution
 from etha.client.tensors import empty
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
@@ -33,6 +33,8 @@ from etha.memory.views import View
 from etha.plan import Layout, TensorSpec, build_plan
 from etha.transport.local import compile_local
 from etha.transport.program import Program
+
+from .on_lane import LaneTransport
 
 
 def held(pipe: Connection) -> None:
@@ -145,7 +147,7 @@ async def test_bytes_cross_between_two_processes(
 ) -> None:
     a, b = children(), children()
     program = rows_to_columns(a, b, (512, 768), mapped_source, mapped_target)
-    assert await LocalTransport(lane).run(Execution(program, {})) == 512 * 768 * 4
+    assert await LaneTransport(lane).run(Execution(program, {})) == 512 * 768 * 4
     whole = torch.cat([a.tensor(f"s{r}", (256, 768)) for r in range(2)])
     assert torch.equal(torch.cat([b.tensor(f"t{r}", (512, 384)) for r in range(2)], dim=1), whole)
 
@@ -222,7 +224,7 @@ async def test_a_worker_killed_while_pieces_run_ends_its_job_and_not_the_next(
                 started.set()
             return super().run(piece, thread)
 
-    transport = LocalTransport(lane)
+    transport = LaneTransport(lane)
     with pytest.raises(WorkerGoneError) as raised:
         await transport.run(Killing(doomed, {}))
     assert started.is_set() and raised.value.pid == a.pid
@@ -235,7 +237,7 @@ async def test_a_worker_killed_while_pieces_run_ends_its_job_and_not_the_next(
 async def test_a_worker_killed_from_outside_is_noticed_too(children: Callable[[], Child], lane: Lane) -> None:
     a, b = children(), children()
     program = rows_to_columns(a, b, (2048, 2048), False, True)
-    transport = LocalTransport(lane)
+    transport = LaneTransport(lane)
     asyncio.get_running_loop().call_later(0.05, os.kill, a.pid, signal.SIGKILL)
     with pytest.raises(WorkerGoneError):
         async with asyncio.timeout(10):
@@ -252,11 +254,11 @@ async def test_revoked_memory_is_not_touched_and_the_worker_knows(children: Call
     assert b.ask("revoke") is True
     guards = {("target", r): guard for r in range(2)}
     with pytest.raises(RevokedError, match="target rank") as raised:
-        await LocalTransport(lane).run(Execution(program, guards))
+        await LaneTransport(lane).run(Execution(program, guards))
     assert raised.value.owner in guards
     assert all(torch.equal(b.tensor(f"t{r}", (512, 256)), before[r]) for r in range(2))
     again = lent.guard(b.ask("open"))
-    await LocalTransport(lane).run(Execution(program, dict.fromkeys(guards, again)))
+    await LaneTransport(lane).run(Execution(program, dict.fromkeys(guards, again)))
     assert not torch.equal(b.tensor("t0", (512, 256)), before[0])
     assert b.ask("revoke") is True and b.ask("busy") is False
 
@@ -305,7 +307,7 @@ async def test_cancelling_a_run_returns_only_when_nothing_moves(children: Callab
             finally:
                 inside[0] -= 1
 
-    transport = LocalTransport(lane)
+    transport = LaneTransport(lane)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(transport.run(Watched(program, {})))
         await begun.wait()
@@ -327,7 +329,7 @@ async def test_a_worker_that_came_and_went_leaves_nothing(children: Callable[[],
     child = Child()
     program = rows_to_columns(child, child, (256, 256), False, True)
     lent = LentPage(child.descriptor(child.ask("page")))
-    await LocalTransport(lane).run(Execution(program, {("source", 0): lent.guard(child.ask("open"))}))
+    await LaneTransport(lane).run(Execution(program, {("source", 0): lent.guard(child.ask("open"))}))
     assert counted()[1] > before[1]
     child.close()
     child.memory.close()

@@ -14,6 +14,7 @@ import zmq
 
 from etha.peer.hub import Hub
 from etha.peer.keys import Keys
+from etha.peer.link import State
 from etha.peer.messages import Commit, Done, Message
 from etha.peer.wire import Scope
 
@@ -66,6 +67,11 @@ class Agent:
                 self._changed.clear()
                 await self._changed.wait()
         return self.events[:count]
+
+    def is_open(self, agent: str) -> bool:
+        """Whether the hub's link to ``agent`` is open now."""
+        link = self.hub._links.get(agent)
+        return link is not None and link.state is State.OPEN
 
     async def open(self, other: Agent, timeout: float = 5.0) -> None:
         await self.hub.open(other.name, other.hub.address, other.keys.public, timeout)

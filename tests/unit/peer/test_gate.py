@@ -179,7 +179,7 @@ async def test_messages_before_hello_are_answered_with_bye_and_not_heard(namespa
             assert isinstance(decode(rude.socket.recv()).message, Welcome)
         finally:
             rude.close()
-        assert a.events == [] and a.hub.is_open("b")
+        assert a.events == [] and a.is_open("b")
 
 
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1"

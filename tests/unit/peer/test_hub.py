@@ -115,7 +115,7 @@ async def test_sending_without_a_link_is_an_error_and_so_is_what_cannot_travel(p
     await a.open(b)
     with pytest.raises(ProtocolError, match="go cannot be encoded"):
         a.send(b, Go(seq=1 << 80, side="s", version=None, attempts=()))
-    assert a.hub.is_open("b")
+    assert a.is_open("b")
 
 
 async def test_leaving_is_told_after_everything_that_was_said(namespace: Namespace) -> None:
@@ -227,7 +227,7 @@ async def test_who_was_stopped_itself_does_not_take_the_others_for_dead(pair: tu
     link = a.hub._links["b"]
     link.heard -= 100.0
     a.hub._tick()
-    assert a.hub.is_open("b")
+    assert a.is_open("b")
 
 
 async def test_ports_are_two_in_a_row_and_stay_taken(namespace: Namespace) -> None:
@@ -302,12 +302,12 @@ async def test_whatever_is_lost_and_opened_what_is_heard_is_whole_and_in_order(n
                 case 0:
                     one.hub.drop(other.name)
                     one.note("gone", other.name, "dropped")
-                case 1 if one.hub.is_open(other.name):
+                case 1 if one.is_open(other.name):
                     one.hub._links[other.name].end("cut")
                 case 2 | 3:
                     with contextlib.suppress(AgentUnavailableError):  # the other may drop it meanwhile
                         await one.open(other)
-                case _ if one.hub.is_open(other.name):
+                case _ if one.is_open(other.name):
                     link = one.hub._links[other.name]
                     sent[link] = sent.get(link, 0) + 1
                     # Each link counts from 1, so that a gap shows.
@@ -319,7 +319,7 @@ async def test_whatever_is_lost_and_opened_what_is_heard_is_whole_and_in_order(n
             one.note("gone", other.name, "dropped")
 
         def linked() -> bool:
-            return all(one.hub.is_open(other.name) for one, other in itertools.permutations(agents, 2))
+            return all(one.is_open(other.name) for one, other in itertools.permutations(agents, 2))
 
         async with asyncio.timeout(10):
             while not linked():

@@ -1,4 +1,4 @@
-"""Who sends what: balance, nearness, classes, digests, links, buckets, and what a person reads."""
+"""Who sends what: balance, nearness, classes, digests, links, and what a person reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from etha.errors import ConfigError
-from etha.plan import LOCAL, MOVE, RECV, SEND, Layout, Plan, TensorSpec, buckets, build_plan, simulate
+from etha.plan import LOCAL, MOVE, RECV, SEND, Layout, Plan, TensorSpec, build_plan, simulate
 
 F32 = torch.float32
 
@@ -224,29 +223,6 @@ def test_the_digest_covers_everything_that_decides_rows() -> None:
         build_plan(target, source),
     ]
     assert len({same, *(plan.digest() for plan in changed)}) == 1 + len(changed)
-
-
-def test_buckets_are_cut_alike_at_both_ends() -> None:
-    names = [f"t{i}" for i in range(9)]
-    source, target = spec((30, 7), (3,), Shard(0)), spec((30, 7), (2,), Shard(1))
-    plan = build_plan(dict.fromkeys(names, source), dict.fromkeys(names, target))
-    ends: dict[tuple[int, int], list[list[list[int]]]] = {}
-    for side, count in (("source", 3), ("target", 2)):
-        for rank in range(count):
-            rp = plan.for_rank(side, rank)
-            made = buckets(rp, 300)
-            assert sum(b.nbytes for b in made) == rp.nbytes.sum()
-            assert sorted(row for b in made for row in b.rows.tolist()) == list(range(len(rp)))
-            for link in {(b.source, b.target) for b in made}:
-                cut = [rp.tensor[b.rows].tolist() for b in made if (b.source, b.target) == link]
-                ends.setdefault(link, []).append(cut)
-            assert all(b.nbytes <= 300 or len(b.rows) == 1 for b in made)
-    assert len(ends) == 6 and all(len(cuts) == 2 and cuts[0] == cuts[1] for cuts in ends.values())
-    assert [len(b.rows) for b in buckets(rp, 1)] == [1] * len(rp)
-    with pytest.raises(ConfigError):
-        buckets(rp, 0)
-    local = build_plan({"w": source}, {"w": target}, source_agents=["c"] * 3, target_agents=["c"] * 2)
-    assert buckets(local.for_rank("target", 0), 100) == []
 
 
 def test_explain_names_classes_links_and_violations(tmp_path: Path) -> None:

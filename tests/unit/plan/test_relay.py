@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, buckets, build_plan
+from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, build_plan
 from tests.unit.plan.relayed import prove_relayed
 from tests.unit.plan.test_bounds import check_loads
 
@@ -138,16 +138,6 @@ def test_a_row_that_passes_on_depends_on_the_one_that_brings_it() -> None:
                 assert read[:, [0, 2]].tolist() == got[:, [1, 2]].tolist()
             seen += 1
     assert seen
-
-
-def test_buckets_keep_what_is_passed_on_apart_and_later() -> None:
-    plan = plan_of(spec((4,), Shard(0)), spec((16,), Replicate()), 4)
-    rp = plan.for_rank("target", 1)
-    made = buckets(rp, 1 << 30)
-    assert [b.phase for b in made] == sorted(b.phase for b in made)
-    for bucket in made:
-        assert len({(int(k) == FORWARD) for k in rp.kind[bucket.rows]}) == 1
-    assert sum(b.nbytes for b in made) == int(rp.nbytes[rp.role != 0].sum())
 
 
 def test_a_rank_plans_the_same_alone_as_with_all_others() -> None:

@@ -338,7 +338,8 @@ async def test_a_stop_after_the_own_part_ends_the_communicator_too() -> None:
             await transports["a"].run(runs["a"])
         fresh = await at.connect("ab", scope=2)
         for name in "ab":
-            transports[name].adopt(fresh[name])
+            transports[name] = NcclTransport(at.cards[name].plane, fresh[name])
+            await transports[name].open([Peer(agent=other) for other in "ab" if other != name])
         await asyncio.gather(*(transports[name].run(runs[name]) for name in "ab"))
         same(placed.target, placed.job.expected())
 
