@@ -1,10 +1,10 @@
-"""How near plans come to their bounds, and how fast they are made: bench_plan.py [--pairs 1,12] [--repeat N] [--readme]
+"""How near plans come to their bounds, and how fast they are made: bench_plan.py [--pairs 1,12] [--repeat N] [--rows]
 
 The plans are those that agents execute (``build_agent_plan``), as ``etha plan`` shows them. For each pair of
 bench/layouts: bounds in GB a host and a NIC, the busiest NIC out and in, the quality (busiest NIC over the bound; 1
 is the best there can be) beside what a prototype without relays inside hosts reached, and the CPU milliseconds in
 which one rank plans, as source and as target: from nothing, and its rows again. Two more processes with other hash
-seeds plan everything, too; status 1 where a digest differs. --readme prints the rows of README's table instead.
+seeds plan everything, too; status 1 where a digest differs. --rows prints the rows of docs/planning.md's table instead.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def line(pair: Pair, s: PlanStats, seconds: float, times: list[float]) -> str:
     return " | ".join([f"| {pair.number:2}", f"{pair.title:41}", *cells, *(f"{t:6.1f}" for t in times)]) + " |"
 
 
-def readme_line(pair: Pair, s: PlanStats, times: list[float]) -> str:
-    """A row of README's table; ``times`` are those of ``line``."""
+def table_line(pair: Pair, s: PlanStats, times: list[float]) -> str:
+    """A row of docs/planning.md's table; ``times`` are those of ``line``."""
     cells = [str(pair.number), pair.title, *planned(s)[3:], *(f"{t:.1f}" for t in times[::2])]
     return f"| {' | '.join(cells)} |"
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--pairs", default=",".join(str(p.number) for p in PAIRS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--digests", action="store_true", help="print the digests alone")
-    parser.add_argument("--readme", action="store_true", help="print the rows of README's table")
+    parser.add_argument("--rows", action="store_true", help="print the rows of docs/planning.md's table")
     options = parser.parse_args()
     chosen = [p for p in PAIRS if str(p.number) in options.pairs.split(",")]
     if options.digests:
@@ -101,10 +101,10 @@ def main() -> None:
     print(f"command  {' '.join([sys.executable.rsplit('/', 1)[-1], *sys.argv])}")
     print("GB a host: in, out once, out directly; GB a NIC: bound, out, in; stats in s; one rank in ms of CPU, best of "
           f"{options.repeat}; * above {GOAL}\n")  # fmt: skip
-    if options.readme:
+    if options.rows:
         for pair in chosen:
             times = [t for side in ("source", "target") for t in milliseconds(pair, side, options.repeat)]
-            print(readme_line(pair, read_plan(*paths(pair)).stats(), times), flush=True)
+            print(table_line(pair, read_plan(*paths(pair)).stats(), times), flush=True)
         return
     print("| " + " | ".join(f"{head:{width}}" for head, width in HEADS) + " |")
     print("|" + "|".join("-" * (width + 1) + ("-" if i == 1 else ":") for i, (_, width) in enumerate(HEADS)) + "|")

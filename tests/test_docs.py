@@ -1,15 +1,24 @@
-"""What README, docs and docstrings name is there: files, tests, make targets, commands, variables, public names."""
+"""What README, docs and docstrings name is there: files, tests, make targets, commands, variables, public names.
+
+README's two programs run as they stand there.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from etha.cli import app
+
+from .flow.sites import private_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = {".venv", ".venv-vllm", ".git", "build", "dist", "__pycache__"}
@@ -51,10 +60,65 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_into_pages_lead_to_a_heading(page: str) -> None:
+    here = ROOT / page
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text_of(page))
+    assert [f"{path}#{name}" for path, name in links if name not in anchors(here.parent / path if path else here)] == []
+
+
+def blocks(page: str) -> list[str]:
+    """The Python on a page."""
+    return re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [name for name in pages() if blocks(name)])
+def test_the_python_on_a_page_can_be_compiled(page: str) -> None:
+    for text in blocks(page):
+        compile(text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_readmes_two_programs_run_as_they_stand_and_have_twelve_lines(tmp_path: Path) -> None:
+    programs = {}
+    for text in blocks("README.md"):
+        name = text.splitlines()[0].removeprefix("# ")
+        programs[name] = tmp_path / name
+        programs[name].write_text(text)
+        assert len([line for line in text.splitlines()[1:] if line.strip()]) <= 12
+    with private_directory() as directory:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ETHA_")}
+        environment = {**kept, "ETHA_RUNTIME_DIR": str(directory), "PYTHONPATH": str(ROOT)}
+        running = [
+            subprocess.Popen(
+                [sys.executable, programs[name]],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for name in ("trainer.py", "inference.py")
+        ]
+        try:
+            sent, received = (process.communicate(timeout=100)[0] for process in running)
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
+    assert [process.returncode for process in running] == [0, 0], sent + received
+    assert [f"sent version {n}: {8 * 4 * 1024**2:,} bytes" in sent for n in range(1, 6)] == [True] * 5, sent
+    assert received.splitlines() == [f"received version {n}: layer7 holds {float(n)}" for n in range(1, 6)]
+
+
 @pytest.mark.parametrize("page", [name for name in pages() if name != "CHANGELOG.md"])
 def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
     text = text_of(page)
-    files = re.findall(r"`(?:[a-zA-Z0-9_.-]+ )*?((?:[\w.*-]+/)*[\w*-]+\.(?:py|md|lua|json|png|toml|txt))\b", text)
+    files = re.findall(r"`(?:[a-zA-Z0-9_.-]+ )*?((?:[\w.*-]+/)*[\w*-]+\.(?:py|md|lua|json|png|svg|toml|txt))\b", text)
     here = str(Path(page).parent)
     assert sorted({name for name in files if not (is_there(name) or is_there(f"{here}/{name}"))} - NOT_HERE) == []
     named = re.findall(r"`(?:[\w/]+\.py)?(?:::)?(test_\w+)(?!\.py)\b", text)

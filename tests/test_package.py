@@ -109,4 +109,4 @@ def test_the_description_says_who_and_what_and_leads_nowhere_wrong(monkeypatch: 
     monkeypatch.delitem(sys.modules, "hatch_build")
     readme = hatch_build.portable((ROOT / "README.md").read_text())
     assert not re.search(r"\]\((?!https?://)", readme)
-    assert "docs/planning.md has the bounds" in readme and "Pair 10: who sends" in readme
+    assert "docs/recovery.md" in readme and "(Picture in the repository. Two jobs" in readme

@@ -54,17 +54,17 @@ def stats(bench: ModuleType) -> dict[int, PlanStats]:
     return {pair.number: read_plan(*bench.paths(pair)).stats() for pair in bench.PAIRS}
 
 
-def test_readmes_table_shows_what_agents_plan(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
-    table = rows("README.md")
+def test_the_planners_table_shows_what_agents_plan(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
+    table = rows("docs/planning.md")
     assert {number: cells[:5] for number, cells in table.items()} == {
         pair.number: [pair.title, *bench.planned(stats[pair.number])[3:]] for pair in bench.PAIRS
     }
 
 
-def test_readme_says_how_many_pairs_reach_the_goal(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
+def test_the_page_says_how_many_pairs_reach_the_goal(bench: ModuleType, stats: dict[int, PlanStats]) -> None:
     above = sorted(number for number, found in stats.items() if found.quality > bench.GOAL)
     assert above == [11, 13]
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
     assert f"Thirteen of the fifteen are at {bench.GOAL} or better. Pairs 11 and 13 are not" in text
 
 
@@ -137,6 +137,6 @@ def test_the_command_and_agents_plan_with_one_function(tmp_path: Path) -> None:
 
 
 def test_timings_carry_their_command_machine_and_date() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     after = text.split("| 15 |", 1)[1].split("\n\n")[1].replace("\n", " ")
-    assert "bench/bench_plan.py --readme" in after and re.search(r"20\d\d-\d\d-\d\d", after) and "cores" in after
+    assert "bench/bench_plan.py --rows" in after and re.search(r"20\d\d-\d\d-\d\d", after) and "cores" in after
