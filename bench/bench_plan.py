@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from pairs import PAIRS, Pair, paths
 
-from etha.plan import PlanStats, cells
+from etha.plan import PlanStats
+from etha.plan.layouts import cells
 from etha.planfile import plan_of, read_plan, read_sides
 
 #: The prototype's GB on the busiest NIC, out and in.

@@ -24,17 +24,17 @@ import torch
 from torch.distributed.tensor import Shard
 
 import etha
-from etha.agent.lane import Lane
-from etha.agent.pipeline import Execution
-from etha.client import tensors
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.pipeline import Execution
+from etha.client.memory import tensors
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.huge import Collapser
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import allow_reading, start_time
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.local import compile_local
-from etha.transport.program import Program
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import Program
 
 PIECE = 8 << 20
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from etha.plan import Layout, TensorSpec, build_plan, cells
+from etha.plan import Layout, TensorSpec, build_plan
+from etha.plan.layouts import cells
 
 LIMIT_MS = 20.0
 LAYERS = 142  # 7 tensors each and 6 more make 1,000

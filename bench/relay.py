@@ -24,15 +24,15 @@ import harness
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.client import tensors
+from etha.client.memory import tensors
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
 from etha.transport.base import Peer
-from etha.transport.door import DataAddress
-from etha.transport.plane import DataPlane, WireRun
-from etha.transport.tcp import TcpTransport
-from etha.transport.ways import Ways
-from etha.transport.wire import compile_wire
+from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.transport import TcpTransport
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.routing import Ways
 
 TOKEN_BYTES = 40
 #: Of socket(7): bytes a second.

@@ -36,7 +36,7 @@ from torch.distributed.tensor import Placement, Shard
 import etha
 from etha import TensorBusClient
 from etha.plan import Layout
-from etha.transport.flows import STREAMS
+from etha.transport.wire.flows import STREAMS
 
 TIMEOUT = 60.0
 SIDES = ("source", "target")

@@ -25,9 +25,9 @@ import harness
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from etha.agent.lane import Lane
-from etha.agent.pipeline import Execution
-from etha.client import tensors
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.pipeline import Execution
+from etha.client.memory import tensors
 from etha.memory import shared
 from etha.memory.handles import describe
 from etha.memory.mapping import WorkerMemory
@@ -35,12 +35,12 @@ from etha.memory.process import allow_reading, start_time
 from etha.memory.views import View
 from etha.plan import Layout, Plan, TensorSpec, build_plan
 from etha.transport.base import Peer
-from etha.transport.door import DataAddress
-from etha.transport.host import Exhibit, HostMemory, compile_host
-from etha.transport.plane import DataPlane, WireRun
-from etha.transport.tcp import TcpTransport
-from etha.transport.ways import Ways
-from etha.transport.wire import compile_wire
+from etha.transport.copy.host import Exhibit, HostMemory, compile_host
+from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.transport import TcpTransport
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.routing import Ways
 
 TOKEN_BYTES = 40
 Interval = tuple[float, float]

@@ -16,11 +16,11 @@ from etha.version import __version__
 if TYPE_CHECKING:
     from etha.client.aio import AsyncTensorBusClient
     from etha.client.future import TransferFuture
+    from etha.client.memory.tensors import empty, empty_like, share_module
     from etha.client.results import Offer, TransferResult
     from etha.client.sync import TensorBusClient
     from etha.client.sync_handle import BatchHandle
     from etha.client.sync_pair import Pair
-    from etha.client.tensors import empty, empty_like, share_module
     from etha.errors import (
         AgentLostError,
         AgentUnavailableError,
@@ -78,7 +78,7 @@ _NAMES = {
     "etha.client.sync": ("TensorBusClient",),
     "etha.client.sync_handle": ("BatchHandle",),
     "etha.client.sync_pair": ("Pair",),
-    "etha.client.tensors": ("empty", "empty_like", "share_module"),
+    "etha.client.memory.tensors": ("empty", "empty_like", "share_module"),
     "etha.errors": (
         "AgentLostError",
         "AgentUnavailableError",

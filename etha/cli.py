@@ -177,7 +177,7 @@ def name_of_agent(device: str) -> str:
     """What the agent of a device is called; ConfigError for a GPU that is not here."""
     if device == "cpu" or device.startswith(CUDA_AGENT):
         return device
-    from etha.agent.card import name_of
+    from etha.agent.runtime.device import name_of
 
     return name_of(device)
 

@@ -1,4 +1,4 @@
-"""The two JSON files of ``etha plan``, one a side (etha/plan/sides.py says what is in them). Starts nothing."""
+"""The two JSON files of ``etha plan``, one a side (etha/plan/analysis/json.py says what is in them). Starts nothing."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 import uvloop
 
 from etha.addresses import Advertised, check_redis_url, parse_address
-from etha.agent.card import Card, find
 from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
-from etha.agent.lane import Lane
+from etha.agent.gc_scheduler import settle
 from etha.agent.logfile import RotatingLog
-from etha.agent.service import Agent
+from etha.agent.runtime.device import Card, find
+from etha.agent.runtime.lane import Lane
+from etha.agent.server import Agent
 from etha.agent.startup import Startup
-from etha.agent.sweep import settle
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
 from etha.cuda.driver import DeviceError, driver

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from etha.agent.report import report
-from etha.agent.session import Session
+from etha.agent.runtime.sessions import Session
+from etha.agent.status import report
 from etha.bus.codec import Request
 from etha.bus.messages import (
     MAX_EVENTS,
@@ -32,7 +32,7 @@ from etha.bus.peer import Peer
 from etha.errors import EthaError, ProtocolError
 
 if TYPE_CHECKING:
-    from etha.agent.service import Agent
+    from etha.agent.server import Agent
 
 #: Seconds that Redis is given for what an observer wants to see.
 EVENTS_SECONDS = 2.0

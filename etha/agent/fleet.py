@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etha.addresses import Advertised, format_address, parse_address
-from etha.agent.card import cards
+from etha.agent.runtime.device import cards
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, Driver
 from etha.errors import AgentUnavailableError, ConfigError

@@ -46,16 +46,16 @@ from etha.client.connection import Connection
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle
-from etha.client.homes import Mark, agent_of
 from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.memory.base import Mark, agent_of
 from etha.client.options import OnCommit, OnProgress, Options
-from etha.client.place import Place, check_takeover, device_of
 from etha.client.products import Runs
-from etha.client.register import check_options, register
+from etha.client.registration import check_options, register
 from etha.client.report import OnError, check_on_error, reported
 from etha.client.results import Offer, Pair, TransferResult, Version
 from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
+from etha.client.world import Place, check_takeover, device_of
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
 from etha.memory.room import check_staging

@@ -10,11 +10,11 @@ import torch
 
 from etha.bus.messages import BatchLost
 from etha.client.connection import Connection
-from etha.client.homes import Stage
 from etha.client.inspect import memory_of
 from etha.client.manifest import Manifest
+from etha.client.memory.base import Stage
+from etha.client.memory.segments import SegmentUse
 from etha.client.results import Pair, TransferResult, Version
-from etha.client.segments import SegmentUse
 from etha.errors import PeerLostError, RegistrationError, with_again
 from etha.memory.handles import Fingerprint, fingerprint, moved
 

@@ -15,11 +15,11 @@ from etha.bus.handshake import Hello
 from etha.bus.link import AgentLink, AgentRefusedError
 from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
+from etha.client.agent_process import ensure_agent
 from etha.client.deadline import Deadline
-from etha.client.homes import Home, home_of
 from etha.client.loop_end import LoopEnd
-from etha.client.segments import SharedSegments
-from etha.client.spawn import ensure_agent
+from etha.client.memory.base import Home, home_of
+from etha.client.memory.segments import SharedSegments
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError
 from etha.memory.huge import Collapser

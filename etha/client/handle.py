@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from etha.client.future import TransferFuture
-from etha.client.homes import Mark
+from etha.client.memory.base import Mark
 from etha.client.options import OnCommit, OnProgress, Options
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version

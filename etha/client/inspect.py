@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from etha.bus.messages import Refusal
 from etha.client.arguments import check_text, shown
-from etha.client.homes import Home
+from etha.client.memory.base import Home
 from etha.config import MAX_TENSOR_NAME
 from etha.errors import ConfigError
-from etha.plan import dtypes
+from etha.plan.layouts import dtypes
 
 #: Steps that the exact overlap test of two strided views may take before we call them overlapping.
 _OVERLAP_WORK = 100_000

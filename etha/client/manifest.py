@@ -18,7 +18,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
 from etha.client.arguments import check_each, check_mapping, check_placements, check_sizes, impossible, shown
-from etha.client.homes import Home
 from etha.client.inspect import (
     Region,
     aliases,
@@ -28,8 +27,9 @@ from etha.client.inspect import (
     region_of,
     unsharded_parameters,
 )
-from etha.client.place import Place, check_mesh
+from etha.client.memory.base import Home
 from etha.client.products import Runs, check_region, parts_of
+from etha.client.world import Place, check_mesh
 from etha.config import check_name
 from etha.errors import ConfigError, LayoutError
 from etha.memory.handles import fingerprint

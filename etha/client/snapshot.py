@@ -16,8 +16,8 @@ from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.batch import Registration, Snapshot
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture, contain
-from etha.client.homes import Mark
-from etha.client.register import stage
+from etha.client.memory.base import Mark
+from etha.client.registration import stage
 from etha.client.report import OnError, reported
 from etha.client.results import TransferResult, Version
 from etha.client.transfer import caught_up, check_state, pull, turn

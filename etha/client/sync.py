@@ -25,9 +25,9 @@ from etha.client.arguments import check_flag
 from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
 from etha.client.handle import BatchHandle as AsyncBatchHandle
-from etha.client.homes import Mark
+from etha.client.loop_thread import Membership, Portal
+from etha.client.memory.base import Mark
 from etha.client.options import OnCommit, OnProgress, Options
-from etha.client.portal import Membership, Portal
 from etha.client.products import Runs
 from etha.client.report import OnError
 from etha.client.results import Offer, TransferResult, Version

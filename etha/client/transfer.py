@@ -19,9 +19,9 @@ from etha.client.arguments import check_callback, check_flag, check_version, sho
 from etha.client.batch import Registration
 from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
-from etha.client.homes import Mark, Stage
+from etha.client.memory.base import Mark, Stage
 from etha.client.options import OnCommit, OnProgress
-from etha.client.register import attach_shadows, leave, no_place
+from etha.client.registration import attach_shadows, leave, no_place
 from etha.client.results import TransferResult, Version
 from etha.client.shield import Shield
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError

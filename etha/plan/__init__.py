@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from etha.plan.bounds import PlanStats
-from etha.plan.layout import Layout
-from etha.plan.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
-from etha.plan.model import Links
-from etha.plan.plan import Plan, build_agent_plan, build_plan, violations
-from etha.plan.program import (
+from etha.plan.analysis.bounds import PlanStats
+from etha.plan.analysis.json import Side, describe, side_from_plain
+from etha.plan.analysis.predict import Links
+from etha.plan.layouts.layout import Layout
+from etha.plan.layouts.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
+from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.plan import Plan, build_agent_plan, build_plan, violations
+from etha.plan.planner.rank_plan import (
     CARRY,
     CONTRIBUTE,
     DELIVER,
@@ -21,9 +23,7 @@ from etha.plan.program import (
     Region,
     Slot,
 )
-from etha.plan.sides import Side, describe, side_from_plain
-from etha.plan.simulate import simulate
-from etha.plan.spec import TensorSpec
+from etha.plan.proof.simulate import simulate
 
 __all__ = [
     "CARRY",

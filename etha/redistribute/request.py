@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from etha.errors import ConfigError, LayoutError
-from etha.plan import dtypes
+from etha.plan.layouts import dtypes
 from etha.redistribute.exchange import Wire
 from etha.redistribute.meshes import Rows, group_of
 from etha.redistribute.reading import agree, misfit

@@ -22,8 +22,9 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from etha.errors import LayoutError
-from etha.plan import Layout, Slot, dtypes
-from etha.plan.reduction import reduce_op
+from etha.plan import Layout, Slot
+from etha.plan.layouts import dtypes
+from etha.plan.planner.reduction import reduce_op
 from etha.redistribute.stage import Layouts, Stage, make_stage
 
 #: Bytes into a rank up to which contributions go to all holders of their element at once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from etha.plan import Slot
-from etha.plan.simulate import combine, finish
+from etha.plan.proof.simulate import combine, finish
 from etha.redistribute.exchange import Wire
 from etha.redistribute.piece import bits
 from etha.redistribute.route import Route

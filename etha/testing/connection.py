@@ -26,7 +26,7 @@ from etha.bus.messages import (
     WaitOffer,
 )
 from etha.client.connection import Connection
-from etha.client.segments import SegmentUse, SharedSegments
+from etha.client.memory.segments import SegmentUse, SharedSegments
 from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError, TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import RevocationPage

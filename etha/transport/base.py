@@ -1,4 +1,4 @@
-"""What every way of moving bytes offers: a lane's copies (``agent/pipeline.py``), ``tcp``, ``nccl``.
+"""What every way of moving bytes offers: a lane's copies (``agent/runtime/pipeline.py``), ``tcp``, ``nccl``.
 
     open(peers) once per batch and epoch -> run(bucket) any number of times -> close()
 

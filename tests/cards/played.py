@@ -69,14 +69,14 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str], fail: str | No
 def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list[str]:
     """In a process of its own: agents of one card each on "hosts" with an NCCL between them, until SIGTERM."""
     from etha.agent import __main__ as daemon
-    from etha.agent import card
+    from etha.agent.runtime import device
     from tests.fakes.nccl import World
 
     # One process is one driver and one NCCL elsewhere; here each agent's task has its own.
     world, mine = World(), ContextVar[FakeDriver]("mine")
     fakes = [FakeDriver((uuid,)) for uuid in uuids]
     daemon.driver = mine.get  # type: ignore[assignment]
-    card.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment]
+    device.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment]
 
     async def both() -> None:
         stop = asyncio.Event()

@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from etha.agent.__main__ import serve
-from etha.agent.coordinator import Coordinator, Letters, Phase
-from etha.agent.service import Agent
+from etha.agent.protocol.coordinator import Coordinator, Letters, Phase
+from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.codec import Request
 from etha.bus.peer import Peer

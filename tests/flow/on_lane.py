@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from etha.agent.lane import Lane, Running
-from etha.agent.pipeline import Execution
+from etha.agent.runtime.lane import Lane, Running
+from etha.agent.runtime.pipeline import Execution
 from etha.transport.base import Peer, Progress
 
 

@@ -21,8 +21,8 @@ import pytest
 import etha
 from etha.bus.link import AgentLink
 from etha.bus.process import start_time
-from etha.client import spawn
-from etha.client.spawn import ensure_agent, environment
+from etha.client import agent_process
+from etha.client.agent_process import ensure_agent, environment
 from etha.config import Settings
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
 
@@ -271,7 +271,7 @@ async def test_who_waited_for_a_start_that_failed_does_not_repeat_it(
             waiting.release()
         fcntl.flock(lock, operation)
 
-    monkeypatch.setattr(spawn, "fcntl", types.SimpleNamespace(**{**vars(fcntl), "flock": flock}))
+    monkeypatch.setattr(agent_process, "fcntl", types.SimpleNamespace(**{**vars(fcntl), "flock": flock}))
     first = asyncio.create_task(ensure(settings, 60))
     door = await asyncio.to_thread(os.open, gate, os.O_WRONLY)  # the agent is there, and reads
     others = [asyncio.create_task(ensure(settings, 60)) for _ in range(5)]
@@ -322,7 +322,7 @@ async def test_an_interpreter_that_is_not_known_is_told(settings: Settings, monk
 
 
 async def test_a_large_log_is_set_aside(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn, "MAX_LOG", 100)
+    monkeypatch.setattr(agent_process, "MAX_LOG", 100)
     log = settings.socket_path("cpu").with_suffix(".log")
     log.write_text("x" * 200)
     await ensure(settings)
@@ -353,7 +353,7 @@ def test_the_agents_environment_says_nothing_of_the_workers_job(settings: Settin
         "ETHA_NAMESPACE": "other",
     }
     env = environment(own, settings, None)
-    root = str(Path(spawn.__file__).parents[2])
+    root = str(Path(agent_process.__file__).parents[2])
     assert env == {
         "PATH": "/bin",
         "LD_PRELOAD": "libtcmalloc.so",

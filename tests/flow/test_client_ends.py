@@ -180,7 +180,7 @@ def test_when_the_thread_of_the_blocking_clients_has_died_calls_raise_and_the_ne
         def exception(self, *said: object) -> None:
             raise SystemExit
 
-    monkeypatch.setattr("etha.client.portal.log", Broken())
+    monkeypatch.setattr("etha.client.loop_thread.log", Broken())
     portal._loop.call_soon_threadsafe(sys.exit)  # nothing but a fault in the thread's own code can end it
     portal._thread.join(60)
     waiting.join(60)

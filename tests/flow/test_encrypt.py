@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import ConfigError, EthaError
 from etha.transport.base import StreamLost
-from etha.transport.door import DataAddress, Door, knock
-from etha.transport.tls import Identity
+from etha.transport.tcp.listener import DataAddress, Door, knock
+from etha.transport.tcp.tls import Identity
 
 from .sides import Sides
 from .sites import open_site

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.agent.lane import Lane
-from etha.agent.pipeline import Execution
-from etha.client.tensors import empty
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.pipeline import Execution
+from etha.client.memory.tensors import empty
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.mapping import WorkerMemory
@@ -31,8 +31,8 @@ from etha.memory.reach import AccessError, FaultError, ReachError, RevokedError,
 from etha.memory.revocation import LentPage, RevocationPage
 from etha.memory.views import View
 from etha.plan import Layout, TensorSpec, build_plan
-from etha.transport.local import compile_local
-from etha.transport.program import Program
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import Program
 
 from .on_lane import LaneTransport
 

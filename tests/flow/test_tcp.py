@@ -22,13 +22,13 @@ from etha.memory.reach import WorkerGoneError
 from etha.memory.views import View, view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
 from etha.transport.base import Peer
-from etha.transport.door import DataAddress
-from etha.transport.host import Exhibit, HostMemory, compile_host
-from etha.transport.kernels import Workspace
-from etha.transport.plane import DataPlane, WireRun
-from etha.transport.tcp import TcpTransport
-from etha.transport.ways import Ways
-from etha.transport.wire import compile_wire
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.host import Exhibit, HostMemory, compile_host
+from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.transport import TcpTransport
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.routing import Ways
 from tests.unit.transport.agents import Gate
 
 from .test_memory import Child

@@ -133,7 +133,7 @@ async def test_in_place_is_verified_although_the_source_is_gone(site: Site, pair
 
 def in_memory() -> None:
     """This agent flips a bit of the first target that it has written, before that is looked at."""
-    from etha.agent.inspection import Inspection
+    from etha.agent.runtime.inspection import Inspection
 
     after = Inspection.after
     harmed: list[Inspection] = []
@@ -152,7 +152,7 @@ def in_memory() -> None:
 
 def on_the_wire() -> None:
     """This agent sends one bit wrong."""
-    from etha.transport.outlets import Outlet
+    from etha.transport.tcp.outlets import Outlet
 
     straight = Outlet._straight
     harmed: list[Outlet] = []
@@ -178,14 +178,14 @@ def on_the_wire() -> None:
 
 def forbidden() -> None:
     """This agent fails where it verifies anything."""
-    from etha.agent.inspection import Inspection
-    from etha.transport import checksums, witness
+    from etha.agent.runtime.inspection import Inspection
+    from etha.transport.verify import checksums, reduction_sums
 
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("nobody has asked for checksums")
 
     Inspection.__init__ = never  # type: ignore[method-assign]
-    checksums.checksum = witness.checksum = never  # type: ignore[assignment]
+    checksums.checksum = reduction_sums.checksum = never  # type: ignore[assignment]
 
 
 def agent(harm: Callable[[], None]) -> int:

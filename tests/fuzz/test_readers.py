@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from etha.agent.library import Library
-from etha.agent.roster import Manifest, Record, digest_of
-from etha.agent.verdict import Verdict
+from etha.agent.protocol.capabilities import Verdict
+from etha.agent.protocol.records import Manifest, Record, digest_of
+from etha.agent.services.manifests import Library
 from etha.errors import EthaError
 from etha.plan import Layout
 from etha.store.records import AgentRecord, Member, PairState, PairView

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 
 from etha import AsyncTensorBusClient, TransferFuture, TransferResult
-from etha.client.portal import Portal
+from etha.client.loop_thread import Portal
 from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError, from_wire
 from etha.integrations.vllm.replica import AGAIN, Replica, absent, plain
 from etha.integrations.vllm.source import EthaSource, Iterated

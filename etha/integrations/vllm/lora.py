@@ -23,7 +23,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from etha.client.tensors import empty as mapped
+from etha.client.memory.tensors import empty as mapped
 from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.adapter import ROOT, adapter_number
 from etha.integrations.vllm.compare import Comparison, unequal

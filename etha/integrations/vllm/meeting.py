@@ -20,7 +20,7 @@ import torch
 
 from etha import AsyncTensorBusClient, TransferFuture
 from etha.client.handle import BatchHandle
-from etha.client.portal import Membership
+from etha.client.loop_thread import Membership
 from etha.client.results import Pair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 from etha.integrations.vllm.control import STRANGER

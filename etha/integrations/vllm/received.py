@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from etha.client.tensors import empty as mapped
+from etha.client.memory.tensors import empty as mapped
 from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.compare import Comparison, unequal
 from etha.integrations.vllm.cut import Cut

@@ -26,8 +26,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.handle import BatchHandle
-from etha.client.place import Place
 from etha.client.results import Pair
+from etha.client.world import Place
 from etha.config import LaunchEnv
 from etha.errors import (
     ConfigError,

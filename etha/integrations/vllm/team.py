@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.handle import BatchHandle
-from etha.client.place import device_of
 from etha.client.results import Pair
+from etha.client.world import device_of
 from etha.errors import (
     HELD_HERE,
     ConfigError,

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from etha import AsyncTensorBusClient, TransferResult
-from etha.client.portal import Membership
+from etha.client.loop_thread import Membership
 from etha.errors import AgentLostError, ConfigError
 from etha.integrations.vllm.adapter import Adapter
 from etha.integrations.vllm.control import Pause

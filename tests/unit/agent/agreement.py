@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from etha.agent.bookings import LANE, Bookings, Granted, Need, Recalled
-from etha.agent.effects import (
+from etha.agent.protocol.effects import (
     BeginLane,
     Doubt,
     Fail,
@@ -18,8 +17,9 @@ from etha.agent.effects import (
     Tell,
     WantLane,
 )
-from etha.agent.transfer import Transfers
-from etha.agent.waiting import Call
+from etha.agent.protocol.lane_queue import LANE, Bookings, Granted, Need, Recalled
+from etha.agent.protocol.participant import Transfers
+from etha.agent.protocol.waiting import Call
 from etha.errors import EthaError, TransferError
 from etha.peer.messages import Message, Verb
 

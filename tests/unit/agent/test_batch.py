@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from etha.agent.batch import Batch, Declare, Evaluate, Stand, Standing, Unenroll
-from etha.agent.effects import Answer, Fail, Member
-from etha.agent.evaluate import Evaluation
-from etha.agent.machine import ImpossibleMove
-from etha.agent.verdict import Terms, Verdict
+from etha.agent.protocol.capabilities import Terms, Verdict
+from etha.agent.protocol.effects import Answer, Fail, Member
+from etha.agent.protocol.evaluation import Evaluation
+from etha.agent.protocol.machine import ImpossibleMove
+from etha.agent.protocol.registration import Batch, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 
 ONE = {"t": ("a", "a"), "i": ("a",)}

@@ -8,7 +8,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etha.agent.bookings import Bookings, Granted, Need, Recalled
+from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
 
 from .agreement import World
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.chronicle import Chronicle
+from etha.agent.runtime.status_writer import Chronicle
 from etha.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ class Far:
 
 async def test_one_write_is_on_its_way_and_the_next_one_carries_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a Redis that is far away: hundreds of transfers end while one write is answered."""
-    monkeypatch.setattr("etha.agent.chronicle.EVERY", 0.001)
+    monkeypatch.setattr("etha.agent.runtime.status_writer.EVERY", 0.001)
     far = Far()
     async with asyncio.TaskGroup() as group:
 
@@ -73,7 +73,7 @@ async def test_one_write_is_on_its_way_and_the_next_one_carries_the_newest(monke
 async def test_what_redis_refuses_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etha.agent.chronicle.EVERY", 0.0)
+    monkeypatch.setattr("etha.agent.runtime.status_writer.EVERY", 0.0)
     far = Far()
     far.gate.set()
     far.error = ConfigError("refused")

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from etha.agent.transfer import Moving
+from etha.agent.protocol.participant import Moving
 from etha.errors import TransferError
 
 from .agreement import World

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.agent.evaluate import Evaluation, Where, describe_side, evaluate
-from etha.agent.roster import Described, Manifest, Record
+from etha.agent.protocol.evaluation import Evaluation, Where, describe_side, evaluate
+from etha.agent.protocol.records import Described, Manifest, Record
 from etha.bus.messages import Refusal
 from etha.plan import Layout
 

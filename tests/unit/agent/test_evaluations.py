@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from etha.agent.evaluate import Evaluation, Where, evaluate
-from etha.agent.evaluations import Evaluations
+from etha.agent.protocol.evaluation import Evaluation, Where, evaluate
+from etha.agent.protocol.evaluations import Evaluations
 from tests.unit.agent.test_evaluate import SHARDED, Roster, tensor
 
 PLACES = {"t": ["a", "a"], "i": ["a", "a"]}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from etha.agent.card import find
 from etha.agent.fleet import RETRIES, SPOILT, Fleet, serve_all
+from etha.agent.runtime.device import find
 from etha.cuda.driver import Device
 from etha.errors import AgentUnavailableError, ConfigError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver

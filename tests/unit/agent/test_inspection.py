@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.agent.inspection import Inspection, Readers
-from etha.agent.lane import Lane
-from etha.agent.tally import Tally
-from etha.agent.verify import Checks
+from etha.agent.protocol.verification import Checks
+from etha.agent.runtime.inspection import Inspection, Readers
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.tally import Tally
 from etha.errors import TransferError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import LentPage, RevocationPage
 from etha.peer.introductions import Sums
-from etha.transport import checks
-from etha.transport.program import Member
-from etha.transport.staging import Budget
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget
+from etha.transport.verify import chunks
 from tests.unit.transport.agents import Job
 from tests.unit.transport.test_tcp import rows
 
@@ -57,7 +57,7 @@ def test_a_newer_transfer_replaces_an_older_one_that_is_over() -> None:
 
 
 def test_what_a_peer_sends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.agent.tally.MAX_SUMS", 4)
+    monkeypatch.setattr("etha.agent.runtime.tally.MAX_SUMS", 4)
     tally = Tally()
     tally.take("a", sums(1, 0, 1, 2, 3))
     tally.take("a", sums(1, 3, 4, 5))
@@ -105,13 +105,13 @@ class Two:
 
 
 async def test_the_source_tells_its_sums_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.agent.inspection.MAX_SUMS", 3)
+    monkeypatch.setattr("etha.agent.runtime.inspection.MAX_SUMS", 3)
     two = Two()
     try:
         await two.inspections["a"].before()
         await two.inspections["a"].after()
         assert [(agent, message.first) for agent, message in two.told] == [("b", 0), ("b", 3), ("b", 6)]
-        assert sum(len(message.sums) for _, message in two.told) == 8 * (8 << 20) // checks.CHUNK
+        assert sum(len(message.sums) for _, message in two.told) == 8 * (8 << 20) // chunks.CHUNK
     finally:
         two.close()
 

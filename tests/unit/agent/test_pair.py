@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from etha.agent.effects import Answer, Fail, Member
-from etha.agent.machine import ImpossibleMove
-from etha.agent.pair import Asked, Broken, Formed, Join, Leave, Pair, Sever, Standing
+from etha.agent.protocol.effects import Answer, Fail, Member
+from etha.agent.protocol.machine import ImpossibleMove
+from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, Sever, Standing
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, SideView

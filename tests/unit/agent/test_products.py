@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from etha.agent.evaluate import Where, evaluate
-from etha.agent.roster import Manifest, Record
+from etha.agent.protocol.evaluation import Where, evaluate
+from etha.agent.protocol.records import Manifest, Record
 from etha.bus.messages import Entry, Register
-from etha.client.homes import CpuHome
 from etha.client.manifest import Manifest as Handed
 from etha.client.manifest import PairDefaults, build_manifest
-from etha.client.place import Place
+from etha.client.memory.base import CpuHome
+from etha.client.world import Place
 from etha.memory.handles import describe
 from etha.plan import simulate
 from tests.unit.plan.truth import Truth, random_dim, random_truth, runs_of, take

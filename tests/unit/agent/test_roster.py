@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from etha.agent.roster import Manifest, Record, digest_of
+from etha.agent.protocol.records import Manifest, Record, digest_of
 from etha.bus.messages import Entry, Refusal, Register
 from etha.errors import LayoutError, ProtocolError
 from etha.memory.handles import TensorHandle

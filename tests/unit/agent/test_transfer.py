@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from etha.agent.bookings import Recalled
-from etha.agent.coordinator import Phase
-from etha.agent.machine import ImpossibleMove
-from etha.agent.transfer import Moving
+from etha.agent.protocol.coordinator import Phase
+from etha.agent.protocol.lane_queue import Recalled
+from etha.agent.protocol.machine import ImpossibleMove
+from etha.agent.protocol.participant import Moving
 from etha.errors import PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Answer, Commit, Declined, Failed, Go, Question
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.agent.verify import Book, Checks, Line
+from etha.agent.protocol.verification import Book, Checks, Line
 from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
-from etha.transport.checks import CHUNK, SAMPLE, Course
-from etha.transport.checksums import Reader, checksum
-from etha.transport.flows import WireProgram
-from etha.transport.outlets import Outlet
-from etha.transport.staging import Budget
+from etha.transport.copy.staging import Budget
+from etha.transport.tcp.outlets import Outlet
+from etha.transport.verify.checksums import Reader, checksum
+from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
+from etha.transport.wire.flows import WireProgram
 from tests.unit.transport.agents import Agent, Job, agents, bits, make_plan, same, transfer
 from tests.unit.transport.relaying import copies, relayed_job
 from tests.unit.transport.test_tcp import partial, random_job, rows

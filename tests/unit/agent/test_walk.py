@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from etha.agent.coordinator import Coordinator, Phase, Settle
-from etha.agent.transfer import Moving, Transfers
+from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
+from etha.agent.protocol.participant import Moving, Transfers
 from etha.peer.messages import Answer, Committed
 
 from .walking import Violation, Walk

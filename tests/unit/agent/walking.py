@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from etha.agent.effects import BeginLane, Doubt, Fail, FreeLane, Settled, StartMove, Tell, WantLane
-from etha.agent.transfer import Transfers
-from etha.agent.waiting import Call
+from etha.agent.protocol.effects import BeginLane, Doubt, Fail, FreeLane, Settled, StartMove, Tell, WantLane
+from etha.agent.protocol.participant import Transfers
+from etha.agent.protocol.waiting import Call
 from etha.errors import EthaError, PeerLostError, TransferError
 
 #: Of a machine: what never changes, or is told and not decided upon.

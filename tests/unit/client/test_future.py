@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etha.client.future import TransferFuture
-from etha.client.portal import Portal
+from etha.client.loop_thread import Portal
 from etha.client.results import TransferResult
 from etha.errors import ConfigError, TransferAbortedError
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etha.client.homes import CpuHome
 from etha.client.inspect import aliases, check_tensor_name, overlaps_itself, refusals_of
+from etha.client.memory.base import CpuHome
 from etha.errors import ConfigError
 
 CPU = CpuHome()

@@ -8,7 +8,7 @@ import pytest
 
 from etha.client.arguments import check_timeout
 from etha.client.deadline import Deadline
-from etha.client.place import Place
+from etha.client.world import Place
 from etha.config import LaunchEnv
 from etha.errors import ConfigError
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from etha.client.tensors import empty, empty_like, share_module
+from etha.client.memory.tensors import empty, empty_like, share_module
 from etha.errors import ConfigError
 from etha.memory.handles import describe
 
@@ -22,7 +22,7 @@ def test_zeroed_memory_of_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append((size, options))
         return torch.ones(1)
 
-    monkeypatch.setattr("etha.client.tensors.torch.zeros", zeros)
+    monkeypatch.setattr("etha.client.memory.tensors.torch.zeros", zeros)
     assert (empty((2, 3), torch.bfloat16, "cuda:1") == 1).all()
     empty(4, device="cuda")
     assert asked == [

@@ -11,10 +11,10 @@ import random
 import torch
 
 from etha.cuda.triton_kernels import PAIRS, TritonKernels
-from etha.transport.boxes import Axis
-from etha.transport.device import Copier
-from etha.transport.segments import Op
-from etha.transport.tiles import Ends, Path, Tile
+from etha.transport.copy.device import Copier
+from etha.transport.geometry.boxes import Axis
+from etha.transport.geometry.iovec import Op
+from etha.transport.geometry.tiles import Ends, Path, Tile
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import card_view
 

@@ -12,13 +12,13 @@ import torch
 from etha.cuda.driver import DeviceError
 from etha.cuda.reaper import Reaper, reaper
 from etha.memory.revocation import Guard
-from etha.transport.checksums import Read, Reader, checksum
-from etha.transport.device import Copier
-from etha.transport.device_memory import CardError, DeviceMemory, PinnedMemory
-from etha.transport.kernels import Workspace
-from etha.transport.program import Member
-from etha.transport.staging import Budget
-from etha.transport.tiles import Tile
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.device_memory import CardError, DeviceMemory, PinnedMemory
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget
+from etha.transport.geometry.tiles import Tile
+from etha.transport.verify.checksums import Read, Reader, checksum
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import card, card_view, on_card
 from tests.unit.transport.test_copier import ops

@@ -54,9 +54,9 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 def test_on_a_gpu_every_cast_is_torchs_own_to_the_bit(pair: tuple[torch.dtype, torch.dtype]) -> None:
     """NaNs included: all 2^32 float32, all values of the 16-bit floats, those and random bits of float64."""
     from etha.cuda.driver import driver
-    from etha.transport.boxes import Axis
-    from etha.transport.device import Copier
-    from etha.transport.segments import Op
+    from etha.transport.copy.device import Copier
+    from etha.transport.geometry.boxes import Axis
+    from etha.transport.geometry.iovec import Op
     from tests.unit.cuda.interpreted import tile
     from tests.unit.transport.on_device import card_view
 

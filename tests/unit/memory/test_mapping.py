@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etha.client.tensors import empty
+from etha.client.memory.tensors import empty
 from etha.errors import RegistrationError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe

@@ -8,7 +8,7 @@ import pytest
 
 from etha.memory.process import ProcessMemory, start_time
 from etha.memory.reach import WorkerGoneError
-from etha.transport.host import Claim, prove
+from etha.transport.copy.host import Claim, prove
 
 
 @pytest.mark.parametrize("pid", [0, -1, 1 << 31, 1 << 62])

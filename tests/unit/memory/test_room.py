@@ -83,7 +83,7 @@ def asked(what, call):
 asked("empty", lambda: etha.empty((2**40,)))
 asked("huge", lambda: etha.empty((2**61,), dtype=torch.uint8))
 asked("like", lambda: etha.empty_like(torch.empty(1).expand(2**40)))
-from etha.client.homes import CpuHome
+from etha.client.memory.base import CpuHome
 asked("stage", lambda: CpuHome().stage([torch.empty(1).expand(2**38)] * 3, [True] * 3))
 assert not shared.segments()
 """
@@ -126,7 +126,7 @@ def test_staging_beyond_the_machines_memory_is_refused_by_its_variable() -> None
 
 STAGE = """
 import resource, sys, etha
-from etha.transport.staging import Budget
+from etha.transport.copy.staging import Budget
 kind, limit = sys.argv[1], int(sys.argv[2])
 pages = open("/proc/self/statm").read().split()
 used = {"RLIMIT_AS": pages[0], "RLIMIT_DATA": pages[5]}.get(kind, 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from etha.client.tensors import empty, empty_like, share_module
+from etha.client.memory.tensors import empty, empty_like, share_module
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.memory.handles import describe

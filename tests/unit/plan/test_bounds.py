@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from etha.plan import CONTRIBUTE, DELIVER, FORWARD, LOCAL, RESULT, Layout, Plan, TensorSpec, build_plan
-from etha.plan.bounds import bounds, nics_of_hosts
-from etha.plan.density import densest
-from etha.plan.flows import flows
+from etha.plan.analysis.bounds import bounds, nics_of_hosts
+from etha.plan.analysis.links import flows
+from etha.plan.analysis.max_density import densest
 from tests.unit.plan.prove import plan_of
 from tests.unit.plan.truth import Case, Truth, random_case
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from etha.errors import PlanError
 from etha.plan import CONTRIBUTE, Layout, Plan, Region, TensorSpec, build_plan
-from etha.plan.program import Template
+from etha.plan.planner.rank_plan import Template
 
 MOVES = (Layout((4,), [Shard(0)]), Layout((3,), [Shard(1)]))
 SUMS = (Layout((2, 2), [Partial(), Shard(0)]), Layout((3,), [Shard(1)]))

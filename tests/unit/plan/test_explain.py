@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from etha.errors import ConfigError
 from etha.plan import Layout, Links, Plan, TensorSpec, build_plan
-from etha.plan.segments import packing
+from etha.plan.analysis.packing import packing
 
 MIB = 1 << 20
 

@@ -31,7 +31,7 @@ from etha.plan import (
     build_plan,
     simulate,
 )
-from etha.plan.program import Template
+from etha.plan.planner.rank_plan import Template
 
 SHAPE = (48, 10)
 Change = Callable[[Template, int, random.Random], Template | None]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from etha.errors import LayoutError, PlanError
 from etha.plan import Layout, TensorSpec, build_plan, infer_global_shape, merge_layouts, simulate, violations
-from etha.plan.kept import MAX_RUNS
+from etha.plan.layouts.region import MAX_RUNS
 from tests.unit.plan.prove import plan_of
 from tests.unit.plan.truth import Loaded, random_case
 

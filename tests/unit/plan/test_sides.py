@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout, build_plan, describe, side_from_plain
-from etha.plan.sides import expand, layout_to_plain
+from etha.plan.analysis.json import expand, layout_to_plain
 from etha.planfile import read_plan
 
 F32 = {"shape": [1], "dtype": "float32"}

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from etha.errors import LayoutError, PlanError
 from etha.plan import Layout, TensorSpec, build_plan, simulate, violations
-from etha.plan.dtypes import castable, from_name, name_of, wire_dtype
+from etha.plan.layouts.dtypes import castable, from_name, name_of, wire_dtype
 
 F32 = torch.float32
 SHARDED = Layout((2,), [Shard(0)])

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from etha.errors import LayoutError
 from etha.plan import Layout
-from etha.plan.simulate import combine, finish
+from etha.plan.proof.simulate import combine, finish
 from etha.redistribute import route as routes
 from etha.redistribute.piece import Piece, bits
 from etha.redistribute.route import Route, divided, make_route

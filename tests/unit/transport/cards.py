@@ -15,14 +15,14 @@ from etha.config import STAGING
 from etha.memory.revocation import Guard
 from etha.memory.views import View, view_of
 from etha.transport.base import Peer
-from etha.transport.communicator import Communicator
-from etha.transport.flows import WireProgram
-from etha.transport.host import compile_host
-from etha.transport.messages import Cut, device_cut
-from etha.transport.nccl import NcclPlane, NcclTransport
-from etha.transport.plane import WireRun
-from etha.transport.program import Member
-from etha.transport.wire import compile_wire
+from etha.transport.copy.host import compile_host
+from etha.transport.copy.program import Member
+from etha.transport.nccl.communicator import Communicator
+from etha.transport.nccl.transport import NcclPlane, NcclTransport
+from etha.transport.tcp.data_plane import WireRun
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.nccl_messages import Cut, device_cut
 from tests.fakes.cuda import FakeDriver
 from tests.fakes.nccl import World
 from tests.unit.transport.agents import Job, Local, run_here

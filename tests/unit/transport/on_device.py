@@ -10,10 +10,10 @@ import torch
 
 from etha.memory.views import View, view_of
 from etha.plan import Plan
-from etha.transport.device import Copier
-from etha.transport.kernels import Workspace
-from etha.transport.local import compile_local
-from etha.transport.program import Program
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import Program
 from tests.fakes.cuda import GPU0, FakeDriver
 
 Local = dict[int, dict[str, torch.Tensor]]

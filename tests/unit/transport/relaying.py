@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.plan import Layout, Plan, TensorSpec, build_plan, reduction, senders
-from etha.plan.fanout import RELAY_BYTES
-from etha.plan.program import FORWARD
-from etha.transport.crossings import Part
-from etha.transport.flows import Span, WireProgram
-from etha.transport.relays import Ledger
+from etha.plan import Layout, Plan, TensorSpec, build_plan
+from etha.plan.planner import reduction, senders
+from etha.plan.planner.fanout import RELAY_BYTES
+from etha.plan.planner.rank_plan import FORWARD
+from etha.transport.wire.crossings import Part
+from etha.transport.wire.flows import Span, WireProgram
+from etha.transport.wire.forwarding import Ledger
 from tests.unit.transport.agents import Job, Local
 from tests.unit.transport.test_local import FLOATS, allocate, layout
 from tests.unit.transport.test_tcp import content

@@ -14,10 +14,10 @@ from etha.memory.handles import describe
 from etha.memory.views import View, view_of
 from etha.plan import Plan, build_plan
 from etha.redistribute.route import make_route
-from etha.transport.device import Copier
-from etha.transport.kernels import Workspace
-from etha.transport.local import compile_local
-from etha.transport.program import Program
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import Program
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.plan.truth import take
 from tests.unit.redistribute.test_route import play

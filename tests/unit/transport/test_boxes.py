@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etha.transport import boxes
-from etha.transport.boxes import Axes, Ints, Placed
+from etha.transport.geometry import boxes
+from etha.transport.geometry.boxes import Axes, Ints, Placed
 
 
 @st.composite

@@ -14,11 +14,11 @@ from etha.cuda.driver import DeviceError
 from etha.memory.mapping import WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.views import View, view_of
-from etha.transport import boxes
-from etha.transport.boxes import Axis, Placed
-from etha.transport.device import Copier
-from etha.transport.segments import Op
-from etha.transport.tiles import Ends, Tile, tiles
+from etha.transport.copy.device import Copier
+from etha.transport.geometry import boxes
+from etha.transport.geometry.boxes import Axis, Placed
+from etha.transport.geometry.iovec import Op
+from etha.transport.geometry.tiles import Ends, Tile, tiles
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import card, card_view, on_card
 from tests.unit.transport.test_local import allocate, bits, me, private

@@ -17,10 +17,10 @@ from etha.cuda.reaper import reaper
 from etha.memory.reach import ReachError
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, simulate
-from etha.transport.device import Copier
-from etha.transport.kernels import Workspace
-from etha.transport.local import compile_local
-from etha.transport.program import DEVICE_PIECE, PIECE, Program
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import DEVICE_PIECE, PIECE, Program
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.on_device import Local, card, card_view, compiled, on_card, run
 from tests.unit.transport.test_local import FLOATS, allocate, bits, layout, local_plan
@@ -110,7 +110,7 @@ def test_a_reduction_is_one_gathering_its_arithmetic_and_one_scattering_launch()
 
 
 def test_contributions_that_are_too_many_come_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.transport.device_reduce.DEVICE_GATHER", 3 << 14)
+    monkeypatch.setattr("etha.transport.copy.device_reduce.DEVICE_GATHER", 3 << 14)
     # A norm's odd power is not cut, so its contributions do not shrink with their number.
     for placement in (_NormPartial(3.0), Partial("sum")):
         spec = TensorSpec((64, 64), torch.float32, Layout((7,), [placement]))
@@ -267,7 +267,7 @@ def test_the_cpu_path_loads_no_kernels() -> None:
             "-c",
             "import sys, torch\n"
             "before = set(sys.modules)\n"  # torch looks itself whether there are bindings
-            "import etha.transport.host, etha.transport.staging\n"
+            "import etha.transport.copy.host, etha.transport.copy.staging\n"
             "print([m for m in set(sys.modules) - before if m.split('.')[0] in ('triton', 'cuda')"
             " or m.startswith(('etha.cuda.triton', 'etha.cuda.runtime', 'etha.cuda.kernels'))])",
         ],

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.client import tensors
+from etha.client.memory import tensors
 from etha.errors import RegistrationError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, start_time
 from etha.memory.reach import FaultError, ReachError, WorkerGoneError
-from etha.transport.host import Claim, Exhibit, HostMemory, claim, prove
+from etha.transport.copy.host import Claim, Exhibit, HostMemory, claim, prove
 from tests.unit.transport.agents import agents, bits, run_here, same, transfer
 from tests.unit.transport.test_tcp import partial, random_job, rows
 

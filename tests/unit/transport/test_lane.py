@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from etha.agent.lane import Lane, Running
+from etha.agent.runtime.lane import Lane, Running
 
 
 class Pieces:

@@ -17,10 +17,10 @@ from etha.memory.mapping import WorkerMemory
 from etha.memory.process import start_time
 from etha.memory.views import View, view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan, simulate
-from etha.transport.kernels import Workspace
-from etha.transport.local import compile_local
-from etha.transport.program import PIECE, Program
-from etha.transport.tiles import Path
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import PIECE, Program
+from etha.transport.geometry.tiles import Path
 
 Local = dict[int, dict[str, torch.Tensor]]
 

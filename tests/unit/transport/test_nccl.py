@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from etha.plan import Layout, TensorSpec
-from etha.transport.crossings import Part
-from etha.transport.messages import device_cut
-from etha.transport.rounds import make_rounds
+from etha.transport.nccl.schedule import make_rounds
+from etha.transport.wire.crossings import Part
+from etha.transport.wire.nccl_messages import device_cut
 from tests.unit.transport.agents import Job, bits, make_plan, same
 from tests.unit.transport.cards import Placed, fleet
 from tests.unit.transport.relaying import copies, relayed_job

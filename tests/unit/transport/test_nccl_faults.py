@@ -15,12 +15,12 @@ from etha.cuda.driver import DeviceError
 from etha.errors import ConfigError, PeerLostError, ProtocolError, TransferError, TransferTimeoutError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import Guard, LentPage, RevocationPage
-from etha.transport import communicator, conveyor
 from etha.transport.base import Peer
-from etha.transport.device_memory import CardError
-from etha.transport.nccl import NcclTransport
-from etha.transport.plane import WireRun
-from etha.transport.program import Member
+from etha.transport.copy.device_memory import CardError
+from etha.transport.copy.program import Member
+from etha.transport.nccl import communicator, pipeline
+from etha.transport.nccl.transport import NcclTransport
+from etha.transport.tcp.data_plane import WireRun
 from tests.unit.transport.agents import Job, same
 from tests.unit.transport.cards import Fleet, Placed, fleet
 from tests.unit.transport.test_rounds import small
@@ -224,7 +224,7 @@ async def test_a_device_that_refuses_ends_the_run() -> None:
 
 async def test_a_device_that_does_not_come_to_rest_is_said_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call stays busy for its worker, and the plane refuses more."""
-    monkeypatch.setattr(conveyor, "ABORTING", 0.2)
+    monkeypatch.setattr(pipeline, "ABORTING", 0.2)
     async with fleet("ab") as at:
         placed = cut_small(at, columns())
         transports, runs = await placed.runs()

@@ -16,9 +16,9 @@ from etha.cuda.reaper import reaper
 from etha.cuda.torch_kernels import TorchKernels
 from etha.memory.views import view_of
 from etha.plan import Layout, TensorSpec
-from etha.transport.device import Copier
-from etha.transport.kernels import Workspace
-from etha.transport.local import compile_local
+from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.local import compile_local
 from tests.fakes.cuda import GPU0
 from tests.fakes.nccl import FakeNccl
 from tests.unit.transport.agents import Job, make_plan, same

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard
 
 from etha.errors import PeerLostError
 from etha.plan import Layout, TensorSpec, build_plan
-from etha.plan.program import FORWARD
+from etha.plan.planner.rank_plan import FORWARD
 from etha.transport.base import Peer
-from etha.transport.plane import WireRun
-from etha.transport.relays import Arrivals, Ledger, Place, Relays
-from etha.transport.ways import account
+from etha.transport.tcp.data_plane import WireRun
+from etha.transport.wire.forwarding import Arrivals, Ledger, Place, Relays
+from etha.transport.wire.routing import account
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.relaying import Crossed, Played, copies, relayed_job
 

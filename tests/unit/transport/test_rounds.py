@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
-from etha.transport.flows import WireProgram
-from etha.transport.messages import GROUP, Cut, device_cut, order, waves
-from etha.transport.relays import LAST
-from etha.transport.rounds import Group, Rounds, make_rounds
-from etha.transport.wire import compile_wire
+from etha.transport.nccl.schedule import Group, Rounds, make_rounds
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.forwarding import LAST
+from etha.transport.wire.nccl_messages import GROUP, Cut, device_cut, order, waves
 from tests.unit.transport.agents import Job, make_plan
 from tests.unit.transport.relaying import Crossed, copies, relayed_job
 from tests.unit.transport.test_tcp import partial, random_job

@@ -15,11 +15,12 @@ from etha.memory.handles import describe
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import start_time
 from etha.memory.reach import ReachError
-from etha.transport import kernels, segments
-from etha.transport.boxes import Axis, span
-from etha.transport.kernels import Buffer, Workspace
-from etha.transport.segments import Op
-from etha.transport.tiles import Ends, Path, Tile
+from etha.transport.copy import cpu
+from etha.transport.copy.cpu import Buffer, Workspace
+from etha.transport.geometry import iovec
+from etha.transport.geometry.boxes import Axis, span
+from etha.transport.geometry.iovec import Op
+from etha.transport.geometry.tiles import Ends, Path, Tile
 
 ENDS = Ends(source=torch.float32, target=torch.float32, source_private=True, target_private=True)
 CASTS = replace(ENDS, target=torch.float64)
@@ -56,8 +57,8 @@ def test_a_span_that_grows_leaves_what_lies_behind_it_alone(me: WorkerMemory) ->
         Op(block(16), here, there, 0, 16),
         Op(column(4, 8, 1), here, there, 4, 40),
     ]
-    segments.prove(ops)
-    kernels.run(ops, Workspace())
+    iovec.prove(ops)
+    cpu.run(ops, Workspace())
     assert target[:4].tolist() == source[0:32:8].tolist()
     assert target[16:32].tolist() == source[:16].tolist()
     assert target[40:44].tolist() == source[4:36:8].tolist()
@@ -73,8 +74,8 @@ def test_what_comes_after_a_shared_span_is_not_laid_into_it(me: WorkerMemory) ->
         Op(column(4, 8, 1), here, there, 4, 108),
         Op(block(100), here, there, 100, 112),
     ]
-    segments.prove(ops)
-    kernels.run(ops, Workspace())
+    iovec.prove(ops)
+    cpu.run(ops, Workspace())
     expected = torch.cat([source[0:64:8], source[:100], source[4:36:8], source[100:200]])
     assert target[:212].tolist() == expected.tolist()
 
@@ -100,7 +101,7 @@ def test_nothing_is_written_behind_the_buffer_whatever_a_batch_says(
     source, target = torch.ones(4096), torch.zeros(4096)
     here, there = me.resolve(describe(source)), me.resolve(describe(target))
     ops = [Op(column(64, 8, 1), here, there, 0, 0), Op(block(512), here, there, 0, 64)]
-    [batch] = segments.batches(ops)
+    [batch] = iovec.batches(ops)
     address, place, nbytes = batch.spans[0]
     changes = {
         "read": {"read_nbytes": 512},
@@ -110,11 +111,11 @@ def test_nothing_is_written_behind_the_buffer_whatever_a_batch_says(
     bad = replace(batch, **changes[wrong])
     with pytest.raises(RuntimeError, match="fault in Etha"):
         bad.check()
-    monkeypatch.setattr(segments, "batches", lambda _: iter([bad]))
+    monkeypatch.setattr(iovec, "batches", lambda _: iter([bad]))
     work = Workspace()
     work.read = fenced = _Fenced()
     with pytest.raises(ReachError, match="outside of the agent's buffer"):
-        kernels.run(ops, work)
+        cpu.run(ops, work)
     assert fenced.fence.numel() and not fenced.fence.any(), "the kernel wrote behind the buffer"
     assert not target.any()
 
@@ -140,7 +141,7 @@ def mixed(draw: st.DrawFn) -> list[tuple[Tile, int]]:
 @given(mixed(), st.sampled_from([1 << 21, 2048]))
 def test_whatever_overlaps_arrives(me: WorkerMemory, drawn: list[tuple[Tile, int]], room: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "BOUNCE_BYTES", room)
+        patch.setattr(iovec, "BOUNCE_BYTES", room)
         for ends in (ENDS, CASTS):
             tiles = [(one, at) for one, at in drawn if one.ends == ends]
             if not tiles:
@@ -156,5 +157,5 @@ def test_whatever_overlaps_arrives(me: WorkerMemory, drawn: list[tuple[Tile, int
                     torch.empty(one.numel).as_strided(one.counts, one.target_strides).copy_(picked).reshape(-1)
                 )
                 at += one.numel
-            kernels.run(ops, Workspace())
+            cpu.run(ops, Workspace())
             assert torch.equal(target, torch.cat(expected).to(ends.target))

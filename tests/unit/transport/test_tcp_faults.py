@@ -18,9 +18,9 @@ from etha.errors import PeerLostError, ProtocolError
 from etha.memory.reach import RevokedError, WorkerGoneError
 from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.base import Peer, Transport
-from etha.transport.door import Door
-from etha.transport.plane import WireRun
-from etha.transport.tcp import TcpTransport
+from etha.transport.tcp.data_plane import WireRun
+from etha.transport.tcp.listener import Door
+from etha.transport.tcp.transport import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.test_tcp import partial, rows
 

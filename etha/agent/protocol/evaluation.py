@@ -1,0 +1,313 @@
+"""From what every rank registered to the plans of both directions, or every reason why not; pure.
+
+Every agent of a batch computes this alone from the same records, so it must not depend on anything
+else: no clock, no memory of earlier batches, one order of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from etha.agent.protocol.effects import Member
+from etha.agent.protocol.products import beyond, clashes, joined, parts_of
+from etha.agent.protocol.records import Described, Manifest, Record
+from etha.agent.protocol.ties import double_writes
+from etha.bus.messages import Verify
+from etha.errors import LayoutError, Violation
+from etha.plan import (
+    Layout,
+    Plan,
+    TensorSpec,
+    build_agent_plan,
+    infer_global_shape,
+    merge_layouts,
+    resolve_strided,
+    shape_violations,
+)
+from etha.plan.layouts import dtypes
+
+Specs = dict[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a complete roster amounts to.
+
+    ``plans`` and ``violations`` are keyed by the source side of a direction; a direction has a plan iff
+    it has no violations. ``refused`` is not empty when the registration as a whole fails.
+    """
+
+    sides: tuple[str, str]
+    plans: Mapping[str, Plan]
+    digests: Mapping[str, str]
+    violations: Mapping[str, tuple[Violation, ...]]
+    refused: tuple[Violation, ...]
+    atomic: bool
+    bucket_size: int | None
+    verify: Verify | None
+    seq: int
+    tensors: int
+    sizes: Mapping[str, int]
+    #: Source sides of the directions that some rank has asked for.
+    asked: frozenset[str] = frozenset()
+    #: Name of each part of a region -> its tensor's: the source's ranks hold that.
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of both directions, as it stands in Redis; equal on every agent."""
+        return "+".join(f"{side}:{self.digests.get(side, 'none')}" for side in self.sides)
+
+    def but(self, more: Mapping[str, tuple[Violation, ...]]) -> Evaluation:
+        """With more reasons why a direction (by source side) cannot work, which agents found as they met."""
+        violations = {side: (*found, *more.get(side, ())) for side, found in self.violations.items()}
+        plans = {side: plan for side, plan in self.plans.items() if not violations[side]}
+        return replace(
+            self,
+            plans=plans,
+            violations=violations,
+            digests={side: digest for side, digest in self.digests.items() if side in plans},
+            sizes={side: nbytes for side, nbytes in self.sizes.items() if side in plans},
+            refused=_refused(self.sides, self.asked, violations),
+        )
+
+    def nbytes(self, source: str) -> int:
+        """Bytes of the whole batch at the wire dtypes, all targets; 0 for an impossible direction."""
+        return self.sizes.get(source, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Host and agent of each rank, by side."""
+
+    agents: Mapping[str, Sequence[str]]
+    hosts: Mapping[str, Sequence[str]]
+
+
+def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest], where: Where) -> Evaluation:
+    """Describe both sides, list what is wrong in either direction, plan what can work."""
+    first, second = sides = tuple(sorted(where.agents))
+    ordered = sorted(records.items())
+    common, only_as_target = _refusals(ordered, manifests)
+    specs: dict[str, Specs] = {}
+    members = {side: {rank: manifests[record.manifest] for (s, rank), record in ordered if s == side} for side in sides}
+    parts = {side: parts_of(members[side]) for side in sides}
+    named = {**parts[first], **parts[second]}
+    for side in sides:
+        specs[side], wrong = describe_side(side, members[side])
+        common += wrong + clashes(members[side], side, named)
+    common += _forms(ordered) + _pairs(ordered, manifests)
+    asked = _asked(ordered, sides)
+    plans: dict[str, Plan] = {}
+    violations: dict[str, tuple[Violation, ...]] = {}
+    for source, target in ((first, second), (second, first)):
+        names = {"source": source, "target": target}
+        here, there = joined(specs[source], specs[target], parts[source], parts[target])
+        plan = build_agent_plan(
+            here,
+            there,
+            source_hosts=where.hosts[source],
+            target_hosts=where.hosts[target],
+            source_agents=where.agents[source],
+            target_agents=where.agents[target],
+        )
+        wrong = common + [v for v in only_as_target if v.side == target]
+        wrong += [
+            Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=_labelled(v, source, target))
+            for v in plan.violations
+            if not _follows(v, common, specs)
+        ]
+        wrong += double_writes((source, members[source], here), (target, members[target], there), parts[target])
+        violations[source] = tuple(dict.fromkeys(wrong))
+        if not wrong:
+            plans[source] = plan
+    sizes = [record.bucket_size for record in records.values() if record.bucket_size is not None]
+    return Evaluation(
+        sides=(first, second),
+        plans=plans,
+        digests={source: plan.digest() for source, plan in plans.items()},
+        violations=violations,
+        refused=_refused(sides, asked, violations),
+        asked=asked,
+        # Who only sends has nothing to keep whole, so only a receiver's wish counts.
+        atomic=any(record.atomic and record.direction != "send" for record in records.values()),
+        bucket_size=min(sizes, default=None),
+        verify=_strongest(records),
+        seq=max((record.seq for record in records.values()), default=0),
+        tensors=len((specs[first].keys() | specs[second].keys()) - named.keys()),
+        parts=named,
+        sizes={source: _target_bytes(plan) for source, plan in plans.items()},
+    )
+
+
+def _strongest(records: Mapping[Member, Record]) -> Verify | None:
+    wishes = {record.verify for record in records.values()}
+    return "full" if "full" in wishes else "sample" if "sample" in wishes else None
+
+
+def _follows(found: Violation, told: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:
+    """Whether a plan's violation only repeats one that is told: a refused tensor is not also unknown or uncovered."""
+    about = [v for v in told if v.name == found.name]
+    return (found.code == "uncovered" and bool(about)) or any(v.name not in specs[v.side] for v in about)
+
+
+def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, list[Violation]]:
+    """One TensorSpec a name from what each rank of a side says of it, and where they disagree."""
+    named: dict[str, dict[int, Described]] = {}
+    for rank in sorted(manifests):
+        for name, described in manifests[rank].tensors.items():
+            named.setdefault(name, {})[rank] = described
+    specs: Specs = {}
+    wrong: list[Violation] = []
+    known: dict[object, tuple[TensorSpec | None, list[Violation]]] = {}
+    for name in sorted(named):
+        ranks = named[name]
+        # Tensors that every rank describes alike share everything that follows.
+        key = tuple((rank, d.dtype, id(d.layout), d.shape, d.local) for rank, d in ranks.items())
+        if key not in known:
+            known[key] = _describe(side, name, ranks)
+        spec, found = known[key]
+        wrong += [Violation(code=v.code, name=name, side=side, rank=v.rank, text=v.text) for v in found]
+        if spec is not None:
+            specs[name] = spec
+    return specs, wrong
+
+
+def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[TensorSpec | None, list[Violation]]:
+    def bad(code: str, text: str, rank: int | None = None) -> Violation:
+        return Violation(code=code, name=name, side=side, rank=rank, text=text)
+
+    found = {d.dtype for d in ranks.values()}
+    if len(found) > 1:
+        return None, [bad("dtype", f"the ranks of one side register it as {' and '.join(sorted(found))}")]
+    shapes = {d.shape for d in ranks.values() if d.shape is not None}
+    if len(shapes) > 1:
+        return None, [bad("shape_mismatch", f"the ranks of one side give it the global shapes {sorted(shapes)}")]
+    shape = next(iter(shapes), None)
+    wrong = beyond(name, side, ranks)
+    if wrong:
+        return None, wrong
+    layouts, wrong = merge_layouts(name, side, {rank: d.layout for rank, d in ranks.items()})
+    if wrong:
+        return None, wrong
+    try:
+        if shape is None:
+            shape, why = _infer(layouts, {rank: d.local for rank, d in ranks.items() if d.local is not None})
+            if shape is None:
+                return None, [bad("shape_mismatch", f"its global shape cannot be told: {why}")]
+        locals_ = {rank: _real(d, shape, rank) for rank, d in ranks.items()}
+        layouts = tuple(
+            resolve_strided(part, shape, {r: s for r, s in locals_.items() if r in part}) for part in layouts
+        )
+        spec = TensorSpec(shape, dtypes.from_name(next(iter(found))), layouts, frozenset(ranks))
+    except LayoutError as error:
+        return None, [bad("layout", error.message)]
+    return spec, shape_violations(name, side, spec, locals_)
+
+
+def _infer(
+    layouts: Sequence[Layout], locals_: Mapping[int, tuple[int, ...]]
+) -> tuple[tuple[int, ...] | None, str | None]:
+    """The global shape that every layout of a name tells from its own ranks; they have to agree."""
+    shapes = set()
+    for part in layouts:
+        shape, why = infer_global_shape(part, {r: s for r, s in locals_.items() if r in part})
+        if shape is None:
+            return None, why
+        shapes.add(shape)
+    if len(shapes) > 1:
+        return None, f"its replicas have the different shapes {sorted(shapes)}"
+    return shapes.pop(), None
+
+
+def _target_bytes(plan: Plan) -> int:
+    """What all target ranks receive together, at the wire dtypes."""
+    known: dict[int, int] = {}
+    total = 0
+    for tensor, name in enumerate(plan.names):
+        spec = plan.target[name]
+        if id(spec) not in known:
+            shapes = [spec.local_shape(rank) for rank in spec.holders()]
+            known[id(spec)] = sum(prod(shape) for shape in shapes if shape is not None)
+        total += known[id(spec)] * dtypes.itemsize(plan.wire_dtype(tensor))
+    return total
+
+
+def _real(described: Described, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return described.local if described.local is not None else described.layout.local_shape(shape, rank)
+
+
+def _refusals(
+    records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]
+) -> tuple[list[Violation], list[Violation]]:
+    common: list[Violation] = []
+    only_as_target: list[Violation] = []
+    for (side, rank), record in records:
+        for refusal in manifests[record.manifest].refusals:
+            violation = Violation(code=refusal.code, name=refusal.name, side=side, rank=rank, text=refusal.text)
+            (only_as_target if refusal.target_only else common).append(violation)
+    return common, only_as_target
+
+
+def _forms(records: Sequence[tuple[Member, Record]]) -> list[Violation]:
+    """The list form is matched by position: every rank has to use it, with a list of the same length."""
+    forms = {record.form for _, record in records}
+    if len(forms) < 2:
+        return []
+    return [
+        Violation(
+            code="form",
+            name="",
+            side=side,
+            rank=rank,
+            text="registered a list; others a mapping: use the same form on both sides",
+        )
+        for (side, rank), record in records
+        if record.form == "list"
+    ]
+
+
+def _pairs(records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]) -> list[Violation]:
+    """A name belongs to one pair on all ranks."""
+    first: dict[str, str] = {}
+    wrong = []
+    seen: set[tuple[str, str]] = set()
+    for (side, rank), record in records:
+        if (side, record.manifest) in seen:
+            continue
+        seen.add((side, record.manifest))
+        for name, described in manifests[record.manifest].tensors.items():
+            pair = first.setdefault(name, described.pair)
+            if pair != described.pair:
+                text = f"it belongs to pair {pair!r} on another rank, to {described.pair!r} here"
+                wrong.append(Violation(code="pair", name=name, side=side, rank=rank, text=text))
+    return wrong
+
+
+def _asked(records: Sequence[tuple[Member, Record]], sides: tuple[str, ...]) -> frozenset[str]:
+    """Source sides of the directions that some rank has asked for."""
+    asked = set()
+    for (side, _), record in records:
+        if record.direction in ("send", "both"):
+            asked.add(side)
+        if record.direction in ("recv", "both"):
+            asked.update(other for other in sides if other != side)
+    return frozenset(asked)
+
+
+def _labelled(violation: Violation, source: str, target: str) -> str:
+    """What a side lacks depends on who sends, so it is said with the direction, and the plan's words with names."""
+    if violation.code not in ("unknown_name", "missing_name"):
+        return violation.text
+    has, lacks = (source, target) if violation.code == "unknown_name" else (target, source)
+    return f"from {source} to {target}: {has} has it, {lacks} does not: register it on both sides under one name"
+
+
+def _refused(
+    sides: tuple[str, ...], asked: frozenset[str], violations: Mapping[str, tuple[Violation, ...]]
+) -> tuple[Violation, ...]:
+    """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
+    wanted = asked or (sides if all(violations.values()) else ())
+    return tuple(dict.fromkeys(v for source in sides if source in wanted for v in violations[source]))

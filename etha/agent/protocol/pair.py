@@ -1,0 +1,337 @@
+"""A pair as one agent sees it: who waits to be let in, which epoch stands, why it was lost.
+
+Pure. The truth is in Redis; ``viewed`` takes each newer view of it. A worker's death, heard here
+first, breaks the pair at once and does not wait for Redis to say so. Workers are let in once the
+agents of the epoch have met.
+
+    FORMING --view formed--> FORMED --view lost, depart, lose--> LOST --view formed (next epoch)--> FORMED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_members, name_ranks
+from etha.agent.protocol.machine import Machine
+from etha.bus.messages import PairFormed
+from etha.errors import (
+    AgentUnavailableError,
+    EthaError,
+    PeerLostError,
+    RedisUnavailableError,
+    RendezvousTimeoutError,
+    with_again,
+)
+from etha.store.records import Member as Holder
+from etha.store.records import PairView, Reason
+
+
+class Standing(Enum):
+    """Where a pair stands."""
+
+    FORMING = 1
+    FORMED = 2
+    LOST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A worker's ``init_pair`` that is waiting."""
+
+    key: CallKey
+    side: str
+    rank: int
+    remote: str
+    world_size: int
+    launch: str | None
+    holder: Holder
+    run: str | None = None
+    takeover: bool = False
+    give_up: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Ask the store to let this worker in; its view comes back through ``joined``."""
+
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Tell the store that this holder is gone from its rank."""
+
+    side: str
+    rank: int
+    holder: Holder
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sever:
+    """Tell the store that the agents of ``epoch`` have lost each other."""
+
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """``epoch`` is complete: let its agents meet; ``met`` or ``unmet`` follows. ``view`` names every holder."""
+
+    epoch: int
+    view: PairView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """``epoch`` is over for everybody who was in it."""
+
+    epoch: int
+    error: PeerLostError
+
+
+PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
+
+
+class Pair(Machine[Standing]):
+    """The pair ``name`` on one agent; ``epoch`` is the last that formed; ``redis`` is a URL for messages."""
+
+    TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Standing.FORMING: frozenset({Standing.FORMED}),
+        Standing.FORMED: frozenset({Standing.LOST}),
+        Standing.LOST: frozenset({Standing.FORMED}),
+    }
+
+    def __init__(self, name: str, redis: str = "") -> None:
+        super().__init__(f"pair {name}", Standing.FORMING)
+        self.pair, self.redis = name, redis
+        self.epoch = 0
+        self.view: PairView | None = None
+        self.lost: PeerLostError | None = None
+        self.waiting: dict[CallKey, Asked] = {}
+        self._met = 0
+        #: Why the agents of the last epoch could not meet.
+        self._unmet = ""
+        self._inside: set[CallKey] = set()
+        #: Calls whose epoch was over before they were let in, and which have joined again.
+        self._again: set[CallKey] = set()
+        #: Of calls that give up when the other side has left: the epoch before the one that it was seen to wait for.
+        self._seen: dict[CallKey, int] = {}
+
+    def ask(self, asked: Asked) -> list[PairEffect]:
+        """A worker calls ``init_pair``."""
+        self.waiting[asked.key] = asked
+        return [Join(asked=asked)]
+
+    def joined(self, key: CallKey, view: PairView) -> list[PairEffect]:
+        """The store has let the caller in."""
+        if key in self.waiting:
+            self._inside.add(key)
+        return self.viewed(view)
+
+    def refused(self, key: CallKey, error: EthaError) -> list[PairEffect]:
+        """The store has refused the caller."""
+        return [Fail(call=key, error=error)] if self._forget(key) else []
+
+    def viewed(self, view: PairView) -> list[PairEffect]:
+        """What Redis says now, in the order in which it said it; older epochs are ignored."""
+        if view.epoch < self.epoch:
+            return []
+        self.view = view
+        out: list[PairEffect] = []
+        formed = view.state == "formed"
+        if self.state is Standing.FORMED and (not formed or view.epoch > self.epoch):
+            # Of a later epoch Redis tells how that one ended. This one's members were displaced by it.
+            passed = view.epoch > self.epoch
+            reason = "relaunched" if passed else view.reason or "relaunched"
+            text = f"the pair is at epoch {view.epoch} now" if passed else view.error
+            out += self._break(reason, text or "the other side was launched again")
+        if formed and view.epoch > self.epoch:
+            self.epoch, self.lost = view.epoch, None
+            self.move(Standing.FORMED)
+            out.append(Formed(epoch=view.epoch, view=view))
+        return out + self._admit(view)
+
+    def met(self, epoch: int) -> list[PairEffect]:
+        """All agents of ``epoch`` are linked and hold it."""
+        if epoch != self.epoch or self.state is not Standing.FORMED or self.view is None:
+            return []
+        self._met, self._unmet = epoch, ""
+        return self._admit(self.view)
+
+    def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
+        """The agents of ``epoch`` could not meet: nobody is let in, here or elsewhere.
+
+        Mostly one of them is dead, and Redis lists it until its lease ends. Who has been through that before is told.
+        """
+        if epoch != self.epoch or self.state is not Standing.FORMED:
+            return []
+        self._unmet = error.message
+        failed = sorted(self._inside & self._again)
+        for key in failed:
+            self._forget(key)
+        return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, sever=True)]
+
+    def lose(self, agent: str, text: str) -> list[PairEffect]:
+        """The link to an agent of this pair is lost."""
+        theirs = [member for member, holder in self.members().items() if holder.agent == agent]
+        if self.state is not Standing.FORMED or not theirs:
+            return []
+        return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
+
+    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[PairEffect]:
+        """The caller's deadline passed, or it cancelled: it leaves. ``hint``: what it may have missed."""
+        inside = key in self._inside
+        asked = self._forget(key)
+        if asked is None:
+            return []
+        what = "was cancelled" if cancelled else "ended at its deadline"
+        text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
+        error: EthaError
+        before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
+        if inside and self.state is Standing.FORMED:
+            error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
+        elif inside:
+            missing = self.missing(asked)
+            error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}{hint}", missing=missing)
+        else:
+            error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
+        leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
+        return [Fail(call=key, error=error), leave]
+
+    def depart(self, side: str, rank: int, holder: Holder, reason: Reason) -> list[PairEffect]:
+        """A holder's process died or its last client closed."""
+        out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
+        for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
+            self._forget(key)
+        if self.state is Standing.FORMED and self._holds(side, rank, holder):
+            how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.shown_host})"
+            out += self._break(reason, f"{side} rank {rank} {how}")
+        return out
+
+    def waits_for_others(self, key: CallKey) -> bool:
+        """Whether this call has come to Redis, and somebody else has not."""
+        return key in self._inside and self.state is not Standing.FORMED
+
+    def missing(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+        """Ranks that have not come; rank 0 stands for a side that nobody came from."""
+        if self.view is None:
+            return {asked.side: tuple(range(asked.world_size)), asked.remote: (0,)}
+        return self.view.missing()
+
+    def error(self, epoch: int) -> PeerLostError | None:
+        """Why a call of ``epoch`` cannot go on, None when it can."""
+        if self.state is Standing.FORMED and epoch == self.epoch:
+            return None
+        if self.lost is not None and epoch == self.epoch:
+            return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
+        text = f"pair {self.pair!r} is at epoch {self.epoch}, this batch belongs to epoch {epoch}"
+        return PeerLostError(with_again(text), reason="relaunched")
+
+    def members(self) -> dict[Member, Holder]:
+        """Everybody in the view, by (side, rank)."""
+        if self.view is None:
+            return {}
+        return {(s, r): h for s, side in self.view.sides.items() for r, h in side.members.items()}
+
+    def absent(self, missing: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """Sides of which nobody has come."""
+        sides = self.view.sides if self.view is not None else {}
+        return {side for side in missing if side not in sides or sides[side].world_size is None}
+
+    def launched_again(self, side: str, launch: str | None) -> bool:
+        """Whether a call by ``launch`` is of a newer one than what the side's ranks are held by."""
+        found = self.view.sides.get(side) if self.view is not None else None
+        return found is not None and launch is not None and found.launch != launch
+
+    def _who(self, missing: Mapping[str, tuple[int, ...]]) -> str:
+        alone = self.absent(missing)
+        known = {side: ranks for side, ranks in missing.items() if side not in alone}
+        return "; ".join([*([name_ranks(known)] if known else []), *(f"everybody of {side}" for side in sorted(alone))])
+
+    def _holds(self, side: str, rank: int, holder: Holder) -> bool:
+        found = self.members().get((side, rank))
+        return found is not None and found.is_same(holder)
+
+    def _superseded(self, asked: Asked, view: PairView) -> bool:
+        """Whether somebody has the rank of a caller that had it, or its launch is not the one that counts."""
+        side = view.sides.get(asked.side)
+        if side is None:
+            return False
+        newer = asked.launch is not None and side.launch is not None and side.launch != asked.launch
+        return newer or asked.rank in side.members
+
+    def _deserted(self, asked: Asked, view: PairView) -> bool:
+        """Whether workers of the other side waited for the next epoch, and none does any more."""
+        side = view.sides.get(asked.remote)
+        if side is not None and any(member.epoch == view.epoch + 1 for member in side.members.values()):
+            self._seen[asked.key] = view.epoch
+            return False
+        return view.state != "formed" and self._seen.get(asked.key) == view.epoch
+
+    def _admit(self, view: PairView) -> list[PairEffect]:
+        out: list[PairEffect] = []
+        for key in list(self._inside):
+            asked = self.waiting[key]
+            inside = self._holds(asked.side, asked.rank, asked.holder)
+            if inside and view.state == "formed" and self.state is Standing.FORMED:
+                if self._met != self.epoch:
+                    continue
+                self._forget(key)
+                remote = view.sides[asked.remote].world_size
+                assert remote is not None
+                formed = PairFormed(epoch=self.epoch, local_world_size=asked.world_size, remote_world_size=remote)
+                out.append(Answer(call=key, message=formed))
+            elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
+                # Redis took this for a repeated call: it has not heard that the epoch is over.
+                out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
+            elif not inside and not self._superseded(asked, view):
+                # Redis lost its data, or took our agent for dead before it had put its record back.
+                self._inside.discard(key)
+                out.append(Join(asked=asked))
+            elif not inside:
+                self._forget(key)
+                text = f"pair {self.pair!r}: {asked.side} rank {asked.rank} was evicted by a newer launch of its side"
+                out.append(Fail(call=key, error=PeerLostError(text, reason="relaunched")))
+            elif asked.give_up and self._deserted(asked, view):
+                self._forget(key)
+                text = f"pair {self.pair!r}: everybody of {asked.remote} has left before both sides were complete"
+                error = PeerLostError(with_again(text), reason="died", outcome="withdrawn")
+                leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
+                out += [Fail(call=key, error=error), leave]
+        return out
+
+    def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
+        """This epoch is over; ``sever``: Redis does not know yet.
+
+        Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
+        """
+        self.move(Standing.LOST)
+        error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
+        self.lost = error
+        fails: list[PairEffect] = []
+        joins: list[PairEffect] = []
+        for key in sorted(self._inside):
+            asked = self.waiting[key]
+            holder = self.members().get((asked.side, asked.rank))
+            if holder is None or not holder.is_same(asked.holder) or holder.epoch != self.epoch:
+                continue
+            if key in self._again:
+                self._forget(key)
+                fails.append(Fail(call=key, error=error))
+            else:
+                self._inside.discard(key)
+                self._again.add(key)
+                joins.append(Join(asked=asked))
+        severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
+        return [*fails, Broken(epoch=self.epoch, error=error), *severs, *joins]
+
+    def _forget(self, key: CallKey) -> Asked | None:
+        self._inside.discard(key)
+        self._again.discard(key)
+        self._seen.pop(key, None)
+        return self.waiting.pop(key, None)

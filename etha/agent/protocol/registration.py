@@ -1,0 +1,246 @@
+"""One registration of a batch on one agent: who has come, what all of it amounts to, who has closed.
+
+Pure. Its transfers are another machine (``transfer``), made once the batch stands.
+
+    ENROLLING --all there--> EVALUATING --planned--> AGREEING --same digests--> REGISTERED --> CLOSED
+         \\                       \\--refused-----------\\--they differ--> REFUSED
+          \\--pair lost, any state--> LOST
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from etha.agent.protocol.capabilities import Terms, Verdict, torn_apart
+from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_ranks
+from etha.agent.protocol.evaluation import Evaluation
+from etha.agent.protocol.machine import Machine
+from etha.bus.messages import Registered
+from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
+
+
+class Standing(Enum):
+    """Where a registration stands."""
+
+    ENROLLING = 1
+    EVALUATING = 2
+    AGREEING = 3
+    REGISTERED = 4
+    REFUSED = 5
+    LOST = 6
+    CLOSED = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Plan both directions from these entries (JSON records by rank); ``evaluated`` takes the result."""
+
+    entries: Mapping[Member, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declare:
+    """Publish this agent's verdict (text), so that the agents see that they hold the same plans."""
+
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """The batch is registered: its transfers can begin, on these terms."""
+
+    evaluation: Evaluation
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unenroll:
+    """Take this rank's entry back: it gave up, was refused, or has closed."""
+
+    member: Member
+
+
+BatchEffect = Answer | Fail | Evaluate | Declare | Stand | Unenroll
+
+
+class Batch(Machine[Standing]):
+    """``agents``: side -> agent of each rank; ``me`` is this one. ``name`` is what messages call it."""
+
+    TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Standing.ENROLLING: frozenset({Standing.EVALUATING, Standing.LOST, Standing.CLOSED}),
+        Standing.EVALUATING: frozenset({Standing.AGREEING, Standing.REFUSED, Standing.LOST, Standing.CLOSED}),
+        Standing.AGREEING: frozenset({Standing.REGISTERED, Standing.REFUSED, Standing.LOST, Standing.CLOSED}),
+        Standing.REGISTERED: frozenset({Standing.LOST, Standing.CLOSED}),
+        Standing.REFUSED: frozenset({Standing.CLOSED}),
+        Standing.LOST: frozenset({Standing.CLOSED}),
+        Standing.CLOSED: frozenset(),
+    }
+
+    def __init__(self, name: str, *, me: str, agents: Mapping[str, tuple[str, ...]], generation: int = 0) -> None:
+        super().__init__(f"batch {name}", Standing.ENROLLING)
+        self.batch, self.me, self.agents, self.generation = name, me, agents, generation
+        self.waiting: dict[CallKey, Member] = {}
+        self.open: set[Member] = set()
+        self.absent: set[Member] = {(side, rank) for side, ranks in agents.items() for rank in range(len(ranks))}
+        self.evaluation: Evaluation | None = None
+        self.lost: PeerLostError | None = None
+        self._verdicts: Mapping[str, str] = {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks of both sides are this agent's."""
+        return {agent for ranks in self.agents.values() for agent in ranks} == {self.me}
+
+    def enrolled(self, key: CallKey, member: Member) -> list[BatchEffect]:
+        """A local rank's entry is in the roster."""
+        if self.lost is not None:
+            return [Fail(call=key, error=self.lost), Unenroll(member=member)]
+        self.waiting[key] = member
+        self.open.add(member)
+        return self._answer_all() if self.state is Standing.REGISTERED else []
+
+    def rostered(self, entries: Mapping[Member, str], verdicts: Mapping[str, str]) -> list[BatchEffect]:
+        """What the roster holds now."""
+        self._verdicts = verdicts
+        self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
+        if self.state is Standing.ENROLLING and not self.absent:
+            self.move(Standing.EVALUATING)
+            return [Evaluate(entries=entries)]
+        return self._agree()
+
+    def evaluated(self, evaluation: Evaluation, verdict: Verdict | None = None) -> list[BatchEffect]:
+        """The plans of both directions, or why there are none; ``verdict`` where several agents have to agree."""
+        if self.state is not Standing.EVALUATING:
+            return []
+        self.evaluation = evaluation
+        if evaluation.refused:
+            return self._refuse(evaluation.refused)
+        self.move(Standing.AGREEING)
+        if self.alone:
+            return self._stand(Terms())
+        assert verdict is not None
+        return [Declare(verdict=verdict.to_text()), *self._agree()]
+
+    def failed(self, error: EthaError) -> list[BatchEffect]:
+        """The shell could not read the roster or plan: everybody waiting here is told."""
+        out: list[BatchEffect] = [Fail(call=key, error=error) for key in self.waiting]
+        out += [Unenroll(member=member) for member in self.waiting.values()]
+        self.open -= set(self.waiting.values())
+        self.waiting.clear()
+        if not self.open and self.state is not Standing.CLOSED:
+            self.move(Standing.CLOSED)
+        return out
+
+    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[BatchEffect]:
+        """A caller's deadline passed, or it cancelled. ``hint``: what it may have missed."""
+        member = self.waiting.pop(key, None)
+        if member is None:
+            return []
+        missing: dict[str, tuple[int, ...]] = {}
+        for side, rank in sorted(self.absent - self.open):
+            missing[side] = (*missing.get(side, ()), rank)
+        what = "was cancelled" if cancelled else "ended at its deadline"
+        text = f"register_tensors of batch {self.batch} by {member[0]} rank {member[1]} {what}"
+        text += f"; missing: {name_ranks(missing)}{hint}" if missing else "; all have come, planning had not ended"
+        out: list[BatchEffect] = [Fail(call=key, error=RendezvousTimeoutError(text, missing=missing))]
+        return out + self._leave(member)
+
+    def close(self, member: Member) -> list[BatchEffect]:
+        """A local rank closed the batch, or its client."""
+        self.waiting = {key: m for key, m in self.waiting.items() if m != member}
+        return self._leave(member)
+
+    def break_up(self, error: PeerLostError) -> list[BatchEffect]:
+        """The pair's epoch is over, or a rank cannot take part. Who waits is told, and has no part in it any more."""
+        if self.state in (Standing.LOST, Standing.CLOSED, Standing.REFUSED):
+            return []
+        self.lost = error
+        self.move(Standing.LOST)
+        return self.failed(error)
+
+    @property
+    def holders(self) -> frozenset[Member]:
+        """Local ranks that were told that the batch stands, and have not left it."""
+        return frozenset(self.open.difference(self.waiting.values()))
+
+    def _leave(self, member: Member) -> list[BatchEffect]:
+        if member not in self.open:
+            return []
+        self.open.discard(member)
+        if not self.open and self.state is not Standing.CLOSED:
+            self.move(Standing.CLOSED)
+        return [Unenroll(member=member)]
+
+    def _agree(self) -> list[BatchEffect]:
+        if self.state is not Standing.AGREEING or self.evaluation is None:
+            return []
+        wanted = {agent for ranks in self.agents.values() for agent in ranks}
+        if not wanted <= self._verdicts.keys():
+            return []
+        try:
+            verdicts = {agent: Verdict.from_text(agent, self._verdicts[agent]) for agent in wanted}
+        except ProtocolError as error:
+            return self.failed(error)
+        differ = sorted(agent for agent in wanted if verdicts[agent].digest != self.evaluation.digest)
+        if differ:
+            who = ", ".join(differ)
+            text = f"agents {self.me} and {who} computed different plans; run the same version of Etha on all"
+            side = self.evaluation.sides[0]
+            return self._refuse((Violation(code="plan_mismatch", name="", side=side, rank=None, text=text),))
+        if not self.evaluation.atomic and (more := torn_apart(self.agents, verdicts)):
+            self.evaluation = self.evaluation.but(more)
+            if self.evaluation.refused:
+                return self._refuse(self.evaluation.refused)
+        return self._stand(Terms.of(verdicts))
+
+    def _stand(self, terms: Terms) -> list[BatchEffect]:
+        assert self.evaluation is not None
+        self.move(Standing.REGISTERED)
+        return [Stand(evaluation=self.evaluation, terms=terms), *self._answer_all()]
+
+    def _refuse(self, violations: tuple[Violation, ...]) -> list[BatchEffect]:
+        self.move(Standing.REFUSED)
+        listed = "\n  ".join(str(v) for v in violations[:20])
+        more = f"\n  and {len(violations) - 20} more, see .violations" if len(violations) > 20 else ""
+        text = f"batch {self.batch} cannot be registered, {len(violations)} reasons:\n  {listed}{more}"
+        return self.failed(RegistrationError(text, violations=violations))
+
+    def _answer_all(self) -> list[BatchEffect]:
+        out: list[BatchEffect] = [
+            Answer(call=key, message=registered(self.evaluation, member, self.generation))
+            for key, member in self.waiting.items()
+            if self.evaluation is not None
+        ]
+        self.waiting.clear()
+        return out
+
+
+def registered(evaluation: Evaluation, member: Member, generation: int) -> Registered:
+    """What a rank is told about a batch that stands."""
+    side = member[0]
+    other = next(s for s in evaluation.sides if s != side)
+    send, recv = side in evaluation.plans, other in evaluation.plans
+    directions = {f"{source}->{target}": source for source, target in ((side, other), (other, side))}
+    summary = {
+        "tensors": evaluation.tensors,
+        "bucket_size": evaluation.bucket_size,
+        "verify": evaluation.verify,
+        "directions": {
+            name: {"bytes": evaluation.nbytes(source), "digest": evaluation.digests[source]}
+            for name, source in directions.items()
+            if source in evaluation.plans
+        },
+    }
+    return Registered(
+        generation=generation,
+        seq=evaluation.seq,
+        atomic=evaluation.atomic,
+        shadows=evaluation.atomic and recv,
+        send=send,
+        recv=recv,
+        receives=recv and other in evaluation.asked,
+        summary=summary,
+    )

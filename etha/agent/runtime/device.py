@@ -1,0 +1,187 @@
+"""A GPU's agent: its card, what workers have shown of their memory there, and the work that their calls come after."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.workspaces import Workspaces
+from etha.config import CUDA_AGENT
+from etha.cuda.driver import Device, DeviceError, Driver, driver
+from etha.cuda.nccl import nccl
+from etha.cuda.reaper import reaper
+from etha.errors import ConfigError, EthaError, TransferError
+from etha.memory.cuda import Mappings
+from etha.memory.signals import Waits
+from etha.memory.views import View
+from etha.transport.copy.cpu import Buffer, Workspace
+from etha.transport.copy.device import Copier
+from etha.transport.copy.device_memory import CardError, PinnedMemory
+from etha.transport.copy.program import Program
+from etha.transport.copy.staging import Budget, StagingMemory
+from etha.transport.nccl.plane import NcclPlane
+
+log = logging.getLogger(__name__)
+
+
+class CardMemory(StagingMemory):
+    """Staging that a card reaches: pinned buffers, and copiers for whoever copies."""
+
+    def __init__(self, driver: Driver, uuid: str) -> None:
+        self._driver, self._uuid = driver, uuid
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Page-locked."""
+        return PinnedBuffer(PinnedMemory(self._driver, self._uuid, nbytes))
+
+    def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
+        """As of any staging."""
+        return buffer.memory.view(dtype) if isinstance(buffer, PinnedBuffer) else super().view(buffer, dtype)
+
+    def workspace(self) -> Workspace:
+        """With a stream of its own."""
+        return Workspace(Copier(self._driver, self._uuid))
+
+
+class PinnedBuffer(Buffer):
+    """A buffer over page-locked memory, which it keeps; it does not grow."""
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        super().__init__(0)
+        self.memory = memory
+        self._bytes = memory.flat
+
+
+class Card:
+    """One GPU. ``spoilt(text)`` is told, on the loop, when its context is lost: the agent has to start again."""
+
+    def __init__(self, driver: Driver, device: Device, spoilt: Callable[[str], None]) -> None:
+        self.driver, self.device = driver, device
+        self._loop = asyncio.get_running_loop()
+        self._spoilt = spoilt
+        self.lost = False
+        self._preparing = threading.Lock()
+        self._copier: Copier | None = None
+        self._numbers: dict[str, int] = {}
+        self._count = itertools.count(1)
+        self.mappings = Mappings(driver, device.uuid, self._sticky)
+        self.memory = CardMemory(driver, device.uuid)
+        self.workspaces = Workspaces(driver, device.uuid)
+        self._waits = Waits(driver, device.uuid, self._sticky)
+
+    @property
+    def agent(self) -> str:
+        """What its agent is called."""
+        return f"{CUDA_AGENT}{self.device.uuid}"
+
+    def nccl_plane(self, me: str, budget: Budget) -> NcclPlane | None:
+        """What agent ``me`` exchanges bytes with over NCCL, within ``budget``; None where there is no NCCL."""
+        try:
+            found = nccl()
+        except ConfigError as error:
+            log.info("no NCCL here, bytes for cards of other hosts go by tcp: %s", error.message)
+            return None
+        return NcclPlane(me, self.device, driver=self.driver, nccl=found, budget=budget)
+
+    def reached(self, session: Session, mark: bytes) -> bool:
+        """Whether the work before a call is done; RegistrationError for a mark that is none."""
+        try:
+            return self._waits.reached(session.peer.pid, self._number(session), mark)
+        except DeviceError as error:
+            text = f"the GPU of process {session.peer.pid} failed before the call: {error}"
+            raise TransferError(text, outcome="withdrawn") from error
+
+    def follow(self, session: Session, mark: bytes, then: Callable[[str], None]) -> None:
+        """``then(why)`` on the loop once the work before a call is done, or why it never will be; else "".
+
+        One thread for each such call: the kernel of a training step may take seconds, and no lane waits for it.
+        """
+        number = self._number(session)
+
+        def wait() -> None:
+            why = ""
+            try:
+                self._waits.wait(session.peer.pid, number, mark)
+            except (DeviceError, EthaError) as error:
+                why = str(error)
+            try:
+                self._loop.call_soon_threadsafe(then, why)
+            except RuntimeError:
+                log.debug("the agent ended while it waited for the device work of process %d", session.peer.pid)
+
+        threading.Thread(target=wait, name=f"etha-mark-{session.peer.pid}", daemon=True).start()
+
+    def release(self, session: Session) -> None:
+        """A session is over: its events are let go of, and who waits for one is told."""
+        if (number := self._numbers.pop(session.key, None)) is not None:
+            self._waits.release(session.peer.pid, number)
+
+    def _number(self, session: Session) -> int:
+        """A process may have several clients, whose events live as long as each of them."""
+        return self._numbers.setdefault(session.key, next(self._count))
+
+    def prepare(self, program: Program) -> None:
+        """Compile a program for this card and load its kernels, before other agents wait for its first run; any thread.
+
+        Scratch memory of reductions is each lane thread's own, and taken when it first needs it. TransferError where
+        the card refuses.
+        """
+        try:
+            with self._preparing:
+                if self._copier is None:
+                    self._copier = self.workspaces.make().device
+                program.prepare(self._copier)
+        except CardError as error:
+            if error.sticky:
+                self._loop.call_soon_threadsafe(self.spoil, str(error))
+            raise TransferError(f"the card of this agent refused: {error}") from error
+
+    def close(self) -> None:
+        """Let go of all that workers have shown; no lane may be inside it any more. Blocking."""
+        self._waits.close()
+        self.mappings.close()
+        reaper.drain()
+
+    def spoil(self, text: str) -> None:
+        """The context is lost; loop thread."""
+        if not self.lost:
+            self.lost = True
+            self._spoilt(text)
+
+    def _sticky(self, error: DeviceError) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.spoil, str(error))
+        except RuntimeError:
+            log.debug("the agent ended before its card's context was found to be lost: %s", error)
+
+
+def cards(driver: Driver) -> tuple[Device, ...]:
+    """All GPUs of this host that this process sees; ConfigError where there is none."""
+    found = driver.devices()
+    if not found:
+        raise ConfigError(f"no GPU is visible here ({driver.versions()}): `etha doctor` says more; --device cpu serves")
+    return found
+
+
+def name_of(wanted: str) -> str:
+    """What the agent of "cuda:N" of this process is called; ConfigError for a GPU that is not here."""
+    try:
+        return f"{CUDA_AGENT}{find(driver(), wanted).uuid}"
+    except DeviceError as error:
+        raise ConfigError(f"device {wanted!r}: {error}") from error
+
+
+def find(driver: Driver, wanted: str) -> Device:
+    """The GPU "cuda:N", "cuda" (the first) or "cuda-GPU-<uuid>"; ConfigError lists those that there are."""
+    found = cards(driver)
+    for device in found:
+        if wanted in (f"cuda:{device.ordinal}", f"{CUDA_AGENT}{device.uuid}") or wanted == "cuda":
+            return device
+    listed = ", ".join(f"cuda:{d.ordinal} ({d.name}, {d.uuid})" for d in found)
+    raise ConfigError(f"device {wanted!r} is not among this process's GPUs: {listed}")

@@ -1,0 +1,172 @@
+"""What the agents of one host show each other before a batch stands: where their workers' tensors lie.
+
+Each shows its workers' tensors to every agent that reads its processes, and opens what is shown to it.
+What it could open it copies from itself; the rest is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from etha.agent.protocol.effects import Member
+from etha.agent.runtime.sessions import Session
+from etha.errors import EthaError, ProtocolError
+from etha.memory.cuda import Mappings
+from etha.memory.handles import TensorHandle
+from etha.memory.reach import ReachError
+from etha.peer.introductions import MAX_TENSORS, Exhibits, ShownSegment
+from etha.transport.copy.host import Exhibit, HostMemory, Segment
+
+log = logging.getLogger(__name__)
+
+Shown = Mapping[Member, tuple[Session, Mapping[str, TensorHandle]]]
+
+
+def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:
+    """This agent's workers as messages, in parts; one that cannot be shown says so. Reads ``/proc``.
+
+    ``snapshot``: what is shown is where they set their tensors aside.
+    """
+    out: list[Exhibits] = []
+    for (side, rank), (session, handles) in sorted(tensors.items(), key=lambda item: item[0]):
+        try:
+            found: Exhibit | None = Exhibit.of(session.memory, handles)
+        except (ReachError, EthaError) as error:
+            log.info("%s rank %d is not shown to other agents, its tensors will be sent: %s", side, rank, error)
+            found = None
+        out += _parts(side, rank, found)
+    if snapshot:
+        out = [replace(part, snapshot=True) for part in out]
+    return [*out[:-1], replace(out[-1], last=True)] if out else []
+
+
+def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
+    if exhibit is None:
+        yield Exhibits(side=side, rank=rank, pid=0, started=0, segments=(), names=(), handles=(), last=False)
+        return
+    shown = tuple(ShownSegment(**asdict(segment)) for segment in exhibit.segments)
+    names = tuple(exhibit.tensors)
+    for first in range(0, max(1, len(names)), MAX_TENSORS):
+        some = names[first : first + MAX_TENSORS]
+        yield Exhibits(
+            side=side,
+            rank=rank,
+            pid=exhibit.pid,
+            started=exhibit.started,
+            segments=shown if first == 0 else (),
+            names=some,
+            handles=tuple(exhibit.tensors[name] for name in some),
+            last=False,
+        )
+
+
+def open_shown(parts: Sequence[Exhibits], mappings: Mappings | None) -> dict[Member, HostMemory]:
+    """The memory of each rank that is shown in ``parts``; all or none. Blocking. ``mappings``: this agent's card's.
+
+    ReachError, EthaError, OSError: it cannot be opened.
+    """
+    merged: dict[Member, tuple[Exhibits, list[ShownSegment], dict[str, TensorHandle]]] = {}
+    for part in parts:
+        if len(part.names) != len(part.handles):
+            raise ProtocolError(f"{len(part.names)} names with {len(part.handles)} tensors")
+        _, segments, handles = merged.setdefault((part.side, part.rank), (part, [], {}))
+        segments += part.segments
+        handles |= zip(part.names, part.handles, strict=True)
+    opened: dict[Member, HostMemory] = {}
+    try:
+        for member, (part, segments, handles) in merged.items():
+            if part.pid <= 0:
+                raise ReachError("its agent cannot show it")
+            opened[member] = HostMemory(_exhibit(part, segments, handles), mappings)
+    except BaseException:
+        for memory in opened.values():
+            memory.close()
+        raise
+    return opened
+
+
+class Exhibition:
+    """What other agents show to one registration here. ``close`` ends a wait for them.
+
+    ``mappings``: of this agent's card, without one nothing that lies on GPUs is opened.
+    """
+
+    def __init__(self, mappings: Mappings | None = None) -> None:
+        self.mappings = mappings
+        self._parts: dict[str, list[Exhibits]] = defaultdict(list)
+        self._whole: set[str] = set()
+        self._changed = asyncio.Event()
+        self._memories: dict[Member, HostMemory] = {}
+        self.closed = False
+
+    def take(self, agent: str, message: Exhibits) -> None:
+        """One part; what comes after the last is ignored."""
+        if agent in self._whole or self.closed:
+            return
+        self._parts[agent].append(message)
+        if message.last:
+            self._whole.add(agent)
+            self._changed.set()
+
+    async def wait(self, agents: Collection[str]) -> bool:
+        """Wait until all of these agents have shown everything; False when it was closed before."""
+        while not self.closed and not self._whole.issuperset(agents):
+            self._changed.clear()
+            await self._changed.wait()
+        return not self.closed
+
+    def open(self, agent: str, agents: Mapping[str, Sequence[str]]) -> bool:
+        """Open all that ``agent`` shows of its ranks; whether it could. ``agents``: side -> agent of each. Blocking."""
+        parts = self._parts.pop(agent, [])
+        for part in parts:
+            if not serves(agents, agent, (part.side, part.rank)):
+                log.warning("agent %s shows %s rank %d, which is not its own to show", agent, part.side, part.rank)
+                return False
+        try:
+            self._memories |= open_shown(parts, self.mappings)
+            if self.closed:  # meanwhile: who has released the others may not have seen these
+                self.release()
+                return False
+        except (ReachError, EthaError, OSError) as error:
+            log.info("the tensors of agent %s cannot be copied from here and will be sent: %s", agent, error)
+            return False
+        return True
+
+    def memory(self, member: Member) -> HostMemory:
+        """What was opened of a rank of another agent; ProtocolError for one that was not."""
+        if (found := self._memories.get(member)) is None:
+            raise ProtocolError(f"{member[0]} rank {member[1]} was not shown by its agent")
+        return found
+
+    def opened(self) -> dict[Member, HostMemory]:
+        """All that was opened, by rank."""
+        return dict(self._memories)
+
+    def close(self) -> None:
+        """Nothing more is waited for."""
+        self.closed = True
+        self._changed.set()
+
+    def release(self) -> None:
+        """Let go of all memory; no lane may be inside it any more."""
+        while self._memories:
+            self._memories.popitem()[1].close()
+
+
+def serves(agents: Mapping[str, Sequence[str]], agent: str, member: Member) -> bool:
+    """Whether ``member`` is a rank of ``agent``; ``agents``: side -> agent of each rank."""
+    side, rank = member
+    return side in agents and 0 <= rank < len(agents[side]) and agents[side][rank] == agent
+
+
+def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, TensorHandle]) -> Exhibit:
+    return Exhibit(
+        pid=part.pid,
+        started=part.started,
+        segments=tuple(Segment(**asdict(segment)) for segment in segments),
+        tensors=handles,
+    )

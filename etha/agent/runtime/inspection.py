@@ -1,0 +1,152 @@
+"""Inspection: the checks of one transfer while it runs: sums on the lane, sums from other agents, the comparison.
+
+    before() -> the transfer moves -> after()          stop(error) at any time ends what waits or runs
+
+Both ends sum at the same time, right after their own part has moved. Who took the bytes compares; who gave
+them is done once its sums are told, for nothing is committed before all are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from etha.agent.protocol.verification import Book, Checks, Piece
+from etha.agent.runtime.lane import Lane, Running
+from etha.agent.runtime.tally import Tally
+from etha.memory.revocation import Guard
+from etha.peer.introductions import MAX_SUMS, Sums
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget, StagingMemory
+from etha.transport.verify.checksums import Reader
+
+
+class _Pass:
+    """Pieces of a book as a job of the lane."""
+
+    barriers: tuple[int, ...] = ()
+
+    def __init__(self, checks: Checks, pieces: Sequence[Piece], reader: Callable[[int], Reader]) -> None:
+        self._checks, self._pieces, self._reader = checks, pieces, reader
+
+    @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return len(self._pieces)
+
+    def run(self, piece: int, thread: int) -> int:
+        """Run one; TransferError for a difference, ReachErrors as memory raises them."""
+        self._checks.run(self._pieces[piece], self._reader(thread))
+        return 0
+
+
+class Readers:
+    """Of a lane: a reader for each of its threads, whatever transfers they check, and while they check any."""
+
+    def __init__(self, lane: Lane, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self.lane, self._budget, self._memory = lane, budget, memory
+        self._passes = 0
+        self._readers: dict[int, Reader] = {}
+
+    def of(self, thread: int, guards: Mapping[Member, Guard]) -> Reader:
+        """The calling lane thread's, for one piece of a transfer with these guards."""
+        found = self._readers.get(thread)
+        if found is None:
+            # Streams and device memory are the thread's, not made anew for each transfer.
+            work = self.lane.workspaces.mine() if self.lane.workspaces.device else None
+            found = self._readers[thread] = Reader(thread, self._budget, guards, self._memory, work)
+        found.guards = guards
+        return found
+
+    def enter(self) -> None:
+        """Some transfer's pass begins; loop thread only, as ``leave``."""
+        self._passes += 1
+
+    def leave(self) -> int:
+        """It is over: with the last one all memory is given back. The bytes that readers have, or had."""
+        self._passes -= 1
+        if self._passes:
+            return sum(reader.nbytes for reader in list(self._readers.values()))
+        readers, self._readers = self._readers, {}
+        return sum(reader.close() for reader in readers.values())
+
+
+class Inspection:
+    """Of one transfer. ``tell(agent, message)`` sends to another agent; ``close`` when it is over."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        seq: int,
+        guards: Mapping[Member, Guard],
+        *,
+        readers: Readers,
+        tally: Tally,
+        tell: Callable[[str, Sums], None],
+    ) -> None:
+        self._checks, self._seq, self._guards = checks, seq, guards
+        self._readers, self._tally, self._tell = readers, tally, tell
+        self._book: Book | None = None
+        self._most = 0
+        self._running: Running | None = None
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+
+    async def before(self) -> None:
+        """Choose the chunks, and sum what the transfer will overwrite."""
+        self._book = await asyncio.to_thread(self._checks.book, self._seq)
+        await self._run(self._book.first)
+
+    async def after(self) -> None:
+        """Sum and compare the rest; TransferError names the first chunk whose ends differ."""
+        book = self._book
+        assert book is not None, "before() comes first"
+        await self._run(book.then)
+        for agent, lines in book.gives.items():
+            sums = np.array([line.expected[0] for line in lines], "<u8").tobytes()
+            for first in range(0, len(sums), 8 * MAX_SUMS):
+                self._tell(agent, Sums(seq=self._seq, first=first // 8, sums=sums[first : first + 8 * MAX_SUMS]))
+        for agent, lines in book.takes.items():
+            for line, told in zip(lines, await self._told(agent, len(lines)), strict=True):
+                line.expected.append(told)
+                self._checks.compare(line)
+
+    def stop(self, error: BaseException) -> None:
+        """End it soon with ``error``; idempotent, returns at once."""
+        self._error = self._error or error
+        if self._running is not None:
+            self._running.abort(error)
+        self._news.set()
+
+    def close(self) -> int:
+        """Nobody waits for sums any more; the most bytes that lane threads had for checks meanwhile."""
+        self._tally.forget(self._seq)
+        self._tally.watch = None
+        return self._most
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    async def _run(self, pieces: Sequence[Piece]) -> None:
+        if self._error is None and pieces:
+            over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+            job = _Pass(self._checks, pieces, lambda thread: self._readers.of(thread, self._guards))
+            self._readers.enter()
+            self._running = self._readers.lane.submit(job, on_done=over.set_result)
+            error = await over
+            self._most = max(self._most, self._readers.leave())
+            self._running = None
+            self._error = self._error or error
+        if self._error is not None:
+            raise self._error
+
+    async def _told(self, agent: str, count: int) -> list[int]:
+        """The sums that another agent found, waited for; its loss or the call's end stops this."""
+        self._tally.watch = self._news.set
+        while (sums := self._tally.sums(agent, self._seq, count)) is None:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        return [int(x) for x in sums]

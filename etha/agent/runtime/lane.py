@@ -1,0 +1,223 @@
+"""A lane: the threads that touch memory, so that the event loop never does.
+
+    event loop --submit--> jobs --> threads pull pieces, of each job in turn --call_soon_threadsafe--> callbacks
+
+Piece by piece all jobs get the same share, so a small one is soon over beside a big one. A piece waits for nothing
+but memory of this machine. Threads sleep on a condition; nothing polls. ``on_done`` fires when no thread touches the
+job's memory any more, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from etha.agent.runtime.workspaces import Workspaces
+
+log = logging.getLogger(__name__)
+
+#: Least seconds between two progress callbacks of one job.
+PROGRESS_EVERY = 0.1
+MAX_THREADS = 8
+
+
+class Job(Protocol):
+    """Work cut into pieces that any thread may run, in any order but for the barriers."""
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces there are."""
+        ...
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Ascending indices of pieces that begin only when all before them are done."""
+        ...
+
+    def run(self, piece: int, thread: int) -> int:
+        """Run one piece on lane thread number ``thread``; its bytes. What it raises ends the job."""
+        ...
+
+
+class Running:
+    """A submitted job. ``abort`` ends it; ``on_done`` then tells when."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        job: Job,
+        loop: asyncio.AbstractEventLoop,
+        on_progress: Callable[[int], None] | None,
+        on_done: Callable[[BaseException | None], None],
+    ) -> None:
+        self._lane = lane
+        self.job = job
+        self.loop = loop
+        self.on_progress = on_progress
+        self.on_done = on_done
+        self.pieces = job.pieces
+        self.barriers = deque(job.barriers)
+        self.next = self.active = self.bytes = 0
+        self.error: BaseException | None = None
+        self.finished = False
+        self.told = 0.0
+
+    def abort(self, cause: BaseException) -> None:
+        """End the job with ``cause`` after the pieces that run now; idempotent, returns at once."""
+        self._lane._abort(self, cause)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a thread may take the next piece now."""
+        if self.error is not None or self.next >= self.pieces:
+            return False
+        if self.barriers and self.barriers[0] == self.next:
+            if self.active:
+                return False
+            self.barriers.popleft()
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Whether no piece runs and none will."""
+        return self.active == 0 and (self.error is not None or self.next >= self.pieces)
+
+
+def lane_threads() -> int:
+    """Threads that this process may use at once, at most 8."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+class Lane:
+    """Threads and their jobs. Submit on the event loop; close() when no job runs any more.
+
+    ``workspaces``: the scratch memory of its threads, closed with it.
+    """
+
+    def __init__(self, threads: int | None = None, workspaces: Workspaces | None = None) -> None:
+        self.workspaces = Workspaces() if workspaces is None else workspaces
+        self.threads = lane_threads() if threads is None else threads
+        self._changed = threading.Condition(threading.Lock())
+        self._jobs: deque[Running] = deque()
+        self._closed = False
+        self._workers = [
+            threading.Thread(target=self._work, args=(i,), name=f"etha-lane-{i}", daemon=True)
+            for i in range(self.threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(
+        self,
+        job: Job,
+        *,
+        on_progress: Callable[[int], None] | None = None,
+        on_done: Callable[[BaseException | None], None],
+    ) -> Running:
+        """Begin a job beside those that run. Callbacks come on the running event loop.
+
+        ``on_progress(bytes done)`` at most ten times a second; ``on_done(None or the error)`` once, after
+        the last progress, when nothing of the job runs any more.
+        """
+        running = Running(self, job, asyncio.get_running_loop(), on_progress, on_done)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the lane is closed")
+            self._jobs.append(running)
+            if running.over:  # it has nothing to do
+                self._finish(running)
+            else:
+                self._changed.notify(min(running.pieces, self.threads))
+        return running
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs or waits."""
+        return not self._jobs
+
+    def _next(self) -> Running | None:
+        """The job whose turn it is of those that have a piece to run now; the others come before its next one."""
+        for running in self._jobs:
+            if running.ready:
+                self._jobs.remove(running)
+                self._jobs.append(running)
+                return running
+        return None
+
+    def _finish(self, running: Running) -> None:
+        self._jobs.remove(running)
+        running.finished = True
+        self._tell(running, running.on_done, running.error)
+
+    def _abort(self, running: Running, cause: BaseException) -> None:
+        with self._changed:
+            if running.finished:
+                return
+            if running.error is None:
+                running.error = cause
+            if running.over:
+                self._finish(running)
+
+    def _tell(self, running: Running, callback: Callable[..., Any], *args: Any) -> None:
+        try:
+            running.loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.warning("an event loop was closed while its job ran")
+
+    def _work(self, thread: int) -> None:
+        torch.set_num_threads(1)  # this thread is one of our own k already
+        running: Running | None = None
+        n = 0
+        error: BaseException | None = None
+        while True:
+            with self._changed:
+                if running is not None:
+                    self._account(running, n, error)
+                    running = error = None  # a thread that waits keeps nothing of the last job alive
+                while (running := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                piece = running.next
+                running.next += 1
+                running.active += 1
+            n, error = 0, None
+            try:
+                n = running.job.run(piece, thread)
+            except BaseException as raised:  # handed to on_done, where it is raised
+                error = raised
+
+    def _account(self, running: Running, n: int, error: BaseException | None) -> None:
+        running.active -= 1
+        running.bytes += n
+        if error is not None and running.error is None:
+            running.error = error
+        if running.over:
+            self._finish(running)
+            return
+        if running.active == 0 and running.barriers and running.error is None:
+            self._changed.notify_all()
+        now = time.monotonic()
+        if running.on_progress is not None and now - running.told >= PROGRESS_EVERY:
+            running.told = now
+            self._tell(running, running.on_progress, running.bytes)
+
+    def close(self) -> None:
+        """Abort what runs or waits and end the threads; waits for the pieces that run. Idempotent."""
+        with self._changed:
+            self._closed = True
+            jobs = list(self._jobs)
+            self._changed.notify_all()
+        for running in jobs:
+            running.abort(RuntimeError("the lane was closed"))
+        for worker in self._workers:
+            worker.join()
+        self.workspaces.close()

@@ -1,0 +1,352 @@
+"""This agent's links to others and its data port: who is met in which epoch, who reads whose host, tokens.
+
+form(pair, epoch, agents)   open links --> Meet / Met with each --> the epoch stands on all of them
+said(...)                   everything else that other agents say goes to the batch that it is about
+gone(agent)                 a link is lost: streams, tokens and meetings with it end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from etha.addresses import Advertised, format_address, parse_address
+from etha.agent.runtime.device import Card
+from etha.config import STAGING
+from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of
+from etha.memory.process import Beacon, allow_reading
+from etha.memory.reach import ReachError
+from etha.peer.hub import Hub
+from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, Meet, Met
+from etha.peer.keys import Keys
+from etha.peer.tokens import TOKEN_BYTES, Tokens
+from etha.peer.wire import Said, Scope
+from etha.store.records import AgentRecord
+from etha.store.registry import Store
+from etha.transport.copy.host import Claim, claim, prove
+from etha.transport.tcp.data_plane import DataPlane
+from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.tls import Identity
+
+log = logging.getLogger(__name__)
+
+#: Seconds for two agents of a formed pair to link and to meet, and for tokens to come.
+MEET_TIMEOUT = 10.0
+TOKEN_TIMEOUT = 5.0
+#: Epochs that are remembered, and those in which others may wait for us to hear of them.
+_MAX_EPOCHS = 1000
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """An epoch that forms here: ``missing`` have not said Met yet, ``owed`` have not been told."""
+
+    missing: set[str]
+    owed: set[str]
+    over: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Links:
+    """Entered while the agent lives. ``said(agent, scope, message)`` and ``gone(agent, text)`` are told the rest."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        host: str,
+        store: Store,
+        listen: str | None,
+        advertise: str | None = None,
+        encrypt: bool = False,
+        said: Callable[[str, Scope, Said], None],
+        gone: Callable[[str, str], None],
+        staging: int = STAGING,
+        card: Card | None = None,
+    ) -> None:
+        self.card, self.mappings = card, None if card is None else card.mappings
+        self.me, self.host, self._store, self.staging = me, host, store, staging
+        self._advertised = None if advertise is None else Advertised.parse(advertise)
+        self._listen, self._said, self._gone = listen, said, gone
+        self._identity = Identity.fresh() if encrypt else None
+        #: Of the agents that were met, what their data ports show.
+        self._certificates: dict[str, bytes] = {}
+        self._keys = Keys.fresh()
+        self._tokens = Tokens()
+        self._records: dict[str, AgentRecord] = {}
+        self._known: dict[str, str] = {}
+        self._meetings: dict[tuple[str, int], _Meeting] = {}
+        self._met: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
+        self._early: OrderedDict[tuple[str, int], dict[str, Meet]] = OrderedDict()
+        self._asked: dict[int, tuple[str, asyncio.Future[Sequence[bytes]]]] = {}
+        self._requests = 0
+        #: Agents of this host whose processes this agent has proven to read, and those that read ours.
+        self.reads: set[str] = set()
+        self.read_by: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        allow_reading()
+        self._beacon = Beacon()
+        self._claim = claim(self._beacon)
+        self._loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            self.hub = await stack.enter_async_context(
+                Hub(
+                    self._listen,
+                    self._keys,
+                    known=self._known.get,
+                    refresh=self._refresh,
+                    on_message=self._heard,
+                    on_gone=self._lost,
+                    advertised=self._advertised is not None,
+                )
+            )
+            self.plane = DataPlane(
+                self.hub.data,
+                token_bytes=TOKEN_BYTES,
+                admit=self._admit,
+                staging=self.staging,
+                memory=None if self.card is None else self.card.memory,
+                identity=self._identity,
+            )
+            stack.push_async_callback(self.plane.close)
+            # What NCCL sends cannot be encrypted, so an agent that encrypts has none: streams take its place.
+            self.nccl = None if self.card is None or self.encrypts else self.card.nccl_plane(self.me, self.plane.budget)
+            if self.nccl is not None:
+                stack.push_async_callback(self.nccl.close)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            door = group.create_task(self.plane.run(), name="data port")
+            stack.callback(door.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, future in self._asked.values():
+            future.cancel()
+        # The body's error is not the task group's: it leaves as it is, not in an ExceptionGroup.
+        await self._stack.aclose()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the links, as published."""
+        return self.hub.address if self._advertised is None else self._advertised.address
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether data connections are encrypted; then no other is opened or let in."""
+        return self._identity is not None
+
+    @property
+    def published(self) -> dict[str, str]:
+        """The addresses of this agent's record: for other hosts, and for this one."""
+        data = self.hub.data_address if self._advertised is None else self._advertised.data_address
+        return {"address": self.address, "data_address": data, "bound": self.hub.address}
+
+    @property
+    def public_key(self) -> str:
+        """CURVE public key, as published."""
+        return self._keys.public
+
+    def record(self, agent: str) -> AgentRecord | None:
+        """What Redis said of an agent when it was last asked."""
+        return self._records.get(agent)
+
+    # ---- forming an epoch ---------------------------------------------------------------------
+
+    async def form(self, pair: str, epoch: int, agents: Collection[str]) -> None:
+        """Return once every other of ``agents`` is linked, holds this epoch, and knows whether it reads this host.
+
+        AgentUnavailableError names who could not be linked and why.
+        """
+        key = (pair, epoch)
+        others = sorted(set(agents) - {self.me})
+        meeting = self._meetings[key] = _Meeting(set(others), set(others))
+        try:
+            await self._refresh()
+            async with asyncio.timeout(MEET_TIMEOUT):
+                await self._open_all(pair, others)
+                scope, mine = Scope(pair=pair, epoch=epoch), self._claim
+                for agent in others:
+                    meet = Meet(
+                        pid=mine.pid,
+                        started=mine.started,
+                        address=mine.address,
+                        token=mine.token,
+                        certificate=b"" if self._identity is None else self._identity.fingerprint,
+                    )
+                    self.hub.send(agent, scope, meet)
+                for agent, early in self._early.pop(key, {}).items():
+                    self._meet(agent, scope, early)
+                self._settle(meeting)
+                await meeting.over
+        except TimeoutError:
+            who = ", ".join(sorted(meeting.missing | meeting.owed))
+            text = f"pair {pair!r} epoch {epoch}: agents {who} did not meet this one within {MEET_TIMEOUT:g} s"
+            raise AgentUnavailableError(text) from None
+        finally:
+            del self._meetings[key]
+        self._met[key] = frozenset(others)
+        while len(self._met) > _MAX_EPOCHS:
+            self._met.popitem(last=False)
+
+    async def _open_all(self, pair: str, agents: Sequence[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for agent in agents:
+                    group.create_task(self._open(pair, agent))
+        except* EthaError as errors:
+            raise first_of(errors) from None
+
+    async def _open(self, pair: str, agent: str) -> None:
+        record = self._records.get(agent)
+        if record is None or not record.address:
+            raise AgentUnavailableError(f"pair {pair!r}: agent {agent} has no address in Redis: has it ended?")
+        try:
+            await self.hub.open(agent, self._reached(record)[0], record.public_key, MEET_TIMEOUT)
+        except AgentUnavailableError as error:
+            raise AgentUnavailableError(f"pair {pair!r}: {error.message}") from None
+
+    def _meet(self, agent: str, scope: Scope, message: Meet) -> None:
+        meeting = self._meetings.get((scope.pair, scope.epoch))
+        if bool(message.certificate) is not self.encrypts:
+            with_it, without = (self.me, agent) if self.encrypts else (agent, self.me)
+            error = ConfigError(
+                f"pair {scope.pair!r}: agent {with_it} encrypts data connections, agent {without} does not, and "
+                f"neither gives way: set ETHA_ENCRYPT=1 on both sides, or on none"
+            )
+            log.warning("%s", error.message)
+            if meeting is not None and not meeting.over.done():
+                meeting.over.set_exception(error)
+            return
+        self._certificates[agent] = message.certificate
+        reads = self._reads(agent, message)
+        (self.reads.add if reads else self.reads.discard)(agent)
+        try:
+            self.hub.send(agent, scope, Met(reads=reads))
+        except PeerLostError:
+            return  # on_gone tells the meeting
+        if meeting is not None:
+            meeting.owed.discard(agent)
+            self._settle(meeting)
+
+    def _reads(self, agent: str, message: Meet) -> bool:
+        record = self._records.get(agent)
+        if record is None or record.host != self.host:
+            return False
+        try:
+            prove(Claim(pid=message.pid, started=message.started, address=message.address, token=message.token))
+        except ReachError as error:
+            log.info("agent %s of this host is out of reach, its bytes will be sent: %s", agent, error)
+            return False
+        return True
+
+    def _settle(self, meeting: _Meeting) -> None:
+        if not meeting.missing and not meeting.owed and not meeting.over.done():
+            meeting.over.set_result(None)
+
+    async def _refresh(self) -> None:
+        records = await self._store.agents(timeout=MEET_TIMEOUT)
+        self._records = {record.id: record for record in records}
+        self._known.clear()
+        self._known |= {record.public_key: record.id for record in records if record.public_key}
+
+    # ---- data connections ---------------------------------------------------------------------
+
+    def data_address(self, agent: str, scope: Scope) -> DataAddress:
+        """How the data port of a linked agent is reached; ProtocolError for one that has no record."""
+        record = self._records.get(agent)
+        if record is None:
+            raise ProtocolError(f"agent {agent} has no address in Redis")
+        host, port = parse_address(self._reached(record)[1], most=65535)
+
+        fingerprint = self._certificates.get(agent) or None
+        if (fingerprint is not None) is not self.encrypts:
+            raise ProtocolError(f"agent {agent} has not told what its data port shows")
+
+        async def tokens(count: int) -> Sequence[bytes]:
+            return await self._ask(agent, scope, count)
+
+        return DataAddress(host=host, port=port, tokens=tokens, fingerprint=fingerprint)
+
+    def _reached(self, record: AgentRecord) -> tuple[str, str]:
+        """Where this agent reaches another: its links, and its data. What maps ports stands between hosts only."""
+        if record.host == self.host and record.bound:
+            host, port = parse_address(record.bound)
+            return record.bound, format_address(host, port + 1)
+        if record.data_address:
+            return record.address, record.data_address
+        host, port = parse_address(record.address)
+        return record.address, format_address(host, port + 1)
+
+    async def _ask(self, agent: str, scope: Scope, count: int) -> Sequence[bytes]:
+        self._requests += 1
+        request, answer = self._requests, self._loop.create_future()
+        self._asked[request] = (agent, answer)
+        try:
+            self.hub.send(agent, scope, AskTokens(request=request, count=count))
+            async with asyncio.timeout(TOKEN_TIMEOUT):
+                tokens: Sequence[bytes] = await answer
+                return tokens
+        except TimeoutError:
+            raise PeerLostError(f"agent {agent} gave no tokens in {TOKEN_TIMEOUT:g} s", reason="died") from None
+        finally:
+            del self._asked[request]
+
+    def _admit(self, token: bytes) -> str | None:
+        purpose = self._tokens.redeem(token, self._loop.time())
+        return None if purpose is None else purpose.agent
+
+    # ---- what the hub tells -------------------------------------------------------------------
+
+    def _heard(self, agent: str, scope: Scope, message: Said) -> None:
+        key = (scope.pair, scope.epoch)
+        match message:
+            case Meet() if key in self._meetings or agent in self._met.get(key, ()):
+                self._meet(agent, scope, message)
+            case Meet():  # it has heard of this epoch before us
+                self._early.setdefault(key, {})[agent] = message
+                while len(self._early) > _MAX_EPOCHS:
+                    self._early.popitem(last=False)
+            case Met(reads=reads):
+                (self.read_by.add if reads else self.read_by.discard)(agent)
+                if (meeting := self._meetings.get(key)) is not None:
+                    meeting.missing.discard(agent)
+                    self._settle(meeting)
+            case AskTokens(request=request, count=count):
+                now, count = self._loop.time(), max(0, min(count, MAX_TOKENS))
+                tokens = tuple(self._tokens.issue(agent, "data", now) for _ in range(count))
+                self.tell(agent, scope, GiveTokens(request=request, tokens=tokens))
+            case GiveTokens(request=request, tokens=given):
+                asked = self._asked.get(request)
+                if asked is not None and asked[0] == agent and not asked[1].done():
+                    asked[1].set_result(given)
+            case _:
+                self._said(agent, scope, message)
+
+    def tell(self, agent: str, scope: Scope, message: Said) -> None:
+        """Send to a linked agent; whose link is lost is told of by ``gone``, not here."""
+        try:
+            self.hub.send(agent, scope, message)
+        except PeerLostError as error:
+            log.debug("%s", error)
+
+    def _lost(self, agent: str, text: str) -> None:
+        error = PeerLostError(f"agent {agent} is gone: {text}", reason="died")
+        self.plane.drop(agent)
+        self._tokens.revoke(agent)
+        self.reads.discard(agent)
+        self.read_by.discard(agent)
+        for meeting in self._meetings.values():
+            if agent in meeting.missing | meeting.owed and not meeting.over.done():
+                meeting.over.set_exception(AgentUnavailableError(error.message))
+        for other, answer in self._asked.values():
+            if other == agent and not answer.done():
+                answer.set_exception(error)
+        self._gone(agent, text)

@@ -1,0 +1,224 @@
+"""One agent's part of a transfer while it moves: copies on the lane and streams, side by side.
+
+Part   what this agent does in a direction of a batch: a program of its own copies, what it exchanges, its checks
+Move   one run of it; ``over`` is told once, when nothing touches memory any more, whatever ended it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etha.agent.protocol.verification import Checks
+from etha.agent.runtime.inspection import Inspection
+from etha.agent.runtime.lane import Lane, Running
+from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.transports import Wire
+from etha.errors import TransferError
+from etha.memory.revocation import Guard
+from etha.transport.copy.program import Member, Program
+from etha.transport.copy.staging import Peak
+from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.wire.flows import WireProgram
+
+#: Bytes up to which a program is run on the loop itself, some ten microseconds.
+_SHORT = 64 << 10
+
+#: (error or None, whether anything may have been written)
+Over = Callable[[BaseException | None, bool], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """``nbytes`` and ``peers`` of each ("source" | "target", rank) of this agent, whatever way they go.
+
+    ``checks`` is None where nothing is verified.
+    """
+
+    near: Program
+    nbytes: Mapping[Member, int]
+    peers: Mapping[Member, tuple[Member, ...]]
+    wire: WireProgram | None = None
+    key: bytes = b""
+    #: Whether this agent takes part in the wire although it may have nothing to exchange.
+    joins: bool = False
+    checks: Checks | None = None
+
+    @property
+    def work(self) -> int:
+        """What progress counts to, in bytes."""
+        return self.near.work + (self.wire.total if self.wire is not None else 0)
+
+
+class Move:
+    """One run of a part as transfer ``seq``. ``stop`` may come at any time; ``progress(bytes done)``."""
+
+    def __init__(
+        self,
+        part: Part,
+        seq: int,
+        guards: Mapping[Member, Guard],
+        *,
+        lane: Lane,
+        plane: DataPlane | None,
+        wire: Wire | None,
+        after: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        progress: Callable[[int], None],
+        over: Over,
+        inspection: Inspection | None = None,
+    ) -> None:
+        self._part, self._seq, self._guards = part, seq, guards
+        self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
+        self._spawn, self._progress, self._tell = spawn, progress, over
+        self._running: Running | None = None
+        self._left = 0
+        self._near = self._far = 0
+        self._job: Execution | None = None
+        self._run: WireRun | None = None
+        self._error: BaseException | None = None
+        self._inspection = inspection
+        self._inspected = inspection is None
+        self._peak: Peak | None = None
+        self.peak_staging = 0
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        if self._inspection is None:
+            self._begin()
+        else:
+            self._spawn(self._after_reading(self._inspection))
+
+    def stop(self) -> None:
+        """End it soon; idempotent, returns at once."""
+        self._fail(TransferError("stopped"))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    async def _after_reading(self, inspection: Inspection) -> None:
+        try:
+            await inspection.before()
+        except Exception as raised:
+            self._fail(raised)
+        if self._error is None:
+            self._begin()
+        else:
+            self._end()
+
+    async def _inspect(self, inspection: Inspection) -> None:
+        error: BaseException | None = None
+        try:
+            await inspection.after()
+        except Exception as raised:
+            error = raised
+        self._half(error)
+
+    def _begin(self) -> None:
+        part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
+        self._job = job
+        self.peak_staging = part.near.peak_staging(self._lane.threads)
+        if part.wire is not None and (part.joins or not part.wire.empty):
+            assert self._plane is not None and self._wire is not None
+            run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
+            self._run = run
+            self._peak = self._plane.budget.watch()
+            if part.wire.aliased:  # what lies under targets is read before anything is written
+                self._left = 1
+                self._spawn(self._in_turn(run, job, self._wire))
+                return
+            self._left = 1 + bool(job.pieces)
+            self._spawn(self._exchange(run, self._wire))
+            if job.pieces:
+                self._submit(job, self._half)
+        elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
+            # The way to a lane thread and back takes longer than such a copy.
+            self._left = 1
+            asyncio.get_running_loop().call_soon(self._here, job)
+        else:
+            self._left = 1
+            self._submit(job, self._half)
+
+    def _submit(self, job: Execution, done: Callable[[BaseException | None], None]) -> None:
+        self._running = self._lane.submit(job, on_progress=self._copied, on_done=done)
+        if self._error is not None:
+            self._running.abort(self._error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        if self._running is not None:
+            self._running.abort(error)
+        if self._wire is not None:
+            self._wire.stop(error)
+        if self._inspection is not None:
+            self._inspection.stop(error)
+
+    def _here(self, job: Execution) -> None:
+        """Run a short program on the loop, in the place of one thread more than the lane has."""
+        piece = 0
+        while self._error is None and piece < job.pieces:
+            try:
+                job.run(piece, self._lane.threads)
+            except Exception as raised:  # as from a lane: handed on, and told to the workers
+                self._error = raised
+            piece += 1
+        self._half(None)
+
+    async def _exchange(self, run: WireRun, wire: Wire) -> None:
+        error: BaseException | None = None
+        try:
+            if self._error is None:  # or it was stopped before this task began: the transport would not know
+                await wire.run(run, self._carried)
+        except Exception as raised:
+            error = raised
+        self._half(error)
+
+    async def _in_turn(self, run: WireRun, job: Execution, wire: Wire) -> None:
+        try:
+            await wire.prepare(run)
+            copied: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+            if job.pieces and self._error is None:
+                self._submit(job, copied.set_result)
+                if (error := await copied) is not None:
+                    self._fail(error)
+        except Exception as raised:
+            self._fail(raised)
+        if self._error is not None:
+            self._half(self._error)
+            return
+        await self._exchange(run, wire)
+
+    def _copied(self, done: int) -> None:
+        self._near = done
+        self._progress(self._near + self._far)
+
+    def _carried(self, done: int) -> None:
+        self._far = done
+        self._progress(self._near + self._far)
+
+    def _half(self, error: BaseException | None) -> None:
+        """One of the halves is over."""
+        if error is not None:
+            self._fail(error)
+        self._left -= 1
+        if self._left:
+            return
+        if not self._inspected and self._inspection is not None and self._error is None:
+            self._inspected, self._left = True, 1
+            self._spawn(self._inspect(self._inspection))
+            return
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing touches memory any more."""
+        touched = (self._job is not None and self._job.touched) or (self._run is not None and self._run.touched)
+        if self._peak is not None and self._plane is not None:
+            self.peak_staging += self._plane.budget.seen(self._peak)
+        if self._inspection is not None:
+            # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
+            self.peak_staging = max(self.peak_staging, self._inspection.close())
+        self._running = self._job = self._run = None  # which know this move, or workers' memory
+        self._tell(self._error, touched)

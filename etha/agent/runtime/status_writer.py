@@ -1,0 +1,97 @@
+"""What Redis is told of transfers, for people to read: the latest counts, at most twenty times a second.
+
+A transfer never waits for it, and back-to-back transfers do not pay one write each. One write is on its way at a time,
+over a connection of its own, and carries what is newest then: however far Redis is, nothing queues up here, and who
+registers or forms a pair does not wait behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Mapping
+
+from etha.agent.services.rendezvous import Spawn, outage
+from etha.errors import EthaError
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Least seconds between two writes of what has changed.
+EVERY = 0.05
+#: Seconds that an agent which leaves gives to its last words.
+LAST_WORDS = 2.0
+
+Fields = Mapping[str, int | float | str | None]
+Batch = tuple[str, str]
+
+
+class Chronicle:
+    """Batch hashes that are to be brought up to date. An isolated change is written at once."""
+
+    def __init__(self, store: Store, spawn: Spawn) -> None:
+        self._store, self._spawn = store, spawn
+        self._news: dict[Batch, dict[str, int | float | str | None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing = self._closed = self._refused = False
+        self._next = 0.0
+
+    def tell(self, pair: str, batch: str, fields: Fields) -> None:
+        """These fields have changed; the store remembers them should Redis lose its data."""
+        self._store.note_batch(pair, batch, fields)
+        self._news.setdefault((pair, batch), {}).update(fields)
+        self._schedule()
+
+    async def close(self) -> None:
+        """Write what is left, as far as that goes in two seconds, and nothing more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            async with asyncio.timeout(LAST_WORDS):
+                await self._write(LAST_WORDS)
+        except TimeoutError:
+            log.info("Redis does not know the last transfers of %d batches", len(self._news))
+
+    def _schedule(self) -> None:
+        if self._timer is None and not self._writing and not self._closed and self._news:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._next, loop.time()), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._writing = True
+        self._spawn(self._round())
+
+    async def _round(self) -> None:
+        try:
+            await self._write(math.inf)
+        finally:
+            self._writing = False
+            self._next = asyncio.get_running_loop().time() + EVERY
+            self._schedule()
+
+    async def _write(self, timeout: float) -> None:
+        """Write what has changed, one batch after the other, each as it is when its turn comes."""
+        for key in list(self._news):
+            if (fields := self._news.pop(key, None)) is None:  # written on the way out
+                continue
+            try:
+                await self._store.report_batch(*key, fields, timeout=timeout)
+                self._refused = False
+            except EthaError as error:
+                if not self._refused:  # until a write gets through, the next ones say nothing new
+                    log.warning("batch %s of pair %s: Redis does not know its last transfer: %s", key[1], key[0], error)
+                self._refused = True
+            except asyncio.CancelledError:
+                self._news[key] = fields | self._news.get(key, {})
+                raise
+
+
+async def quietly(work: Awaitable[object]) -> None:
+    """Write what Redis holds for people and for later: its outage is logged, and not the batch's."""
+    try:
+        await work
+    except EthaError as error:
+        outage(log, "Redis: %s", error)

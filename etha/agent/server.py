@@ -1,0 +1,366 @@
+"""The agent: one asyncio service that owns one device and serves every worker on it.
+
+    workers --bus--> Agent --+-- Links    (other agents, data port)
+                             +-- Pairs    (rendezvous, Redis)
+                             +-- Batches  (registrations, planning)
+                             +-- Movers   (transfers, the lane)
+
+This file wires them and dispatches messages; what they decide stands in the state machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from etha.addresses import redact
+from etha.agent.dispatch import dispatch, show
+from etha.agent.gc_scheduler import Sweep
+from etha.agent.runtime.calls import Calls
+from etha.agent.runtime.device import Card
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.peers import Links
+from etha.agent.runtime.sessions import Session
+from etha.agent.services.hints import Hints
+from etha.agent.services.registration import Batches
+from etha.agent.services.rendezvous import Pairs
+from etha.agent.services.stream_order import Behind
+from etha.agent.services.transfers import Movers
+from etha.bus.codec import Request
+from etha.bus.handshake import Hello, Welcome
+from etha.bus.messages import GetStatus, Released
+from etha.bus.peer import Peer
+from etha.config import Settings
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+from etha.memory.mapping import WorkerMemory
+from etha.store.records import AgentRecord, Reason
+from etha.store.records import Member as Holder
+from etha.store.registry import Store
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a leaving agent gives to running transfers.
+DRAIN = 30.0
+_LEFT = "the agent is leaving; init_pair and register_tensors again start another"
+_LEAVING = "this agent is leaving and takes no new work"
+
+
+class Agent:
+    """The bus's Service. ``idle``: seconds after the last worker that ``done`` is set; None: never."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        device: str,
+        redis: str | None,
+        store: Store,
+        lane: Lane,
+        idle: float | None,
+        card: Card | None = None,
+    ) -> None:
+        self.card = card
+        self.settings, self.device, self.redis, self.store = settings, device, redis, store
+        self.id = uuid.uuid4().hex[:16]
+        self.started_at = time.time()
+        self.started = asyncio.Event()
+        self.done = asyncio.Event()
+        self.sessions: dict[str, Session] = {}
+        self._observers: set[str] = set()
+        self.calls = Calls()
+        self.lane = lane
+        self._idle = idle
+        self._timer: asyncio.TimerHandle | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._draining = False
+        self._hurried = False
+        self._patience: asyncio.Timeout | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweep = Sweep()
+        self.links = Links(
+            me=self.id,
+            host=settings.host_id,
+            store=store,
+            listen=settings.listen,
+            advertise=settings.advertise,
+            encrypt=settings.encrypt,
+            staging=settings.staging,
+            said=lambda *said: self.batches.hear(*said),
+            gone=self.lost,
+            card=card,
+        )
+        behind = Behind(card, self.calls)
+        self.movers = Movers(
+            store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, behind=behind
+        )
+        hints = Hints(store, settings, redis)
+        self.pairs = Pairs(
+            store=store,
+            links=self.links,
+            calls=self.calls,
+            sessions=lambda: tuple(self.sessions.values()),
+            spawn=self.spawn,
+            broken=lambda *broken: self.batches.broken(*broken),
+            hints=hints,
+        )
+        self.batches = Batches(
+            me=self.id,
+            store=store,
+            links=self.links,
+            calls=self.calls,
+            pairs=self.pairs,
+            movers=self.movers,
+            sweep=self._sweep,
+            spawn=self.spawn,
+            hints=hints,
+        )
+
+    @property
+    def record(self) -> AgentRecord:
+        """What Redis says of this agent."""
+        return AgentRecord(
+            id=self.id,
+            host=self.settings.host_id,
+            host_name=self.settings.host_name,
+            device=self.device,
+            pid=os.getpid(),
+            **self.links.published,
+            public_key=self.links.public_key,
+            started_at=self.started_at,
+            version=__version__,
+        )
+
+    def lost(self, agent: str, text: str) -> None:
+        """The link to another agent is over: transfers with it first, they know best how they end."""
+        self.batches.lose(agent)
+        self.pairs.lose(agent, text)
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
+        self._group = group
+        await self.store.publish_agent(self.record)
+        self._rest()
+        self.started.set()
+        await self.done.wait()
+
+    async def drain(self) -> None:
+        """Refuse new work, let running transfers finish, answer the rest, withdraw from Redis."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
+                await self.movers.rest.wait()
+        except TimeoutError:
+            how = "are not waited for" if self._hurried else f"did not end within {DRAIN:.0f} s"
+            log.warning("%d transfers %s", self.movers.rest.running, how)
+        self._patience = None
+        moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
+        for key in self.calls:
+            # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
+            outcome = "unknown" if key in moving else "withdrawn"
+            self.calls.fail(key, AgentLostError(_LEFT, outcome=outcome))
+        sessions, self.sessions = list(self.sessions.values()), {}  # none of them is told that another has closed
+        for session in sessions:
+            self._part(session, "closed")
+        try:
+            await self.movers.chronicle.close()
+            await self.store.withdraw_agent(timeout=2.0)
+        except EthaError as error:
+            log.warning("Redis still lists this agent until its lease ends: %s", error)
+        for task in self._tasks:
+            task.cancel()
+        self._sweep.cancel()
+        self.lane.close()
+
+    def hurry(self) -> None:
+        """Do not wait for running transfers when leaving."""
+        self._hurried = True
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task of this agent; what it raises is logged, never lost."""
+        assert self._group is not None
+        task = self._group.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("a task of the agent failed")
+
+    async def let_go(self, session: Session, request: Request) -> None:
+        """The worker leaves: answered once nothing here has its memory open, which it may then free."""
+        if self.sessions.pop(session.key, None) is not None:
+            self._part(session, "closed", released=False)
+            await self.batches.released(session)  # also what was opened here of other workers in its batches
+            await self._release(session)
+        session.peer.reply(request.id, Released(segments=()))
+
+    async def unmap(self, session: Session, request: Request, segments: Sequence[str]) -> None:
+        """Close memory of a worker that no registration uses any more, once no lane can be inside it."""
+        used = [live.segments(session) for live in self.batches.live.values()]
+        unused = set(segments).difference(*used)
+        spared = session.memory.spare(unused)
+        if session.memory.on_device:
+            await self._at_rest(session)
+        else:
+            await self.batches.released(session)
+        await asyncio.to_thread(spared.release)  # views keep a segment of the CPU's while a lane is inside it
+        # What is freed while another process has it open is undefined on a card, so the worker waits for this.
+        session.peer.reply(request.id, Released(segments=tuple(sorted(unused))))
+
+    async def _at_rest(self, session: Session) -> None:
+        """Return when no transfer moves a worker's memory."""
+        await self.movers.rest.wait_for(live for live in self.movers.rest.moving if live.serves(session))
+
+    # ---- the bus's Service --------------------------------------------------------------------
+
+    def hello(self, peer: Peer, hello: Hello) -> Welcome:
+        """A worker connects; ConfigError when it wants another namespace or another Redis."""
+        if hello.namespace != self.settings.namespace:
+            raise ConfigError(
+                f"this agent serves namespace {self.settings.namespace!r}, not {hello.namespace!r}: "
+                f"use its own socket, or set ETHA_NAMESPACE"
+            )
+        if hello.redis is not None and hello.redis != self.redis:
+            raise ConfigError(
+                f"this host's agent runs with Redis {_shown(self.redis)}, this client asks for {_shown(hello.redis)}: "
+                f"use one URL, or another ETHA_NAMESPACE"
+            )
+        welcome = Welcome(
+            version=__version__,
+            namespace=self.settings.namespace,
+            device=self.device,
+            redis=self.store.url,
+            pid=os.getpid(),
+        )
+        if hello.observer:
+            self._observers.add(peer.key)
+            return welcome
+        differs = self.settings.differ(hello.wants)
+        if differs and hello.starts and self._idle is not None and not self.sessions and not self._draining:
+            log.info("process %d asks for another agent, and nobody needs this one (%s): leaving", peer.pid, differs)
+            self._draining = True
+            self.done.set()
+        if self._draining:
+            return replace(welcome, leaving=_LEAVING)
+        if "ETHA_ENCRYPT" in hello.wants and not self.settings.encrypt:
+            raise ConfigError(
+                f"ETHA_ENCRYPT=1 is set here, and the agent of {self.device} (process {os.getpid()}) runs without it: "
+                f"end its other workers, or `etha stop --device {self.device}`, and try again"
+            )
+        if differs:
+            differs = (
+                f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "
+                f"or `etha stop --device {self.device}`, and try again"
+            )
+        differs = ". ".join(filter(None, [differs, self.links.hub.warning]))
+        if peer.pid <= 0:
+            raise ConfigError(
+                f"this process runs in a PID namespace that the agent of {self.device} on host "
+                f"{self.settings.host_name} cannot see: the agent could neither reach this process's memory nor notice "
+                f"its death. Let both share one PID namespace (docker run --pid=host or "
+                f"--pid=container:NAME, shareProcessNamespace: true in a Kubernetes pod), or give each container an "
+                f"ETHA_RUNTIME_DIR of its own and all of them one ETHA_REDIS_URL: then each starts its own agent"
+            )
+        holder = Holder(
+            agent=self.id,
+            host=self.settings.host_id,
+            pid=peer.pid,
+            start=peer.start,
+            name=self.settings.host_name,
+        )
+        mappings = None if self.card is None else self.card.mappings
+        memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
+        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory, differs=differs)
+        self._rest()
+        return replace(welcome, differs=differs)
+
+    def received(self, peer: Peer, request: Request) -> None:
+        """One message of a worker; every error becomes its answer."""
+        try:
+            if peer.key in self._observers:
+                return show(self, peer, request)
+            session = self._session(peer)
+            if self._draining and not isinstance(request.message, GetStatus):
+                raise AgentUnavailableError(_LEAVING)
+            dispatch(self, session, request)
+        except EthaError as error:
+            self._refuse(peer, request, error)
+        except Exception as error:
+            log.exception("request %s failed", type(request.message).__name__)
+            self._refuse(peer, request, ProtocolError(f"the agent failed, a bug of Etha: {error!r}"))
+
+    def cancelled(self, peer: Peer, request_id: int) -> None:
+        """A worker does not want an answer any more."""
+        self.calls.cancelled(peer, request_id)
+
+    def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
+        """A worker shows memory: a segment, or its revocation page."""
+        try:
+            session = self._session(peer)
+        except EthaError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        session.show(header, fds)
+
+    def gone(self, peer: Peer, reason: Reason) -> None:
+        """A worker's or an observer's connection is over."""
+        self._observers.discard(peer.key)
+        if (session := self.sessions.pop(peer.key, None)) is not None:
+            self._part(session, reason)
+
+    def _part(self, session: Session, reason: Reason, *, released: bool = True) -> None:
+        self.calls.drop(session.peer)
+        self.pairs.gone(session, reason)
+        self.batches.gone(session, reason)
+        if released:
+            self.spawn(self._release(session))
+        self._rest()
+
+    async def _release(self, session: Session) -> None:
+        """Let go of a worker's memory, once no lane can be inside it."""
+        await self._at_rest(session)
+        if self.card is not None:
+            self.card.release(session)
+        await asyncio.to_thread(session.memory.close)
+        session.revocation = None  # ended registrations remember their sessions for a while
+        self._sweep.soon()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _session(self, peer: Peer) -> Session:
+        """A worker's session; AgentUnavailableError once ``drain`` has taken it out, ProtocolError for an observer."""
+        if peer.key in self._observers:
+            raise ProtocolError("an observer shows no memory")
+        if (session := self.sessions.get(peer.key)) is None:
+            raise AgentUnavailableError(_LEAVING)
+        return session
+
+    def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
+        if (key := (peer.key, request.id)) in self.calls:
+            self.calls.fail(key, error)
+        else:
+            peer.fail(request.id, error, None)
+
+    def _rest(self) -> None:
+        """Leave ``idle`` seconds after the last worker, if this agent was started for them."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._idle is not None and not self.sessions:
+            self._timer = asyncio.get_running_loop().call_later(self._idle, self.done.set)
+
+
+def _shown(url: str | None) -> str:
+    return "the embedded server of this host" if url is None else redact(url)

@@ -1,0 +1,318 @@
+"""A batch as it lives on one agent: the registration, its transfers, its workers' tensors, its programs.
+
+State only; ``batches`` is the shell that drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from etha.agent.protocol.capabilities import Terms
+from etha.agent.protocol.effects import CallKey, Member
+from etha.agent.protocol.evaluation import Evaluation
+from etha.agent.protocol.participant import Transfers
+from etha.agent.protocol.registration import Batch
+from etha.agent.runtime.gauge import Gauge
+from etha.agent.runtime.host_sharing import Exhibition, serves
+from etha.agent.runtime.run import Move, Part
+from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.snapshots import Snapshots
+from etha.agent.runtime.tally import Tally
+from etha.agent.runtime.transports import NcclWire, Wire
+from etha.bus.messages import AttachShadows, AttachSnapshot
+from etha.errors import EthaError, PeerLostError, ProtocolError
+from etha.memory.cuda import Mappings
+from etha.memory.handles import TensorHandle
+from etha.peer.introductions import Exhibits, Sums, UniqueId
+from etha.peer.messages import Message, Version
+from etha.peer.wire import Scope
+from etha.store.records import PairView
+from etha.transport.wire.routing import Ways
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Tensors:
+    """One local rank's tensors by name; ``shadows`` is where it receives instead, when atomic.
+
+    ``snapshot`` is where it sets them aside before it sends, once it has done so.
+    """
+
+    session: Session
+    handles: Mapping[str, TensorHandle]
+    order: tuple[str, ...]
+    shadows: Mapping[str, TensorHandle] | None = None
+    snapshot: Mapping[str, TensorHandle] | None = None
+    #: Those that the handles name.
+    segments: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.segments = _segments(self.handles)
+
+    def attach(self, message: AttachShadows | AttachSnapshot) -> None:
+        """More of the worker's memory; ProtocolError for what does not fit its tensors or comes twice."""
+        if len(message.handles) != len(self.order):
+            raise ProtocolError(f"{len(message.handles)} handles for {len(self.order)} tensors")
+        handles = dict(zip(self.order, message.handles, strict=True))
+        self.segments |= _segments(handles)
+        if isinstance(message, AttachShadows):
+            self.shadows = handles
+        elif self.snapshot is not None:
+            raise ProtocolError("a registration sets its tensors aside in one place only")
+        else:
+            self.snapshot = handles
+
+
+def _segments(handles: Mapping[str, TensorHandle]) -> set[str]:
+    return {handle.segment for handle in handles.values() if handle.segment is not None}
+
+
+#: (primary pair, batch, generation)
+Key = tuple[str, str, int]
+#: A value as ``Store.set_batch`` takes it.
+Field = int | float | str | None
+
+
+@dataclass(slots=True)
+class Ask:
+    """A local rank's waiting transfer call: what the machines need not know."""
+
+    session: Session
+    slot: int
+    progress: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Current:
+    """The program of the transfer that moves now; ``part`` and ``move`` are None until it is compiled."""
+
+    seq: int
+    source: str
+    snapshot: bool
+    calls: Mapping[Member, CallKey]
+    started: float
+    part: Part | None = None
+    move: Move | None = None
+    gauge: Gauge | None = None
+    stopped: bool = False
+    #: Set while an end that is over waits for a better cause.
+    late: asyncio.TimerHandle | None = None
+    touched: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """``pairs`` are the batch's, primary (first by name) first; one ``generation`` of it, at these ``epochs``."""
+
+    name: str
+    pairs: tuple[str, ...]
+    epochs: Mapping[str, int]
+    generation: int
+    view: PairView
+    machine: Batch
+    tensors: dict[Member, Tensors] = field(default_factory=dict)
+    transfers: Transfers | None = None
+    evaluation: Evaluation | None = None
+    terms: Terms = field(default_factory=Terms)
+    wire: Wire | None = None
+    #: Number of the last transfer that failed.
+    failed: int = 0
+    exhibition: Exhibition = field(default_factory=Exhibition)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    tally: Tally = field(default_factory=Tally)
+    #: What other agents said before this one knew that the batch stands.
+    early: list[tuple[str, Message]] = field(default_factory=list)
+    #: By source side, and whether it sends a snapshot.
+    parts: dict[tuple[str, bool], Part] = field(default_factory=dict)
+    asks: dict[CallKey, Ask] = field(default_factory=dict)
+    current: Current | None = None
+    #: Whether no transfer can begin any more: a rank of this agent has left, or a pair is lost.
+    over: bool = False
+    #: Set once it holds no worker's memory any more.
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Ranks that the oldest waiting call waits for, as a status report last heard.
+    missing: tuple[Member, ...] = ()
+    offers: dict[CallKey, str] = field(default_factory=dict)
+    version: Version = None
+    #: Highest number given before this registration, as Redis knows.
+    seq: int = 0
+    last_seconds: float | None = None
+    last_error: EthaError | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        me: str,
+        name: str,
+        pairs: tuple[str, ...],
+        epochs: Mapping[str, int],
+        generation: int,
+        view: PairView,
+        mappings: Mappings | None,
+    ) -> Live:
+        """A registration whose first local rank is in the roster; ``view`` is the primary pair's.
+
+        ``mappings``: of this agent's card.
+        """
+        agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
+        machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
+        live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
+        live.exhibition, live.snapshots = Exhibition(mappings), Snapshots(mappings)
+        return live
+
+    @property
+    def epoch(self) -> int:
+        """The primary pair's, which messages carry."""
+        return self.epochs[self.pairs[0]]
+
+    @property
+    def key(self) -> Key:
+        """What the registration is called on this agent."""
+        return (self.pairs[0], self.name, self.generation)
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """All agents of the batch."""
+        return frozenset(agent for ranks in self.machine.agents.values() for agent in ranks)
+
+    @property
+    def scope(self) -> Scope:
+        """What this registration is called between agents."""
+        return Scope(pair=self.pairs[0], epoch=self.epoch, batch=self.name, generation=self.generation)
+
+    def ways(self, source: str) -> Ways:
+        """How bytes go in the direction from side ``source``."""
+        agents = self.machine.agents
+        return Ways(
+            me=self.machine.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads
+        )
+
+    def read_from(self, source: str) -> frozenset[str]:
+        """Agents from whose workers this one copies in the direction from side ``source``."""
+        ways = self.ways(source)
+        return (
+            frozenset(a for a in ways.source if (ways.me, a) in ways.reads) if ways.me in ways.target else frozenset()
+        )
+
+    def read_by(self, source: str) -> frozenset[str]:
+        """Agents that copy from this one's workers in the direction from side ``source``."""
+        ways = self.ways(source)
+        return (
+            frozenset(a for a in ways.target if (a, ways.me) in ways.reads) if ways.me in ways.source else frozenset()
+        )
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether bytes go by NCCL; the same on all agents of the batch."""
+        return bool(self.terms.nccl) and "nccl" in self.transports
+
+    @property
+    def transports(self) -> str:
+        """ "local", "host", "tcp", "nccl", joined by "+": what bytes go by between the agents of the two sides."""
+        found, wire = set(), "nccl" if self.terms.nccl else "tcp"
+        for source in self.machine.agents:
+            ways = self.ways(source)
+            for giver in set(ways.source):
+                for taker in set(ways.target):
+                    found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else wire)
+        return "+".join(sorted(found))
+
+    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, hold: Callable[[str], bool]) -> None:
+        """The registration is agreed: its transfers can begin. ``wire`` where several agents take part."""
+        self.evaluation, self.terms, self.wire = evaluation, terms, wire
+        self.transfers = Transfers(
+            f"{self.name!r} of pair {self.pairs[0]!r}",
+            me=self.machine.me,
+            agents=self.machine.agents,
+            digests=evaluation.digests,
+            seq=max(self.seq, evaluation.seq, terms.seq),
+            atomic=evaluation.atomic,
+            hold=hold,
+        )
+
+    def show(self, agent: str, message: Exhibits) -> None:
+        """Another agent shows where a worker of its own has its tensors, or sets them aside."""
+        if not message.snapshot:
+            self.exhibition.take(agent, message)
+        elif serves(self.machine.agents, agent, (message.side, message.rank)):
+            self.snapshots.take(agent, message)
+        else:
+            log.warning("agent %s shows a snapshot of %s rank %d, not its own", agent, message.side, message.rank)
+
+    def check_epoch(self, epoch: int) -> None:
+        """PeerLostError for a call that means the registration of another epoch."""
+        if self.epoch != epoch:
+            raise PeerLostError(
+                f"batch {self.name!r} was registered at epoch {epoch}, the pair is at {self.epoch}; register it again",
+                reason="relaunched",
+                outcome="withdrawn",
+            )
+
+    def drop(self, key: CallKey) -> None:
+        """A registration failed for one worker: its tensors are no part of this agent's any more."""
+        for member in [m for m, t in self.tensors.items() if t.session.key == key[0]]:
+            session = self.tensors.pop(member).session
+            if session.batches.get(self.name) == (self.pairs[0], self.generation):
+                del session.batches[self.name]
+
+    def segments(self, session: Session) -> set[str]:
+        """Those of a worker in which its tensors lie, or what stands for them, while it has the batch open."""
+        held = [t for member, t in self.tensors.items() if t.session is session and member in self.machine.open]
+        return set().union(*(tensors.segments for tensors in held))
+
+    def serves(self, session: Session) -> bool:
+        """Whether a worker's tensors are among this registration's."""
+        return any(tensors.session is session for tensors in self.tensors.values())
+
+    def take(self, agent: str, message: Sums | UniqueId) -> None:
+        """What another agent says for a transfer of this batch to go on."""
+        if isinstance(message, Sums):
+            self.tally.take(agent, message)
+        elif isinstance(self.wire, NcclWire):
+            self.wire.hear(agent, message)
+
+    def fail(self, seq: int, error: EthaError) -> None:
+        """A transfer has failed for all: what its streams hold nobody will take."""
+        self.failed = seq
+        if self.wire is not None:
+            self.wire.stop(error)
+
+    async def release(self) -> None:
+        """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
+        wire, self.wire = self.wire, None  # keeps views of it, too
+        if wire is not None:
+            await wire.close()
+        parts, self.parts = list(self.parts.values()), {}
+        if self.last_error is not None:  # what raised it may have had views in its hands
+            self.last_error.__cause__ = self.last_error.__traceback__ = None
+        # Not on the loop: large memory takes seconds to unmap, a card's until it has done what it does.
+        await asyncio.to_thread(_drop, parts, self.exhibition, self.snapshots)
+
+    def forget(self) -> None:
+        """Closed: what others may still ask is how its last transfer has ended."""
+        self.evaluation, self.tensors = None, {}
+        self.early.clear()
+
+    def other(self, side: str) -> str:
+        """The side opposite ``side``."""
+        return next(name for name in self.view.sides if name != side)
+
+    def records(self, fields: Mapping[str, Field]) -> dict[str, dict[str, Field]]:
+        """What Redis is told of this batch under each of its pairs.
+
+        The generation, which the primary pair alone counts, keeps what is written late from changing a
+        registration that has begun since.
+        """
+        return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
+
+
+def _drop(parts: list[Part], exhibition: Exhibition, snapshots: Snapshots) -> None:
+    """The last references to views of workers' memory."""
+    while parts:
+        parts.pop().near.release()
+    exhibition.release()
+    snapshots.release()

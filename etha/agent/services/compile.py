@@ -1,0 +1,171 @@
+"""Parts: what this agent does in each direction of a batch, laid over its workers' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from etha.agent.protocol.capabilities import Terms
+from etha.agent.protocol.verification import Checks
+from etha.agent.runtime.inspection import Inspection, Readers
+from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.peers import Links
+from etha.agent.runtime.run import Part
+from etha.agent.runtime.transports import NcclWire, Wire
+from etha.agent.services.batch_state import Current, Live
+from etha.errors import TransferError
+from etha.memory.handles import TensorHandle
+from etha.memory.revocation import Guard
+from etha.memory.views import View
+from etha.transport.base import Peer
+from etha.transport.copy.host import compile_host
+from etha.transport.copy.local import compile_local
+from etha.transport.copy.program import Member
+from etha.transport.tcp.transport import TcpTransport
+from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.flows import BUCKET
+from etha.transport.wire.nccl_messages import device_cut
+from etha.transport.wire.routing import account
+
+Views = dict[int, dict[int, View]]
+
+
+class Parts:
+    """Compiles them, and opens the streams that they need."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._readers: Readers | None = None
+
+    async def compile(self, live: Live, current: Current) -> Part | None:
+        """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
+
+        None when it was stopped while it waited for others to show the snapshots that are sent.
+        """
+        source = current.source
+        if current.snapshot:
+            shown = {(source, rank): agent for rank, agent in self._read(live, source).items()}
+            if not await live.snapshots.open(shown, lambda: current.stopped):
+                return None
+        sources, targets = self._views(live, source, current.snapshot)
+        part = await asyncio.to_thread(_compile, live, source, sources, targets)
+        if self._links.card is not None:
+            await asyncio.to_thread(self._links.card.prepare, part.near)
+        if part.wire is not None and part.wire.sends:
+            assert live.wire is not None
+            peers = [
+                Peer(agent=agent, address=self._links.data_address(agent, live.scope)) for agent in part.wire.sends
+            ]
+            await live.wire.open(peers)
+        return part
+
+    def inspection(
+        self, live: Live, seq: int, part: Part, guards: Mapping[Member, Guard], lane: Lane
+    ) -> Inspection | None:
+        """The checks of transfer ``seq``, None where nothing is verified."""
+        if part.checks is None:
+            return None
+        if self._readers is None:
+            self._readers = Readers(lane, self._links.plane.budget, self._links.plane.memory)
+        return Inspection(
+            part.checks,
+            seq,
+            guards,
+            readers=self._readers,
+            tally=live.tally,
+            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+        )
+
+    def wire(self, live: Live, terms: Terms) -> Wire:
+        """Of one batch: NCCL where all of its agents have it, else streams over this agent's data plane."""
+        if not terms.nccl or self._links.nccl is None:
+            return TcpTransport(self._links.plane)
+        return NcclWire(
+            self._links.nccl,
+            me=live.machine.me,
+            members=sorted(live.agents),
+            scope=live.scope,
+            unique_id=bytes.fromhex(terms.nccl),
+            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+        )
+
+    @staticmethod
+    def _read(live: Live, source: str) -> dict[int, str]:
+        """Source ranks of other agents whose memory this one reads."""
+        ways = live.ways(source)
+        return {r: agent for r, agent in enumerate(ways.source) if agent != ways.me and ways.reach(ways.me, agent)}
+
+    def _views(self, live: Live, source: str, snapshot: bool) -> tuple[Views, Views]:
+        """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
+        assert live.evaluation is not None
+        names = live.evaluation.plans[source].names
+        held = [live.evaluation.parts.get(name, name) for name in names]  # what the source's ranks call it
+        sources: Views = {}
+        targets: Views = {}
+        for (side, rank), tensors in live.tensors.items():
+            receives = side != source
+            shadows = tensors.shadows if receives and live.evaluation.atomic else None
+            if receives and live.evaluation.atomic and shadows is None:
+                raise TransferError(f"{side} rank {rank} has not attached its shadows")
+            aside = tensors.snapshot if snapshot and not receives else None
+            handles = shadows or aside or tensors.handles
+            found = _resolve(tensors.session.memory.resolve, handles, names if receives else held)
+            (targets if receives else sources)[rank] = found
+        for rank in self._read(live, source):
+            shown = live.snapshots if snapshot else live.exhibition
+            sources[rank] = shown.memory((source, rank)).views(held)
+        return sources, targets
+
+
+def _resolve(
+    resolve: Callable[[TensorHandle], View], handles: Mapping[str, TensorHandle], names: Sequence[str]
+) -> dict[int, View]:
+    return {i: resolve(handles[name]) for i, name in enumerate(names) if name in handles}
+
+
+def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
+    assert live.evaluation is not None
+    plan = live.evaluation.plans[source]
+    checks = _checks(live, source, sources, targets)
+    if live.machine.alone:
+        near = compile_local(plan, sources, targets)
+        return Part(near=near, nbytes=near.nbytes, peers=near.peers, checks=checks)
+    ways = live.ways(source)
+    nbytes, peers = account(plan, ways)
+    name = f"{live.scope} from {source}"
+    wire = compile_wire(
+        plan,
+        ways,
+        sources,
+        targets,
+        staging=live.terms.staging,
+        bucket_size=live.evaluation.bucket_size or BUCKET,
+        streams=live.terms.streams,
+        cut=device_cut(sorted(live.agents), live.terms.staging) if live.over_nccl else None,
+    )
+    return Part(
+        near=compile_host(plan, ways, sources, targets),
+        nbytes=nbytes,
+        peers=peers,
+        wire=wire if checks is None else replace(wire, witness=checks.witness),
+        key=hashlib.sha256(name.encode()).digest(),
+        joins=live.over_nccl,
+        checks=checks,
+    )
+
+
+def _checks(live: Live, source: str, sources: Views, targets: Views) -> Checks | None:
+    assert live.evaluation is not None
+    if live.evaluation.verify is None:
+        return None
+    return Checks(
+        live.evaluation.plans[source],
+        live.ways(source),
+        sources,
+        targets,
+        sides=(source, live.other(source)),
+        staging=live.terms.staging,
+        full=live.evaluation.verify == "full",
+    )

@@ -1,0 +1,104 @@
+"""Before a batch stands: plan both directions from its roster; over several agents, find out how bytes can go.
+
+Each shows its workers to who reads them, opens what is shown to it, and gives its verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from etha.agent.protocol.capabilities import HAS_NCCL, Apart, Verdict
+from etha.agent.protocol.effects import Member
+from etha.agent.protocol.evaluation import Evaluation, Where
+from etha.agent.protocol.records import Record
+from etha.agent.runtime.host_sharing import exhibits
+from etha.agent.runtime.peers import Links
+from etha.agent.services.batch_state import Live
+from etha.agent.services.manifests import Library
+from etha.store.registry import Store
+from etha.transport.geometry.overlap import Written
+
+
+async def plan(
+    live: Live, entries: Mapping[Member, str], store: Store, library: Library, links: Links
+) -> tuple[Evaluation, Verdict | None]:
+    """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
+
+    What this agent has planned before is not planned again.
+
+    EthaErrors: Redis is away, or holds what no agent writes.
+    """
+    key = store.keys.batch(live.pairs[0], live.name)
+    records = {member: Record.from_json(key, text) for member, text in entries.items()}
+    manifests = await library.fetch({record.manifest for record in records.values()})
+    where = Where(
+        agents=live.machine.agents,
+        hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
+    )
+    evaluation = await asyncio.to_thread(library.evaluations.of, records, manifests, where)
+    for pair in live.pairs:
+        view = await store.batch(pair, live.name)
+        live.seq = max(live.seq, view.seq if view is not None else 0)
+    if live.machine.alone or evaluation.refused:
+        return evaluation, None
+    return evaluation, await introduce(live, links, evaluation)
+
+
+async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict:
+    """This agent's verdict on a registration. Waits for what is shown to it."""
+    agents = live.agents
+    readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
+    if readers:
+        shown = {member: (t.session, t.handles) for member, t in live.tensors.items()}
+        for message in await asyncio.to_thread(exhibits, shown):
+            for agent in readers:
+                links.tell(agent, live.scope, message)
+    await live.exhibition.wait(readable)
+    # Checks see reductions as streams cut them: such a batch goes over streams.
+    seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
+    nccl = ""
+    if links.nccl is not None and links.nccl.stuck is None and not seen:
+        # An id costs a thread and a descriptor of its maker until the communicator is there: one of them makes it.
+        mine = live.machine.me == min(agents)
+        nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
+    return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, nccl)
+
+
+def _verdict(live: Live, links: Links, digest: str, readable: list[str], nccl: str) -> Verdict:
+    reads = tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents))
+    return Verdict(
+        digest=digest,
+        nccl=nccl,
+        reads=reads,
+        shared=_shares(live),
+        apart=_apart(live),
+        staging=links.staging,
+        streams=links.plane.streams,
+        seq=live.seq,
+    )
+
+
+def _shares(live: Live) -> bool:
+    """Whether workers of both sides here have registered overlapping memory."""
+    views = {member: [t.session.memory.resolve(h) for h in t.handles.values()] for member, t in live.tensors.items()}
+    first = min(live.machine.agents)
+    written = Written(view for (side, _), some in views.items() if side == first for view in some)
+    return any(written.overlaps(view) for (side, _), some in views.items() if side != first for view in some)
+
+
+def _apart(live: Live) -> tuple[Apart, ...]:
+    """A tensor of each side here that lies where a worker of the other side, whom another agent serves, has one."""
+    shown = live.exhibition.opened()
+    found: dict[str, Apart] = {}
+    for side in live.machine.agents:
+        far = {rank: memory.all_views() for (other, rank), memory in sorted(shown.items()) if other != side}
+        lent = Written(view for views in far.values() for view in views)
+        for (own, rank), tensors in sorted(live.tensors.items(), key=lambda item: item[0]):
+            for name, handle in tensors.handles.items() if own == side and side not in found else ():
+                view = tensors.session.memory.resolve(handle)
+                if lent.overlaps(view):
+                    lender = next(rank for rank, views in far.items() if Written(views).overlaps(view))
+                    found[side] = (side, rank, name, lender)
+                    break
+    return tuple(found.values())

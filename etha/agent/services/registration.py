@@ -1,0 +1,404 @@
+"""The shell around registrations: publish, wait for everybody, plan, agree, close."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+
+from etha.agent.gc_scheduler import Sweep
+from etha.agent.protocol.capabilities import Terms
+from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
+from etha.agent.protocol.evaluation import Evaluation
+from etha.agent.protocol.records import Manifest, Record
+from etha.agent.protocol.registration import BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
+from etha.agent.runtime.calls import Calls
+from etha.agent.runtime.peers import Links
+from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.snapshots import show
+from etha.agent.runtime.status_writer import quietly
+from etha.agent.services.batch_state import Field, Key, Live, Tensors
+from etha.agent.services.footing import footing, lost_since
+from etha.agent.services.forsaking import Forsaking
+from etha.agent.services.hints import Hints
+from etha.agent.services.mailbox import Mailbox
+from etha.agent.services.manifests import Library
+from etha.agent.services.planning import plan
+from etha.agent.services.rendezvous import Pairs, Spawn, outage
+from etha.agent.services.transfers import Movers
+from etha.bus.codec import Request
+from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
+from etha.config import check_name
+from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, Noted, TellMissing
+from etha.peer.wire import Said, Scope
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a worker which has closed a batch waits at most until its agent has unmapped the memory of it.
+_PATIENCE = 1.0
+
+
+class Batches:
+    """All registrations of this agent."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        store: Store,
+        links: Links,
+        calls: Calls,
+        pairs: Pairs,
+        movers: Movers,
+        sweep: Sweep,
+        spawn: Spawn,
+        hints: Hints,
+    ) -> None:
+        self._hints = hints
+        self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
+        self._movers, self._sweep, self._spawn = movers, sweep, spawn
+        self._library = Library(store)
+        self.live: dict[Key, Live] = {}
+        #: Those that are over but hold workers' memory still.
+        self._releasing: dict[Key, Live] = {}
+        self._mailbox = Mailbox()
+        self._forsaking = Forsaking(links)
+
+    def register(self, session: Session, request: Request, message: Register) -> None:
+        """A worker calls ``register_tensors``."""
+        check_name("batch", message.batch)
+        member, epochs = footing(self._pairs, session, message)
+        old = self._live(session, message.batch)
+        if old is not None and old.machine.lost is None:
+            raise RegistrationError(
+                f"batch {message.batch!r} is open in this client already; close its handle before you register others"
+            )
+        self.leave(session, message.batch)  # one of an epoch that is over needs no close
+        session.staged = message.staged or session.staged
+        box: list[Live] = []
+        name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
+        self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
+
+    def attach(self, session: Session, request: Request, message: AttachShadows | AttachSnapshot) -> None:
+        """Where a worker receives when the batch is atomic, or sets aside what it sends."""
+        live = self.find(session, message.batch, message.epoch)
+        member = session.seats[live.pairs[0]].member
+        live.tensors[member].attach(message)
+        if isinstance(message, AttachSnapshot):
+            self._spawn(show(live, self._links, member))
+        session.peer.reply(request.id, Ok())
+
+    def close(self, session: Session, request: Request, message: CloseBatch) -> None:
+        """A worker closes its handle; one of an epoch that is over must not close its successor."""
+        live = self._live(session, message.batch)
+        if live is None or live.epoch != message.epoch:
+            session.peer.reply(request.id, Ok())
+        elif not message.why:
+            self.leave(session, message.batch)
+            session.peer.reply(request.id, Ok())
+        else:
+            text = self._forsake(live, session, message.why)
+            self.leave(session, message.batch)
+            self._spawn(self._tell_all(live, session, request, text))
+
+    def find(self, session: Session, batch: str, epoch: int) -> Live:
+        """The registration that a worker's call means; an error that says why there is none."""
+        live = self._live(session, batch)
+        if live is None:
+            raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
+        for pair in live.pairs:
+            error = self._pairs.error(session.seats[pair]) if pair in session.seats else live.machine.lost
+            if error is not None:
+                raise error
+        if (lost := live.machine.lost) is not None:
+            raise PeerLostError(lost.message, reason=lost.reason, outcome="withdrawn")
+        live.check_epoch(epoch)
+        return live
+
+    # ---- what happens to workers and pairs ----------------------------------------------------
+
+    def leave(self, session: Session, batch: str) -> None:
+        """A worker's part in a batch ends; its waiting calls with it."""
+        live = self._live(session, batch)
+        session.batches.pop(batch, None)
+        if live is None:
+            return
+        for member in [m for m, t in live.tensors.items() if t.session is session]:
+            error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
+            self._movers.withdraw(live, member, error)
+            self._perform(live, live.machine.close(member))
+        if not live.over and live.machine.state is Standing.REGISTERED:  # others here have it open still
+            self._let_go(live)
+
+    def gone(self, session: Session, reason: str) -> None:
+        """A worker is gone. Its pairs break too, unless its process holds them through another client."""
+        for batch in list(session.batches):
+            if (live := self._live(session, batch)) is not None:
+                for side, rank in [m for m, t in live.tensors.items() if t.session is session]:
+                    how = "closed its client" if reason == "closed" else f"died (pid {session.holder.pid})"
+                    error = PeerLostError(f"{side} rank {rank} {how}", reason=reason)
+                    self._break(live, error)
+            self.leave(session, batch)
+
+    def broken(self, pair: str, epoch: int, error: PeerLostError) -> None:
+        """A pair's epoch is over, and so are its batches."""
+        for live in list(self.live.values()):
+            if live.epochs.get(pair) == epoch:
+                self._break(live, error)
+
+    # ---- what other agents say ----------------------------------------------------------------
+
+    def hear(self, agent: str, scope: Scope, message: Said) -> None:
+        """A message about a registration, from one of the agents of its pair."""
+        key = (scope.pair, scope.batch, scope.generation)
+        if isinstance(message, Noted):
+            self._forsaking.hear(agent, message)
+            return
+        live = self.live.get(key) or self._mailbox.ended(key)
+        if live is None and isinstance(message, Forsaken):
+            self._mailbox.lose(key, _forsaken(message.text))
+            self._links.tell(agent, scope, Noted(request=message.request))
+        elif live is None:  # it has heard of everybody's entry before us
+            self._mailbox.hold(key, agent, message)
+        elif live.epoch != scope.epoch or agent not in live.agents:
+            log.warning("agent %s is no part of %s", agent, scope)
+        elif isinstance(message, Exhibits):
+            live.show(agent, message)
+        elif isinstance(message, Forsaken):
+            self._end_for_all(live, _forsaken(message.text))
+            self._links.tell(agent, scope, Noted(request=message.request))
+        elif isinstance(message, AskMissing | TellMissing):
+            self._movers.inquiries.hear(agent, live, message)
+        elif isinstance(message, Copied):
+            self._movers.pace.heard(live, agent, message)
+        elif live.transfers is None:
+            live.early.append((agent, message))  # type: ignore[arg-type]
+        else:
+            self._movers.hear(live, agent, message)  # type: ignore[arg-type]
+
+    def lose(self, agent: str) -> None:
+        """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
+        self._forsaking.lose(agent)
+        for live in [*self.live.values(), *self._mailbox.ended_with(agent)]:
+            if agent in live.agents:
+                self._movers.lose_agent(live, agent)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _live(self, session: Session, batch: str) -> Live | None:
+        """The registration that a worker has open under this id."""
+        where = session.batches.get(batch)
+        return self.live.get((where[0], batch, where[1])) if where is not None else None
+
+    def _forsake(self, live: Live, session: Session, why: str) -> str:
+        """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
+        ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
+        text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
+        self._end_for_all(live, _forsaken(text), but=session)
+        return text
+
+    async def _tell_all(self, live: Live, session: Session, request: Request, text: str) -> None:
+        await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
+        session.peer.reply(request.id, Ok())
+
+    def _end_for_all(self, live: Live, error: PeerLostError, *, but: Session | None = None) -> None:
+        """A registration is over while its pair stands: the workers here that hold it hear so, then their calls end."""
+        if live.machine.lost is None:
+            lost = BatchLost(
+                pair=live.pairs[0],
+                epoch=live.epoch,
+                batch=live.name,
+                generation=live.generation,
+                reason=error.reason,
+                text=error.message,
+            )
+            held = [live.tensors[member].session for member in sorted(live.machine.holders)]
+            for session in held:
+                if session is not but:
+                    session.peer.push(lost)
+        self._break(live, error)
+
+    def _break(self, live: Live, error: PeerLostError) -> None:
+        self._mailbox.lose(live.key, error)
+        self._perform(live, live.machine.break_up(error))
+        self._movers.break_up(live, error)
+
+    def _ended(self, name: str, box: list[Live], key: CallKey, expired: bool) -> None:
+        if box and expired:
+            self._spawn(self._expire(box[0], key))
+            return
+        if box:
+            self._perform(box[0], box[0].machine.expire(key, cancelled=True))
+            return
+        what = "ended at its deadline" if expired else "was cancelled"
+        text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
+        self._calls.fail(key, RedisUnavailableError(text))
+
+    async def _expire(self, live: Live, key: CallKey) -> None:
+        """A deadline has passed: look for what this call may have missed, then end it, unless the batch stands."""
+        hint = await self._hints.of_batch(live.pairs[0], live.name) if live.machine.absent else ""
+        self._perform(live, live.machine.expire(key, cancelled=False, hint=hint))
+
+    async def _enroll(
+        self,
+        session: Session,
+        key: CallKey,
+        member: Member,
+        epochs: Mapping[str, int],
+        message: Register,
+        deadline: float,
+        box: list[Live],
+    ) -> None:
+        try:
+            manifest = await asyncio.to_thread(Manifest.of, message, member[1])
+            timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
+            digest = await self._library.publish(manifest, timeout=timeout)
+            primary = message.pairs[0]
+            if (lost := lost_since(self._pairs, session, epochs)) is not None:
+                raise lost
+            view = self._pairs.view(primary)
+            expected = sum(len(side.members) for side in view.sides.values())
+            generation = await self._store.enroll(
+                primary,
+                message.batch,
+                message.epoch,
+                member[0],
+                member[1],
+                Record.of(message, digest).to_json(),
+                expected=expected,
+                timeout=timeout,
+            )
+            lost = lost_since(self._pairs, session, epochs) or self._mailbox.lost((primary, message.batch, generation))
+            if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
+                await self._store.unenroll(primary, message.batch, generation, *member)
+            if lost is not None:
+                raise lost  # the batch does not stand yet: nobody else tells this call
+            if key not in self._calls:
+                return
+        except EthaError as error:
+            self._calls.fail(key, error)
+            return
+        except Exception as error:
+            log.exception("batch %s: registering failed", message.batch)
+            self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
+            return
+        live = self.live.get((primary, message.batch, generation))
+        if live is None:
+            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings)
+            self.live[live.key] = live
+            for agent, said in self._mailbox.held(live.key):
+                self.hear(agent, live.scope, said)
+            self._spawn(self._follow(live))
+        box.append(live)
+        live.tensors[member] = Tensors(
+            session,
+            {entry.name: entry.handle for entry in message.entries},
+            tuple(entry.name for entry in message.entries),
+        )
+        session.batches[message.batch] = (primary, generation)
+        self._perform(live, live.machine.enrolled(key, member))
+
+    async def _follow(self, live: Live) -> None:
+        """Read the roster after every wake-up until this agent's part is decided."""
+        primary, batch, generation = live.key
+        states = (Standing.ENROLLING, Standing.EVALUATING, Standing.AGREEING)
+        async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
+            while live.machine.state in states:
+                try:
+                    roster = await self._store.roster(primary, batch, generation)
+                    self._perform(live, live.machine.rostered(roster.entries, roster.verdicts))
+                except EthaError as error:
+                    outage(log, "batch %s: the roster could not be read: %s", batch, error)
+                if live.machine.state in states:
+                    await changed()
+
+    def _perform(self, live: Live, effects: list[BatchEffect]) -> None:
+        primary, batch, generation = live.key
+        for effect in effects:
+            match effect:
+                case Answer(call=key, message=message):
+                    self._calls.answer(key, message)
+                case Fail(call=key, error=error):
+                    live.drop(key)
+                    self._calls.fail(key, error)
+                case Evaluate(entries=entries):
+                    self._spawn(self._evaluate(live, dict(entries)))
+                case Declare(verdict=verdict):
+                    self._spawn(quietly(self._store.verdict(primary, batch, generation, self._me, verdict)))
+                case Unenroll(member=(side, rank)):
+                    self._spawn(quietly(self._store.unenroll(primary, batch, generation, side, rank)))
+                case Stand(evaluation=evaluation, terms=terms):
+                    self._stand(live, evaluation, terms)
+        if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
+            live.exhibition.close()
+            live.snapshots.close()
+        closed = live.machine.state is Standing.CLOSED and self.live.get(live.key) is live
+        if closed:
+            del self.live[live.key]
+        if closed and not live.machine.alone:
+            self._mailbox.keep(live)
+        if closed or (live.machine.state is Standing.LOST and not live.over):
+            self._let_go(live)
+
+    def _let_go(self, live: Live) -> None:
+        """No transfer of it begins again."""
+        live.over = True
+        self._releasing[live.key] = live
+        self._spawn(self._release(live))
+
+    async def _release(self, live: Live) -> None:
+        """Let go of workers' memory, and of a card's tables, once no lane can be inside it."""
+        await self._movers.rest.wait_for([live])
+        try:
+            await live.release()
+        finally:
+            self._releasing.pop(live.key, None)
+            live.released.set()
+        if live.machine.state is Standing.CLOSED:
+            live.forget()
+        self._sweep.soon()
+
+    async def released(self, session: Session) -> None:
+        """Return when the batches that a worker has left hold no memory of it, but for those whose transfer runs.
+
+        They have let go of it a moment after ``leave``, unless their streams are slow to close: not for long.
+        """
+        left = [live for live in self._releasing.values() if live.serves(session) and live.current is None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                for live in left:
+                    await live.released.wait()
+
+    async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
+        try:
+            evaluation, verdict = await plan(live, entries, self._store, self._library, self._links)
+        except EthaError as error:
+            self._perform(live, live.machine.failed(error))
+            return
+        except Exception as error:
+            log.exception("batch %s: planning failed", live.name)
+            text = f"batch {live.name!r}: planning failed in the agent, a bug of Etha: {type(error).__name__}: {error}"
+            self._perform(live, live.machine.failed(RegistrationError(text)))
+            return
+        self._perform(live, live.machine.evaluated(evaluation, verdict))
+
+    def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
+        wire = None if live.machine.alone else self._movers.parts.wire(live, terms)
+        live.stand(evaluation, terms, wire, lambda source: self._movers.turns.hold(live, source))
+        nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
+        fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
+        fields["transport"] = live.transports
+        for pair, written in live.records(fields).items():
+            self._spawn(quietly(self._store.set_batch(pair, live.name, written)))
+        early, live.early = live.early, []
+        for agent, message in early:
+            self._movers.hear(live, agent, message)
+
+
+def _forsaken(text: str) -> PeerLostError:
+    return PeerLostError(text, reason="closed", outcome="withdrawn")

@@ -1,0 +1,414 @@
+"""The shell around the pair machines: joins and leaves in Redis, wake-ups, pushes to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from etha.agent.protocol.effects import Answer, CallKey, Fail
+from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect, Sever
+from etha.agent.runtime.calls import Calls
+from etha.agent.runtime.peers import Links
+from etha.agent.runtime.sessions import Seat, Session
+from etha.agent.services.hints import Hints
+from etha.bus.codec import Request
+from etha.bus.messages import InitPair, PairLost
+from etha.config import check_name
+from etha.errors import HELD_HERE, ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
+from etha.store.records import Member as Holder
+from etha.store.records import PairView, Reason
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+#: Seconds after which all pairs are read again although nothing was heard of them, in one request.
+LOOK_AGAIN = 60.0
+#: Seconds that a status report waits for Redis; then it shows what this agent knows, and says so.
+PATIENCE = 1.0
+#: Pairs that status shows although nobody here belongs to them any more.
+_MAX_ENDED = 64
+
+
+def outage(to: logging.Logger, text: str, *args: object) -> None:
+    """Log that a request to Redis failed; the last of ``args`` is the error.
+
+    While Redis is away everything fails: the lease says so once, and each of the others is a detail.
+    """
+    to.log(logging.DEBUG if isinstance(args[-1], RedisUnavailableError) else logging.WARNING, text, *args)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A pair in use here. ``order`` makes Redis answer in the order in which it was asked."""
+
+    machine: Pair
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked: dict[CallKey, tuple[Session, Asked, float]] = field(default_factory=dict)
+    #: Set when the pair may have changed, or is forgotten.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    forgotten: bool = False
+    #: Tasks that have not ended, but for the one that reads it.
+    working: int = 0
+    #: Whether Redis may still hold for formed what this agent knows to be over.
+    ahead: bool = False
+
+
+class Pairs:
+    """All pairs of this agent. ``broken(pair, epoch, error)`` is told when one's epoch is over."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        links: Links,
+        calls: Calls,
+        sessions: Callable[[], Iterable[Session]],
+        spawn: Spawn,
+        broken: Callable[[str, int, PeerLostError], None],
+        hints: Hints,
+    ) -> None:
+        self._hints = hints
+        self._store, self._links, self._calls = store, links, calls
+        self._sessions, self._spawn, self._broken = sessions, spawn, broken
+        self._known: dict[str, _Known] = {}
+        self._ended: OrderedDict[str, Pair] = OrderedDict()
+        self._looking = False
+
+    def init(self, session: Session, request: Request, message: InitPair) -> None:
+        """A worker calls ``init_pair``."""
+        check_name("pair", message.pair)
+        check_name("side", message.side)
+        check_name("side", message.remote)
+        known = self._known.get(message.pair)
+        self._check_free(known, session, message)
+        if known is None:
+            known = self._known[message.pair] = _Known(Pair(message.pair, self._store.url))
+            self._ended.pop(message.pair, None)
+            self._spawn(self._follow(known))
+            if not self._looking:
+                self._looking = True
+                self._spawn(self._look_again())
+        key = self._calls.open(session.peer, request, lambda key, expired: self._over(known, key, expired))
+        asked = Asked(
+            key=key,
+            side=message.side,
+            rank=message.rank,
+            remote=message.remote,
+            world_size=message.world_size,
+            launch=message.launch,
+            run=message.run,
+            takeover=message.takeover,
+            give_up=message.give_up,
+            holder=session.holder,
+        )
+        known.asked[key] = (session, asked, request.deadline)
+        self._perform(known, known.machine.ask(asked))
+
+    def _check_free(self, known: _Known | None, session: Session, message: InitPair) -> None:
+        """ConfigError for a client that is another rank, and for a rank that another client of the process holds.
+
+        Redis knows processes: to it, the second is the same call again. It tells a newer launch.
+        """
+        asked = [] if known is None else [(owner, (one.side, one.rank)) for owner, one, _ in known.asked.values()]
+        mine = [member for owner, member in asked if owner is session]
+        if (seat := session.seats.get(message.pair)) is not None:
+            mine.append(seat.member)
+        wanted = (message.side, message.rank)
+        for side, rank in mine:
+            if (side, rank) != wanted:
+                raise ConfigError(
+                    f"this client is {side} rank {rank} of pair {message.pair!r} already; "
+                    f"use another client to be {message.side} rank {message.rank}"
+                )
+        takes_over = message.takeover and message.launch is not None
+        if known is None or known.machine.launched_again(message.side, message.launch) or takes_over:
+            return
+        held = [owner for owner, member in asked if member == wanted]
+        held += [
+            other
+            for other in self._sessions()
+            if (theirs := other.seats.get(message.pair)) is not None
+            and theirs.member == wanted
+            and known.machine.error(theirs.epoch) is None
+        ]
+        for other in held:
+            if other is not session and other.holder == session.holder:
+                raise ConfigError(
+                    f"rank {message.rank} of side {message.side} on pair {message.pair} {HELD_HERE}, "
+                    f"pid {session.holder.pid} on host {session.holder.shown_host}: close that one first"
+                )
+
+    def error(self, seat: Seat) -> PeerLostError | None:
+        """Why a call of this seat's epoch cannot go on; None when it can."""
+        return self._known[seat.pair].machine.error(seat.epoch)
+
+    def view(self, pair: str) -> PairView:
+        """Who holds which rank in the epoch that stands."""
+        view = self._known[pair].machine.view
+        assert view is not None
+        return view
+
+    def shown(self) -> list[tuple[Pair, bool]]:
+        """All pairs known here and the last ones that were, for the status report; and whether one is of the latter."""
+        found = self._ended | {name: known.machine for name, known in self._known.items()}
+        return [(found[name], name not in self._known) for name in sorted(found)]
+
+    async def refresh(self) -> str:
+        """Read all pairs that status shows, because who is idle has not heard of the latest; why that failed, or "".
+
+        Also a pair in use is read: a wake-up for what has just happened may still be on its way.
+        """
+        # What is known or has ended may change meanwhile, so each reads into what it was at the beginning.
+        reads = [self._read(known) for known in self._known.values()]
+        reads += [self._read_ended(name, machine) for name, machine in self._ended.items()]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                failed = [why for why in await asyncio.gather(*reads) if why]
+        except TimeoutError:
+            return f"Redis at {self._store.url} has not answered within {PATIENCE:g} s"
+        return failed[0] if failed else ""
+
+    async def _read(self, known: _Known) -> str:
+        try:
+            async with known.order:
+                view = await self._store.pair(known.machine.pair, timeout=PATIENCE)
+                if view is not None and known.forgotten:  # meanwhile, while this waited: nothing follows from it here
+                    known.machine.view = view
+                elif view is not None:
+                    self._perform(known, known.machine.viewed(view))
+        except EthaError as error:
+            return error.message
+        return ""
+
+    async def _read_ended(self, name: str, machine: Pair) -> str:
+        try:
+            view = await self._store.pair(name, timeout=PATIENCE)
+        except EthaError as error:
+            return error.message
+        if self._ended.get(name) is machine:
+            if view is None:
+                del self._ended[name]
+            else:
+                machine.view = view
+        return ""
+
+    def lose(self, agent: str, text: str) -> None:
+        """The link to an agent is lost, and with it every pair that it takes part in."""
+        for known in self._known.values():
+            self._perform(known, known.machine.lose(agent, text))
+
+    def gone(self, session: Session, reason: Reason) -> None:
+        """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
+        held = {(pair, seat.side, seat.rank) for pair, seat in session.seats.items()}
+        for name, known in self._known.items():
+            for key in [key for key, (owner, _, _) in known.asked.items() if owner is session]:
+                _, asked, _ = known.asked.pop(key)
+                held.add((name, asked.side, asked.rank))
+        kept = {
+            (pair, seat.side, seat.rank)
+            for other in self._sessions()
+            if other is not session and other.holder == session.holder
+            for pair, seat in other.seats.items()
+        }
+        session.seats.clear()
+        for name, side, rank in sorted(held - kept):
+            known = self._known[name]
+            self._perform(known, known.machine.depart(side, rank, session.holder, reason))
+        for name in {name for name, _, _ in held}:
+            if (left := self._known.get(name)) is not None:
+                self._forget_unused(left)
+
+    def _over(self, known: _Known, key: CallKey, expired: bool) -> None:
+        if expired and known.machine.waits_for_others(key):
+            self._work(known, self._expire(known, key))
+        else:
+            self._perform(known, known.machine.expire(key, cancelled=not expired))
+            known.asked.pop(key, None)
+
+    async def _expire(self, known: _Known, key: CallKey) -> None:
+        """A deadline has passed: look for what this call may have missed, then end it, unless it has been let in."""
+        if key not in known.asked:
+            return  # let in, or gone, before this began
+        asked = known.asked[key][1]
+        alone = known.machine.absent(known.machine.missing(asked))
+        hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
+        self._perform(known, known.machine.expire(key, cancelled=False, hint=hint))
+        known.asked.pop(key, None)
+
+    def _work(self, known: _Known, work: Coroutine[Any, Any, None]) -> None:
+        """A task that needs the pair; after it the pair may be needed no more."""
+
+        async def working() -> None:
+            try:
+                await work
+            finally:
+                known.working -= 1
+                self._forget_unused(known)
+
+        known.working += 1
+        self._spawn(working())
+
+    def _forget_unused(self, known: _Known) -> None:
+        """Follow a pair no longer once nobody here belongs to it or wants to, and Redis knows that."""
+        name = known.machine.pair
+        needed = known.asked or known.machine.waiting or known.working or known.ahead
+        if needed or known.forgotten or any(name in session.seats for session in self._sessions()):
+            return
+        known.forgotten = True
+        known.changed.set()
+        del self._known[name]
+        self._ended[name] = known.machine
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _perform(self, known: _Known, effects: list[PairEffect]) -> None:
+        pair = known.machine.pair
+        for effect in effects:
+            match effect:
+                case Join(asked=asked):
+                    self._work(known, self._join(known, asked))
+                case Leave(side=side, rank=rank, holder=holder, reason=reason):
+                    self._work(known, self._leave(known, side, rank, holder, reason))
+                case Answer(call=key, message=message):
+                    session, asked, _ = known.asked.pop(key)
+                    session.seats[pair] = Seat(
+                        pair=pair,
+                        side=asked.side,
+                        rank=asked.rank,
+                        remote=asked.remote,
+                        holder=asked.holder,
+                        epoch=message.epoch,
+                    )
+                    self._calls.answer(key, message)
+                case Fail(call=key, error=error):
+                    owner, _, _ = known.asked.pop(key, (None, None, 0.0))
+                    self._calls.fail(key, error if owner is None else _with_wishes(owner, error))
+                case Sever(epoch=epoch, text=text):
+                    self._work(known, self._sever(known, epoch, text))
+                case Formed(epoch=epoch):
+                    log.info("pair %s formed, epoch %d", pair, epoch)
+                    agents = {holder.agent for holder in known.machine.members().values()}
+                    if len(agents) > 1:
+                        self._work(known, self._meet(known, epoch, agents))
+                    else:
+                        self._perform(known, known.machine.met(epoch))
+                case Broken(epoch=epoch, error=error):
+                    log.info("pair %s lost: %s", pair, error.message)
+                    # First the news, then the calls that end by it: whoever hears of the one knows of the other.
+                    for session in self._sessions():
+                        seat = session.seats.get(pair)
+                        if seat is not None and seat.epoch == epoch:
+                            session.peer.push(PairLost(pair=pair, epoch=epoch, reason=error.reason, text=error.message))
+                    self._broken(pair, epoch, error)
+
+    async def _join(self, known: _Known, asked: Asked) -> None:
+        _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
+        left = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
+        if left <= 0:
+            return  # its deadline has spoken already
+        try:
+            async with known.order:
+                view = await self._store.join(
+                    known.machine.pair,
+                    asked.side,
+                    asked.remote,
+                    rank=asked.rank,
+                    world_size=asked.world_size,
+                    launch=asked.launch,
+                    run=asked.run,
+                    takeover=asked.takeover,
+                    member=asked.holder,
+                    timeout=left,
+                )
+                if asked.key not in known.asked:  # it gave up meanwhile: its Leave may have come first
+                    await self._store.leave(known.machine.pair, asked.side, asked.rank, asked.holder, "closed")
+                self._perform(known, known.machine.joined(asked.key, view))
+        except EthaError as error:
+            self._perform(known, known.machine.refused(asked.key, error))
+
+    async def _meet(self, known: _Known, epoch: int, agents: set[str]) -> None:
+        try:
+            await self._links.form(known.machine.pair, epoch, agents)
+        except EthaError as error:
+            log.warning("pair %s epoch %d: %s", known.machine.pair, epoch, error.message)
+            self._perform(known, known.machine.unmet(epoch, error))
+            return
+        self._perform(known, known.machine.met(epoch))
+
+    async def _sever(self, known: _Known, epoch: int, text: str) -> None:
+        try:
+            async with known.order:
+                await self._store.sever(known.machine.pair, epoch, "died", text)
+        except EthaError as error:
+            # Whoever joins next finds the epoch standing in Redis, and says it again.
+            known.ahead = True
+            outage(log, "pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
+
+    async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
+        try:
+            async with known.order:
+                await self._store.leave(known.machine.pair, side, rank, holder, reason)
+        except EthaError as error:
+            # The lease of this agent, or the next join, will find the holder dead.
+            known.ahead = True
+            outage(log, "pair %s: %s rank %d could not be taken out: %s", known.machine.pair, side, rank, error)
+
+    async def _follow(self, known: _Known) -> None:
+        """Read the pair after every wake-up, as long as somebody here belongs to it.
+
+        Who waits for others looks at every tick, too; a pair that stands is read when it has changed.
+        """
+        name = known.machine.pair
+        with self._store.watch(
+            self._store.keys.pair(name), known.changed.set, ticks=lambda: bool(known.machine.waiting)
+        ):
+            while True:
+                await known.changed.wait()
+                known.changed.clear()
+                if known.forgotten:
+                    return
+                try:
+                    async with known.order:
+                        # The members of a large side are read only when somebody waits or something changed.
+                        state, seen = await self._store.pair_state(name), known.machine.view
+                        same = state is not None and seen is not None and state.same_as(seen)
+                        if not same or known.machine.waiting:
+                            view = await self._store.pair(name)
+                            if view is not None:
+                                self._perform(known, known.machine.viewed(view))
+                    known.ahead = known.ahead and state is not None and state.state == "formed"
+                    self._forget_unused(known)
+                except EthaError as error:
+                    outage(log, "pair %s could not be read: %s", name, error)
+
+    async def _look_again(self) -> None:
+        """A wake-up may be lost: whoever differs from what Redis holds is read again."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN)
+            names = sorted(self._known)
+            try:
+                states = await self._store.pair_states(names)
+            except EthaError as error:
+                log.debug("the pairs could not be read: %s", error)
+                continue
+            for name, state in states.items():
+                known = self._known.get(name)
+                seen = known.machine.view if known is not None else None
+                same = state is not None and seen is not None and state.same_as(seen)
+                if known is not None and (known.ahead or not same):
+                    known.changed.set()
+
+
+def _with_wishes(session: Session, error: EthaError) -> EthaError:
+    """``error``, and that this agent is not the one that the worker has asked for: that may be its cause."""
+    if not session.differs or isinstance(error, ConfigError):
+        return error
+    wire = error.to_wire()
+    return from_wire({**wire, "text": f"{wire['text']}. {session.differs}"})

@@ -1,0 +1,88 @@
+"""Who waits for whom over agents: only the coordinator of a direction knows, so a status report asks it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etha.agent.protocol.effects import CallKey, Member
+from etha.agent.protocol.waiting import Call
+from etha.agent.runtime.peers import Links
+from etha.agent.services.batch_state import Live
+from etha.peer.introductions import AskMissing, TellMissing
+
+#: Seconds that a status report waits for other agents, and a call at its deadline; then this agent says what it knows.
+PATIENCE = 0.5
+LAST_PATIENCE = 0.1
+
+
+class Inquiries:
+    """Questions to coordinators of other agents, and answers to theirs."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._asked: dict[int, asyncio.Future[tuple[Member, ...]]] = {}
+        self._requests = 0
+
+    async def refresh(self, lives: list[Live]) -> None:
+        """Bring ``missing`` of these batches up to date, as far as their coordinators answer in time."""
+        asked = [(live, self._ask(live, _oldest(live))) for live in lives if live.transfers is not None and live.asks]
+        futures = {future for _, future in asked if future is not None}
+        if futures:
+            await asyncio.wait(futures, timeout=PATIENCE)
+        for live, future in asked:
+            assert live.transfers is not None
+            known = future.result() if future is not None and future.done() and not future.cancelled() else ()
+            live.missing = tuple(sorted({*live.transfers.missing(), *known}))
+        self._forget(futures)
+
+    async def learn(self, live: Live, key: CallKey) -> None:
+        """Before a waiting call ends at its deadline: ask who was not ready, where READY has not told."""
+        transfers = live.transfers
+        call = transfers.find(key) if transfers is not None else None
+        if transfers is None or call is None or call not in transfers.queues.of(call.member[0]):
+            return
+        if transfers.sides[call.member[0]].standing is not None:
+            return  # taking READY back is answered with it
+        future = self._ask(live, call)
+        if future is not None:
+            await asyncio.wait({future}, timeout=LAST_PATIENCE)
+            if future.done():
+                transfers.told(_source(live, call), future.result())
+            self._forget({future})
+
+    def hear(self, agent: str, live: Live, message: AskMissing | TellMissing) -> None:
+        """Another agent asks, or answers."""
+        match message:
+            case AskMissing(request=request, source=source):
+                found = live.transfers.coordinators.get(source) if live.transfers is not None else None
+                missing = found.missing() if found is not None else ()
+                self._links.tell(agent, live.scope, TellMissing(request=request, missing=missing))
+            case TellMissing(request=request, missing=missing):
+                future = self._asked.get(request)
+                if future is not None and not future.done() and agent in live.agents:
+                    future.set_result(missing)
+
+    def _ask(self, live: Live, call: Call | None) -> asyncio.Future[tuple[Member, ...]] | None:
+        if call is None:
+            return None
+        source = _source(live, call)
+        coordinator = live.machine.agents[source][0]
+        if coordinator == live.machine.me:
+            return None
+        self._requests += 1
+        self._asked[self._requests] = future = asyncio.get_running_loop().create_future()
+        self._links.tell(coordinator, live.scope, AskMissing(request=self._requests, source=source))
+        return future
+
+    def _forget(self, futures: set[asyncio.Future[tuple[Member, ...]]]) -> None:
+        for request in [request for request, future in self._asked.items() if future in futures]:
+            del self._asked[request]
+
+
+def _oldest(live: Live) -> Call | None:
+    return next(iter(live.transfers.queues), None) if live.transfers is not None else None
+
+
+def _source(live: Live, call: Call) -> str:
+    """The side that a call's direction sends from."""
+    return call.member[0] if call.verb == "send" else live.other(call.member[0])

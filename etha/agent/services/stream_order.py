@@ -1,0 +1,99 @@
+"""Calls whose callers' devices are behind: they count as made once the work that was queued before them is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from etha.agent.protocol.effects import CallKey
+from etha.agent.runtime.calls import Calls
+from etha.agent.runtime.device import Card
+from etha.agent.runtime.sessions import Session
+from etha.agent.services.batch_state import Live
+from etha.errors import EthaError, TransferError, TransferTimeoutError
+from etha.transport.copy.device_memory import CardError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    live: Live
+    session: Session
+    go: Callable[[], None]
+
+
+class Behind:
+    """Holds each such call until its device has come so far. Nobody else knows of it before; loop thread only."""
+
+    def __init__(self, card: Card | None, calls: Calls) -> None:
+        self._card, self._calls = card, calls
+        self._held: dict[CallKey, _Held] = {}
+
+    def pass_on(self, live: Live, session: Session, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
+        """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
+        if not mark or self._card is None:
+            return go()
+        try:
+            reached = self._card.reached(session, mark)
+        except EthaError:
+            live.asks.pop(key, None)
+            raise
+        if reached:
+            return go()
+        self._held[key] = _Held(live=live, session=session, go=go)
+        self._card.follow(session, mark, lambda why: self._reached(key, why))
+
+    def end(self, key: CallKey, *, expired: bool) -> bool:
+        """A call's deadline or its cancellation: whether it was held here, and has been told."""
+        held = self._take(key)
+        if held is None:
+            return False
+        name = held.live.name
+        if expired:
+            error: EthaError = TransferTimeoutError(
+                f"batch {name!r}: the work that this worker had queued on its GPU before the call is not done yet",
+                outcome="withdrawn",
+            )
+        else:
+            error = TransferError(f"batch {name!r}: cancelled before the other side was asked", outcome="withdrawn")
+        self._calls.fail(key, error)
+        return True
+
+    def leave(self, live: Live, session: Session, error: TransferError) -> None:
+        """A worker leaves a batch: its calls there end, and it is told so, if it still is there."""
+        self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
+
+    def break_up(self, live: Live, error: TransferError) -> None:
+        """The batch is over."""
+        self._drop([key for key, held in self._held.items() if held.live is live], error)
+
+    def _drop(self, keys: Sequence[CallKey], error: TransferError) -> None:
+        # Nobody else has heard of these calls.
+        withdrawn = copy(error)
+        withdrawn.outcome = "withdrawn"
+        for key in keys:
+            self._take(key)
+            self._calls.fail(key, withdrawn)
+
+    def failed(self, error: BaseException | None) -> None:
+        """How a transfer has ended here: with the card's context nothing more will work."""
+        if self._card is not None and isinstance(error, CardError) and error.sticky:
+            self._card.spoil(str(error))
+
+    def _take(self, key: CallKey) -> _Held | None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            held.live.asks.pop(key, None)
+        return held
+
+    def _reached(self, key: CallKey, why: str) -> None:
+        held = self._held.get(key)
+        if held is None:
+            return
+        if why:
+            self._take(key)
+            text = f"batch {held.live.name!r}: this worker's GPU failed before the call: {why}"
+            self._calls.fail(key, TransferError(text, outcome="withdrawn"))
+            return
+        del self._held[key]
+        held.go()

@@ -1,0 +1,123 @@
+"""What ``client.status()`` and ``etha status --json`` show of one agent, as plain data; pure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from etha.agent.protocol.pair import Pair
+from etha.agent.services.batch_state import Live
+from etha.version import __version__
+
+if TYPE_CHECKING:
+    from etha.agent.server import Agent
+
+
+def report(agent: Agent, stale: str = "") -> dict[str, Any]:
+    """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only.
+
+    ``stale``: why the pairs could not be read again, so that they may be older than this report.
+    """
+    return {
+        "agent": {
+            "id": agent.id,
+            "pid": os.getpid(),
+            "host": agent.settings.host_name,
+            "host_id": agent.settings.host_id,
+            "device": agent.device,
+            "namespace": agent.settings.namespace,
+            "redis": agent.store.url,
+            "version": __version__,
+            "started_at": agent.started_at,
+            "workers": [
+                {
+                    "pid": session.holder.pid,
+                    "memory": session.reach,
+                    "segments": len(session.memory.segments),
+                    "ranks": [f"{seat.pair}: {seat.side} {seat.rank}" for _, seat in sorted(session.seats.items())],
+                }
+                for session in agent.sessions.values()
+            ],
+            "running": agent.movers.rest.running,
+            **agent.links.published,
+            "encrypted": agent.links.encrypts,
+            "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
+            "links": _links(agent),
+            "stale": stale,
+        },
+        "pairs": [_pair(machine, ended) for machine, ended in agent.pairs.shown()],
+        "batches": [line for live in agent.batches.live.values() for line in _batch(live)],
+    }
+
+
+def _pair(machine: Pair, ended: bool) -> dict[str, Any]:
+    """One line; ``ended``: nobody here belongs to the pair any more, so Redis alone knows how it stands."""
+    view, lost = machine.view, machine.lost
+    state, epoch, error = machine.state.name.lower(), machine.epoch, lost.message if lost is not None else ""
+    if view is not None and ended:
+        state, epoch, error = view.state, view.epoch, error if view.epoch == epoch else view.error
+    if view is not None and view.state == "closed" and state == "lost":
+        state = "closed"  # everybody of both sides has left in order
+    over = state == "closed"
+    return {
+        "pair": machine.pair,
+        "state": state,
+        "epoch": epoch,
+        "sides": {
+            name: {"world_size": side.world_size, "ranks": sorted(side.members)}
+            for name, side in (view.sides.items() if view is not None else ())
+        },
+        "waiting_for": {} if view is None or over else view.missing(),
+        "error": "" if over else error,
+    }
+
+
+def _links(agent: Agent) -> list[dict[str, Any]]:
+    """One line a linked agent: seconds since it was heard, its last round trip, beats it missed, payload bytes."""
+    lines = []
+    for peer in agent.links.hub.peers():
+        record, traffic = agent.links.record(peer.agent), agent.links.plane.traffic.get(peer.agent)
+        lines.append(
+            {
+                "agent": peer.agent,
+                "host": record.shown_host if record is not None else "",
+                "address": peer.address,
+                "state": peer.state,
+                "silent": round(peer.silent, 3),
+                "round_trip": None if peer.round_trip is None else round(peer.round_trip, 6),
+                "missed": peer.missed,
+                "reads": peer.agent in agent.links.reads,
+                "bytes_sent": traffic.sent if traffic is not None else 0,
+                "bytes_received": traffic.received if traffic is not None else 0,
+            }
+        )
+    return lines
+
+
+def _batch(live: Live) -> list[dict[str, Any]]:
+    state = live.machine.state.name.lower()
+    waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(live.machine.absent)]
+    seq, nbytes = 0, 0
+    if live.transfers is not None and live.evaluation is not None:
+        seq = live.transfers.seq
+        nbytes = max(live.evaluation.nbytes(side) for side in live.evaluation.sides)
+        if live.current is not None:
+            state = "moving"
+        elif live.asks:
+            state = "waiting"
+            waiting = [f"{side} rank {rank}" for side, rank in live.missing]
+    return [
+        {
+            "pair": pair,
+            "batch": live.name,
+            "state": state,
+            "seq": seq,
+            "version": live.version,
+            "bytes": nbytes,
+            "transport": live.transports if live.transfers is not None else "",
+            "waiting_for": waiting,
+            "last_seconds": live.last_seconds,
+            "last_error": live.last_error.message if live.last_error is not None else "",
+        }
+        for pair in live.pairs
+    ]

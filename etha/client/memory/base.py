@@ -1,0 +1,250 @@
+"""Homes: the memory that a client's tensors lie in, as much of it as differs between a CPU and a GPU.
+
+name        "cpu", or a GPU's uuid          agent    what its agent is called: "cpu", "cuda-GPU-..."
+describe    where a tensor lies, for the agent
+show        what the agent needs to map it
+mark        the work that a call comes after
+reach       waiting for it here
+copy        live tensors <-> what stands for them
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from etha.client.memory.tensors import empty
+from etha.config import CUDA_AGENT
+from etha.cuda.driver import DeviceError, driver, installed
+from etha.errors import ConfigError, ProtocolError, RegistrationError, TransferError
+from etha.memory import shared
+from etha.memory.handles import TensorHandle, describe
+from etha.memory.room import check_room
+
+#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
+_SMALL = 1 << 18
+
+
+def _nothing() -> None:
+    """What the end of a call means where nothing was marked."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
+class Mark:
+    """A point in the caller's queue of device work. ``handle`` names it to the agent; b"": nothing to wait for.
+
+    ``failed``: there is none, and this is why. ``end`` is called when the call has ended; with the last reference
+    to the mark it ends by itself.
+    """
+
+    handle: bytes = b""
+    event: int = 0
+    failed: TransferError | None = None
+    end: Callable[[], object] = _nothing
+
+    def check(self) -> None:
+        """TransferError where the device refused it."""
+        if self.failed is not None:
+            raise self.failed
+
+
+@dataclass(slots=True, kw_only=True)
+class Stage:
+    """Memory that the agent maps and that stands for tensors of this worker, by entry (None: the tensor itself).
+
+    ``memory`` is what keeps it allocated.
+    """
+
+    home: Home
+    tensors: list[torch.Tensor | None]
+    memory: object = field(default=None, repr=False)
+
+    @property
+    def serves(self) -> bool:
+        """Whether any tensor is staged."""
+        return any(tensor is not None for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are staged."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is copied faster than a thread is asked to."""
+        return not self.serves or self.home.quick(self.nbytes)
+
+    def handles(self, live: Sequence[TensorHandle]) -> list[TensorHandle]:
+        """Where the agent reads or writes, by entry."""
+        return [self.home.describe(t) if t is not None else h for t, h in zip(self.tensors, live, strict=True)]
+
+    def pull(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Live tensors -> stage, before sending, once the call's mark is reached; done when it returns."""
+        self.home.copy([(s, t) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=False)
+
+    def push(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Stage -> live tensors, after receiving, once nothing reads them that is queued; done when it returns."""
+        self.home.copy([(t, s) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=True)
+
+
+class Home(Protocol):
+    """See the module's head."""
+
+    name: str
+    agent: str
+
+    @property
+    def refused(self) -> str:
+        """Why some memory here cannot be shown to an agent, and what to do; or nothing."""
+        ...
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor lies here."""
+        ...
+
+    def describe(self, tensor: torch.Tensor) -> TensorHandle:
+        """Where a plain strided tensor lies; its ``segment`` is None where the agent cannot map it."""
+        ...
+
+    def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
+        """(header, descriptors) by which an agent maps a segment."""
+        ...
+
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+        """Memory of the same shapes, dense, for the chosen tensors."""
+        ...
+
+    def mark(self) -> Mark:
+        """The work that the calling thread has queued by now. It never raises: the mark says what failed."""
+        ...
+
+    def reach(self, mark: Mark, stop: threading.Event) -> bool:
+        """Block until ``mark``'s work is done; False if ``stop`` is set before. Any thread."""
+        ...
+
+    def backed(self, tensor: torch.Tensor) -> bool:
+        """Whether a registered tensor still has memory."""
+        ...
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
+        """Copy (target, source) pairs; any thread, done when it returns.
+
+        ``live``: into what the user works with, so after all work that this process has queued by now.
+        """
+        ...
+
+    def quick(self, nbytes: int) -> bool:
+        """Whether so many bytes are copied faster than a thread is asked to."""
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether its memory may only be freed once the agent has closed it."""
+        ...
+
+    def close(self, *, released: bool) -> None:
+        """No call needs it any more; ``released``: nor does the agent. Idempotent."""
+        ...
+
+
+class CpuHome:
+    """The host's memory."""
+
+    name = agent = "cpu"
+    refused = ""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As of any home."""
+        return home_name(tensor) == self.name
+
+    def describe(self, tensor: torch.Tensor) -> TensorHandle:
+        """A segment's where the tensor lies in one, else the process's, which the agent reads and writes in place."""
+        return describe(tensor)
+
+    def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
+        """The sealed memfd."""
+        found = shared.segment(segment)
+        if found is None:
+            raise ProtocolError(f"segment {segment} is gone while one of its tensors is registered")
+        return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
+
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+        """Pages are touched here, once all of them fit."""
+        needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
+        if needed:
+            check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
+        made = [empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)]
+        return Stage(home=self, tensors=made)
+
+    def mark(self) -> Mark:
+        """The host's memory is never behind."""
+        return Mark()
+
+    def reach(self, mark: Mark, stop: threading.Event) -> bool:
+        """At once."""
+        return True
+
+    def backed(self, tensor: torch.Tensor) -> bool:
+        """The tensor keeps it."""
+        return True
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
+        """As of any home."""
+        for target, source in pairs:
+            target.copy_(source)
+
+    def quick(self, nbytes: int) -> bool:
+        """Some ten microseconds."""
+        return nbytes < _SMALL
+
+    lends = False
+
+    def close(self, *, released: bool) -> None:
+        """Nothing to do: a memfd is mapped by who has it open."""
+
+
+def home_name(tensor: torch.Tensor) -> str:
+    """ "cpu", the uuid of the GPU that a plain tensor's memory is on, or another device's own name.
+
+    Asks a driver only where there is one. RegistrationError for a GPU that does not answer.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        return str(tensor.device)
+    one = driver() if tensor.device.type == "cuda" else installed()
+    try:
+        return (one.holds(tensor) if one is not None else None) or "cpu"
+    except DeviceError as error:
+        raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
+
+
+def agent_of(device: torch.device) -> str:
+    """What the agent of a device is called: "cpu" or "cuda-GPU-<uuid>"; ConfigError for one that is not there."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ConfigError(f"device={str(device)!r}: Etha serves cpu and cuda devices")
+    try:
+        devices = driver().devices()
+    except DeviceError as error:
+        raise ConfigError(f"device={str(device)!r}: {error}; `etha doctor` says more") from error
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for found in devices:
+        if found.ordinal == index:
+            return f"{CUDA_AGENT}{found.uuid}"
+    raise ConfigError(f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees")
+
+
+def home_of(agent: str) -> Home:
+    """The home that the agent of this name serves."""
+    if not agent.startswith(CUDA_AGENT):
+        return CpuHome()
+    from etha.client.memory.cuda import GpuHome
+
+    try:
+        return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
+    except DeviceError as error:
+        raise ConfigError(f"the agent serves {agent}: {error}; `etha doctor` says more") from error

@@ -1,0 +1,75 @@
+"""The segments that a client has shown to its agent, and which of its registrations use them.
+
+    use = segments.use()                    one registration
+    await use.show(handles, timeout)        the agent maps what it has not mapped yet
+    await use.release(timeout)              the agent unmaps what no other registration of this client uses
+
+The client names what is to be unmapped, because only it knows of memory that it has shown for a registration that
+the agent has not heard of yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from etha.bus.link import AgentLink
+from etha.bus.messages import LetGo, Released
+from etha.client.memory.base import Home
+from etha.memory.handles import TensorHandle
+
+#: Segments of one request.
+_MOST = 1 << 15
+
+
+class SharedSegments:
+    """All of one connection."""
+
+    def __init__(self, link: AgentLink, home: Home) -> None:
+        self._link, self._home = link, home
+        self._shown: set[str] = set()
+        self._uses: set[SegmentUse] = set()
+        #: What is shown again must not meet what is being unmapped.
+        self._changing = asyncio.Lock()
+
+    def use(self) -> SegmentUse:
+        """Of one more registration."""
+        return SegmentUse(self)
+
+    async def show(self, use: SegmentUse, handles: Iterable[TensorHandle], timeout: float) -> None:
+        """See ``SegmentUse.show``."""
+        names = {handle.segment: None for handle in handles if handle.segment is not None}
+        use.names.update(names)
+        self._uses.add(use)
+        async with self._changing:
+            for name in names:
+                if name not in self._shown:
+                    header, descriptors = self._home.show(name)
+                    await self._link.send_descriptors(header, descriptors, timeout=timeout)
+                    self._shown.add(name)
+
+    async def release(self, use: SegmentUse, timeout: float) -> None:
+        """See ``SegmentUse.release``."""
+        self._uses.discard(use)
+        async with self._changing:
+            while unused := sorted(self._shown.difference(*(other.names for other in self._uses)))[:_MOST]:
+                # Also where no answer comes: what the agent still has is shown again without harm.
+                self._shown.difference_update(unused)
+                released = await self._link.request(LetGo(all=False, segments=tuple(unused)), timeout=timeout)
+                assert isinstance(released, Released)
+
+
+class SegmentUse:
+    """The segments of one registration: its tensors', and those of what stands for them."""
+
+    def __init__(self, segments: SharedSegments) -> None:
+        self._segments = segments
+        self.names: set[str] = set()
+
+    async def show(self, handles: Iterable[TensorHandle], timeout: float) -> None:
+        """Let the agent map every segment that the handles name and that it has not mapped."""
+        await self._segments.show(self, handles, timeout)
+
+    async def release(self, timeout: float) -> None:
+        """The registration is over: have the agent unmap what none but this one used. Idempotent."""
+        await self._segments.release(self, timeout)

@@ -1,0 +1,141 @@
+"""Which ranks of a host carry for which: from what each NIC is to take in from other hosts, to equal shares.
+
+Bytes are summed over the whole model, class by class from the volumes of cells (or, where the two sides share
+hosts, link by link), so a tensor that loads one NIC makes up for one that loads another; only what remains uneven
+is carried. O(classes x holders), integers throughout, equal at both ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.plan.analysis.links import class_rows
+from etha.plan.planner.carriers import SHARES, Carriers
+from etha.plan.planner.fanout import volumes
+from etha.plan.planner.rank_plan import MOVE, RESULT
+
+if TYPE_CHECKING:
+    from etha.plan.planner.chunks import TensorClass
+    from etha.plan.planner.m2m import Topology
+
+Ints = npt.NDArray[np.int64]
+#: A host is left alone where its busiest NIC takes in at most so many percent of the mean.
+_UNEVEN = 102
+#: Where both sides share hosts, links are counted one by one up to so many pieces and copies of all classes.
+_MOST_LINKS = 1 << 20
+
+
+def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | None:
+    """Who carries for whom; None where no host has a busy and an idle NIC."""
+    ranks = len(topology.target_host)
+    if topology.one_agent or not classes or not ranks:
+        return None
+    # By rank: what it takes in from other hosts, and what of that may be carried; and who holds anything.
+    found = np.zeros((3, ranks), dtype=np.int64)
+    if topology.apart:
+        for klass in classes:
+            _by_cells(klass, topology, found)
+    elif sum(_links(klass) for klass in classes) <= _MOST_LINKS:
+        for klass in classes:
+            _by_links(klass, topology, found)
+    taken, movable, held = found
+    shares: dict[int, list[tuple[int, int]]] = {}
+    _, nic = np.unique(np.stack([topology.target_host, topology.target_agent]), axis=1, return_inverse=True)
+    nic = nic.reshape(-1)  # NICs numbered host by host; only those of ranks that hold anything
+    load, here = np.zeros(int(nic.max()) + 1, dtype=np.int64), np.zeros(int(nic.max()) + 1, dtype=np.int64)
+    np.add.at(load, nic, taken)
+    np.maximum.at(here, nic, held)
+    host = np.zeros_like(load)
+    host[nic] = topology.target_host
+    total, count, most = (np.zeros(int(host.max()) + 1, dtype=np.int64) for _ in range(3))
+    np.add.at(total, host, load)
+    np.add.at(count, host, here)
+    np.maximum.at(most, host, load)
+    for one in np.flatnonzero(most * count * 100 > total * _UNEVEN).tolist():
+        nics = np.flatnonzero((host == one) & (here > 0))
+        _level(nics, load, int(total[one] // count[one]), nic, held, movable, shares)
+    if not shares:
+        return None
+    width = max(len(s) for s in shares.values())
+    takers, upto = np.full((ranks, width), -1, dtype=np.int64), np.zeros((ranks, width), dtype=np.int64)
+    donors: dict[int, list[int]] = defaultdict(list)
+    for rank, some in sorted(shares.items()):
+        sum_ = np.cumsum([share for _, share in some])
+        upto[rank] = sum_[-1]
+        for i, (taker, _) in enumerate(some):
+            takers[rank, i], upto[rank, i] = taker, sum_[i]
+            donors[taker].append(rank)
+    return Carriers(takers=takers, upto=upto, donors={t: tuple(d) for t, d in donors.items()})
+
+
+def _level(
+    nics: Ints, load: Ints, mean: int, nic: Ints, held: Ints, movable: Ints, shares: dict[int, list[tuple[int, int]]]
+) -> None:
+    """Give what the NICs of one host take in above the mean to those below it."""
+    room = [(int(a), mean - int(load[a])) for a in nics if load[a] < mean]
+    for busy in nics[load[nics] > mean].tolist():
+        ranks = np.flatnonzero((nic == busy) & (movable > 0))
+        excess = int(load[busy]) - mean
+        for rank in ranks.tolist():
+            left = min(excess, int(movable[rank]))
+            excess -= left
+            while left > 0 and room:
+                other, space = room.pop()
+                part = min(left, space)
+                share = part * SHARES // int(movable[rank])
+                if share:
+                    taker = int(np.flatnonzero((nic == other) & (held > 0))[0])
+                    shares.setdefault(rank, []).append((taker, share))
+                left -= part
+                if space > part:
+                    room.append((other, space - part))
+
+
+def _by_cells(klass: TensorClass, topology: Topology, found: Ints) -> None:
+    """Add what the holders of each cell take in where all of it comes from other hosts."""
+    scale = klass.itemsize * klass.members
+    for block in klass.blocks:
+        ranks = block.target.ranks[:, 0, :]
+        nbytes = np.broadcast_to((volumes(klass.shape, block.target) * scale)[:, None], ranks.shape)
+        host = np.where(ranks < 0, -1, topology.target_host[ranks])
+        first = np.append(np.ones((len(ranks), 1), dtype=np.bool_), host[:, 1:] != host[:, :-1], axis=1)
+        group = np.cumsum(first, axis=1) - 1 + np.arange(len(ranks))[:, None] * ranks.shape[1]
+        members = np.bincount(group.reshape(-1), minlength=ranks.size)[group]
+        groups = (first & (ranks >= 0)).sum(axis=1)
+        c, q = np.nonzero(ranks >= 0)
+        each = nbytes[c, q] // (members[c, q] if klass.chains is not None else 1)
+        last = (members[c, q] == 1) & ((groups[c] <= klass.chains) if klass.chains is not None else klass.entries == 1)
+        np.add.at(found[0], ranks[c, q], each)
+        np.add.at(found[1], ranks[c, q], np.where(last & (klass.reduction is None), each, 0))
+        found[2, ranks[c, q]] = 1
+
+
+def _links(klass: TensorClass) -> int:
+    """About how many links of one class there are."""
+    total = 0
+    for block in klass.blocks:
+        pieces = int(np.prod([len(o.size) for o in block.overlays], dtype=np.int64))
+        total += pieces * block.target.ranks.shape[2] * klass.turns * klass.m2m.replicas
+    return total
+
+
+def _by_links(klass: TensorClass, topology: Topology, found: Ints) -> None:
+    """Add what every link between hosts brings; of classes where nobody passes on, all may be carried."""
+    times = np.full(klass.turns, -(-klass.members // klass.turns), dtype=np.int64)
+    last = klass.entries == 1 and klass.chains is None and klass.reduction is None
+    for kind, (source, target, nbytes, count), _ in class_rows(klass, times):
+        if kind not in (MOVE, RESULT):
+            continue
+        wire = (topology.source_host[source] != topology.target_host[target]) & (
+            topology.source_agent[source] != topology.target_agent[target]
+        )
+        np.add.at(found[0], target[wire], (nbytes * count)[wire])
+        np.add.at(found[1], target[wire], (nbytes * count)[wire] * last)
+    for block in klass.blocks:
+        ranks = block.target.ranks
+        found[2, ranks[ranks >= 0]] = 1

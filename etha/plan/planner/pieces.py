@@ -1,0 +1,152 @@
+"""Where two cuts of a tensor meet: the pieces of a class, products of one pair of cells per dim.
+
+A *piece* is the overlap of a source cell and a target cell. A rank's pieces are the product of its own
+cell's pairs; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.plan.layouts import cells
+from etha.plan.layouts.cells import Overlay
+from etha.plan.planner.m2m import Holding
+from etha.plan.planner.rank_plan import Region
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """M pieces of one block in canonical order: (target cell, source cell)."""
+
+    pairs: tuple[Ints, ...]  # per dim (M,): index of the pair in the dim's overlay
+    cells: tuple[Ints, ...]  # per source grid (M,): flat cell
+    copies: Ints  # (M,): flat cell of the target grid
+    ordinal: Ints
+    degree: Ints
+    number: Ints  # (M,) number of the piece among those of its target cell
+    crowd: Ints  # (M,) how many there are
+    extents: Ints  # (M, d)
+    size: Ints  # (M,) elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """One target grid of a class laid over its source grids."""
+
+    overlays: tuple[Overlay, ...]
+    parts: tuple[tuple[Ints, ...], ...]  # per dim, per source grid: its cell of a joint cell
+    joint_cells: tuple[int, ...]
+    source_cells: tuple[tuple[int, ...], ...]  # per source grid: cells of each dim
+    target_cells: tuple[int, ...]
+    target: Holding
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> Block:
+        """Overlay the cuts of every dim of ``shape``."""
+        grids = [tuple(h.splits[d] for h in source) for d in range(len(shape))]
+        joints = [cells.joint(n, g) for n, g in zip(shape, grids, strict=True)]
+        return cls(
+            overlays=tuple(cells.overlay(n, g, t) for n, g, t in zip(shape, grids, target.splits, strict=True)),
+            parts=tuple(j.part for j in joints),
+            joint_cells=tuple(max(j.cells, 1) for j in joints),
+            source_cells=tuple(h.cells for h in source),
+            target_cells=target.cells,
+            target=target,
+        )
+
+    def of_target(self, cell: int) -> Pieces:
+        """All pieces of a target cell."""
+        place = np.unravel_index(cell, self.target_cells) if self.target_cells else ()
+        return self.over(
+            [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
+        )
+
+    def of_source(self, grid: int, cell: int) -> Pieces:
+        """All pieces of a cell of one source grid."""
+        sizes = self.source_cells[grid]
+        ranges = []
+        for o, c in zip(self.overlays, np.unravel_index(cell, sizes) if sizes else (), strict=True):
+            order, ptr = o.by_source[grid]
+            ranges.append(order[ptr[c] : ptr[c + 1]])
+        return self.over(ranges)
+
+    def over(self, ranges: list[Ints]) -> Pieces:
+        """The product of some pairs of each dim."""
+        count = int(np.prod([len(r) for r in ranges], dtype=np.int64))
+        mesh = np.meshgrid(*ranges, indexing="ij") if ranges else []
+        pairs = [m.reshape(-1) for m in mesh]
+        zero = np.zeros(count, dtype=np.int64)
+        if len(self.source_cells) > 1 and count > 1:
+            copies, joint = zero, zero
+            for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
+                copies = copies * self.target_cells[d] + o.target[p]
+                joint = joint * self.joint_cells[d] + o.source[p]
+            order = np.lexsort((joint, copies))
+            pairs = [p[order] for p in pairs]
+        flat = [zero] * len(self.source_cells)
+        copies, ordinal, degree, size = zero, zero, zero + 1, zero + 1
+        number, crowd = zero, zero + 1
+        extents = np.empty((count, len(pairs)), dtype=np.int64)
+        for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
+            joint = o.source[p]
+            for g, sizes in enumerate(self.source_cells):
+                flat[g] = flat[g] * sizes[d] + self.parts[d][g][joint]
+            copies = copies * self.target_cells[d] + o.target[p]
+            ordinal = ordinal * o.degree[p] + o.ordinal[p]
+            degree = degree * o.degree[p]
+            there = o.target[p]
+            each = o.by_target[there + 1] - o.by_target[there]
+            number = number * each + p - o.by_target[there]
+            crowd = crowd * each
+            extents[:, d] = o.size[p]
+            size = size * o.size[p]
+        return Pieces(
+            pairs=tuple(pairs),
+            cells=tuple(flat),
+            copies=copies,
+            ordinal=ordinal,
+            degree=degree,
+            number=number,
+            crowd=crowd,
+            extents=extents,
+            size=size,
+        )
+
+    def region(self, pieces: Pieces, piece: int, grid: int, cut: tuple[int, int, int] | None) -> Region:
+        """The region of one piece as grid ``grid`` holds it; ``cut`` (dim, lo, hi) keeps a slice of it.
+
+        One grid more than there are is the target's own: both ends are its offsets.
+        """
+        dims = []
+        passed = grid == len(self.source_cells)
+        for d, (p, o) in enumerate(zip(pieces.pairs, self.overlays, strict=True)):
+            pair = int(p[piece])
+            runs = o.runs[0 if passed else grid][o.ptr[pair] : o.ptr[pair + 1]]
+            if passed:
+                runs = joined(runs[:, 1], runs[:, 2])
+            dims.append(runs if cut is None or cut[0] != d else cut_runs(runs, cut[1], cut[2]))
+        return Region(dims=tuple(dims))
+
+
+def joined(offset: Ints, length: Ints) -> Ints:
+    """Runs with both ends at ``offset``; neighbours that touch become one."""
+    head = np.append(True, offset[1:] != (offset + length)[:-1])[: len(offset)]
+    first = np.flatnonzero(head)
+    total = np.add.reduceat(length, first) if len(first) else length
+    return np.stack([offset[first], offset[first], total], axis=1)
+
+
+def cut_runs(runs: Ints, lo: int, hi: int) -> Ints:
+    """The runs of the elements lo..hi-1, counted along the runs."""
+    ends = np.cumsum(runs[:, 2])
+    begins = ends - runs[:, 2]
+    first, last = np.maximum(begins, lo), np.minimum(ends, hi)
+    keep = last > first
+    shift = (first - begins)[keep]
+    return np.stack([runs[keep, 0] + shift, runs[keep, 1] + shift, (last - first)[keep]], axis=1)

@@ -1,0 +1,91 @@
+"""Why a set of tensors cannot be planned: every reason, without planning what cannot be.
+
+Registration lists these; ``check()`` adds what only a plan's rows can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from etha.errors import Violation
+from etha.plan.layouts import dtypes
+from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.chunks import TensorClass
+from etha.plan.planner.reduction import reduce_op
+
+SOURCE, TARGET = "source", "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A violation of a whole class of equal tensors, before it has a tensor's name."""
+
+    code: str
+    side: str
+    rank: int | None
+    text: str
+
+    def of(self, name: str) -> Violation:
+        return Violation(code=self.code, name=name, side=self.side, rank=self.rank, text=self.text)
+
+
+def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
+    """What is wrong with moving a tensor from ``source`` to ``target``, seen from the two specs alone."""
+    found = []
+    if source.shape != target.shape:
+        text = f"shape {source.shape} on the source, {target.shape} on the target"
+        found.append(Problem("shape_mismatch", TARGET, None, text))
+    reason = dtypes.castable(source.dtype, target.dtype)
+    if reason is not None:
+        found.append(Problem("dtype", TARGET, None, reason))
+    if any(axis.partial for part in target.layouts for axis in part.axes):
+        text = "the target layout is Partial: nobody can say how a value is to be split into contributions"
+        found.append(Problem("target_partial", TARGET, None, f"{text}; give Replicate or Shard"))
+    for part in source.layouts:
+        if part.kept is not None:
+            ranks = part.ranks.reshape(-1).tolist()
+            text = "regions receive only: a part that is told by its runs cannot be sent; send what a layout describes"
+            found += [Problem("layout", SOURCE, rank, text) for rank in ranks]
+            continue
+        partial = part.grid(len(source.shape)).partial
+        if partial:
+            how = reduce_op(partial)
+            reason = how if isinstance(how, str) else dtypes.reducible(source.dtype, how[0])
+            if reason is not None:
+                found.append(Problem("unsupported", SOURCE, None, reason))
+    return found
+
+
+def coverage_problems(klass: TensorClass) -> list[Problem]:
+    """Target ranks that need elements which no present source rank holds."""
+    if all((h.count > 0).all() for h in klass.m2m.source):
+        return []
+    found = []
+    for block in klass.blocks:
+        for cell in range(len(block.target.count)):
+            holders = block.target.ranks[cell, 0, : block.target.count[cell]].tolist()
+            if not holders:
+                continue
+            pieces = block.of_target(cell)
+            if klass.reduction is not None:
+                count = klass.reduction.holding.count[klass.reduction.split(pieces.cells[0])[0]]
+            else:
+                count = np.sum([h.count[c] for h, c in zip(klass.m2m.source, pieces.cells, strict=True)], axis=0)
+            missing = int(pieces.size[count == 0].sum())
+            if missing:
+                text = f"{missing} of {int(pieces.size.sum())} elements are held by no source rank that registered it"
+                found += [Problem("uncovered", TARGET, rank, text) for rank in holders]
+    return found
+
+
+def name_violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> Iterator[Violation]:
+    """Names that only one side has: ``unknown_name`` on the source that sends it, ``missing_name`` where it lacks."""
+    for name in sorted(source.keys() - target.keys()):
+        text = "the source has it, the target does not: register it on both sides under one name"
+        yield Violation(code="unknown_name", name=name, side=SOURCE, rank=None, text=text)
+    for name in sorted(target.keys() - source.keys()):
+        text = "the target has it, the source does not: register it on both sides under one name"
+        yield Violation(code="missing_name", name=name, side=SOURCE, rank=None, text=text)

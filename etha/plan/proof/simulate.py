@@ -1,0 +1,159 @@
+"""simulate: all ranks of a plan in one process, in place; the reference that executors must equal.
+
+It runs the very rows that agents run, on torch tensors of any strides, with no thought for speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from etha.errors import PlanError, Violation
+from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Slot
+
+if TYPE_CHECKING:
+    from etha.plan.planner.plan import Plan
+
+Tensors = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
+    """Run ``plan`` from ``source[rank][name]`` into ``target[rank][name]``, local tensors, in place.
+
+    Source and target may share memory: all that a tensor's source holds is read before its first write, and what
+    targets pass on comes after, phase by phase. PlanError
+    when the plan has violations, or when a tensor is missing or has another shape or dtype than planned.
+    """
+    found = [*plan.violations, *_mismatches(plan, source, target)]
+    if found:
+        raise PlanError(f"cannot simulate: {len(found)} violations, first {found[0]}", violations=found)
+    receivers = sorted({r for name in plan.names for r in plan.target[name].holders()})
+    owners = sorted({r for name in plan.names for r in plan.source[name].holders()})
+    with torch.no_grad():
+        slots = _reduce(plan, owners, source)
+        taken: dict[tuple[int, int], torch.Tensor] = {}
+        passed: list[tuple[int, int, int, int, Region]] = []
+        moved: list[list[tuple[torch.Tensor, Region, torch.Tensor]]] = [[] for _ in plan.names]
+        for rank in receivers:
+            rp = plan.for_rank("target", rank)
+            for row in range(len(rp)):
+                region, tensor = rp.region(row), int(rp.tensor[row])
+                name = plan.names[tensor]
+                if rp.kind[row] == CARRY:
+                    taken[rank, row] = pack(source[int(rp.source[row])][name], region, 0).to(plan.wire_dtype(tensor))
+                    continue
+                if rp.kind[row] == DELIVER:
+                    if rp.source[row] == rank:
+                        dense = taken[rank, int(rp.depends[row])]
+                        moved[tensor].append((target[int(rp.target[row])][name], region, dense))
+                    continue
+                if rp.kind[row] == FORWARD:
+                    if rp.target[row] == rank:
+                        passed.append((int(rp.phase[row]), tensor, int(rp.source[row]), rank, region))
+                    continue
+                if rp.kind[row] == RESULT:
+                    here = slots[tensor, rp.slots[rp.slot[row]].number]
+                else:
+                    here = source[int(rp.source[row])][name]
+                dense = pack(here, region, 0).to(plan.wire_dtype(tensor))
+                moved[tensor].append((target[rank][name], region, dense))
+        for writes in moved:
+            for there, region, dense in writes:
+                unpack(there, region, dense)
+        for _, tensor, sender, rank, region in sorted(passed, key=lambda row: row[:4]):
+            name = plan.names[tensor]
+            dense = pack(target[sender][name], region, 0).to(plan.wire_dtype(tensor))
+            unpack(target[rank][name], region, dense)
+
+
+def _mismatches(plan: Plan, source: Tensors, target: Tensors) -> list[Violation]:
+    found = []
+    sides: tuple[tuple[str, Mapping[str, TensorSpec], Tensors], ...] = (
+        ("source", plan.source, source),
+        ("target", plan.target, target),
+    )
+    for side, specs, tensors in sides:
+        for name in plan.names:
+            spec = specs[name]
+            for rank in spec.holders():
+                given, shape = tensors.get(rank, {}).get(name), spec.local_shape(rank)
+                if given is None:
+                    text, code = f"no tensor is given, {shape} is planned", "missing_name"
+                elif tuple(given.shape) != shape:
+                    text, code = f"its local shape is {tuple(given.shape)}, {shape} is planned", "shape_mismatch"
+                elif given.dtype != spec.dtype:
+                    text, code = f"its dtype is {given.dtype}, {spec.dtype} is planned", "dtype"
+                else:
+                    continue
+                found.append(Violation(code=code, name=name, side=side, rank=rank, text=text))
+    return found
+
+
+def _reduce(plan: Plan, ranks: list[int], source: Tensors) -> dict[tuple[int, int], torch.Tensor]:
+    """Every slot's value at the wire dtype, by (tensor, number)."""
+    totals: dict[tuple[int, int], torch.Tensor] = {}
+    done: dict[tuple[int, int], torch.Tensor] = {}
+    for rank in ranks:
+        rp = plan.for_rank("source", rank)
+        for row in range(len(rp)):
+            if rp.kind[row] != CONTRIBUTE or rp.target[row] != rank:
+                continue
+            slot, index = rp.slots[rp.slot[row]], int(rp.index[row])
+            name, key = plan.names[slot.tensor], (slot.tensor, slot.number)
+            part = pack(source[int(rp.source[row])][name], rp.region(row), 0).to(slot.accumulate)
+            if slot.op == "norm":
+                part = part**slot.p
+            totals[key] = part if index == 0 else combine(totals[key], part, slot)
+            if index == slot.count - 1:
+                done[key] = finish(totals.pop(key), slot).to(plan.wire_dtype(slot.tensor))
+    return done
+
+
+def finish(total: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The value of a slot once all contributions are in, still in the accumulate dtype."""
+    if slot.op == "avg":
+        return total / slot.divisor
+    return total ** (1.0 / slot.p) if slot.op == "norm" else total
+
+
+def pack(tensor: torch.Tensor, region: Region, end: int) -> torch.Tensor:
+    """The elements of a region as a dense tensor; ``end`` 0 reads at source offsets, 1 at target offsets."""
+    dense = torch.empty(region.shape, dtype=tensor.dtype)
+    for where, part in _boxes(region, end):
+        dense[where] = tensor[part]
+    return dense
+
+
+def unpack(tensor: torch.Tensor, region: Region, dense: torch.Tensor) -> None:
+    """Write a dense region at its target offsets."""
+    for where, part in _boxes(region, 1):
+        tensor[part] = dense[where].to(tensor.dtype)
+
+
+def _boxes(region: Region, end: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Boxes of a region: (slices of the packed region, slices of the local tensor)."""
+    per_dim = []
+    for runs in region.dims:
+        rows, at = [], 0
+        for run in runs.tolist():
+            rows.append((slice(at, at + run[2]), slice(run[end], run[end] + run[2])))
+            at += run[2]
+        per_dim.append(rows)
+    for box in itertools.product(*per_dim):
+        yield tuple(b[0] for b in box), tuple(b[1] for b in box)
+
+
+def combine(total: torch.Tensor, part: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """One more contribution, both in the accumulate dtype."""
+    match slot.op:
+        case "max":
+            return torch.maximum(total, part)
+        case "min":
+            return torch.minimum(total, part)
+        case "product":
+            return total * part
+    return total + part

@@ -1,0 +1,201 @@
+"""The copies themselves: what one lane thread does with a run of operations.
+
+Operations of one call have one path, and one process where a process is read or directly written. Python is
+left for system calls and torch, which release the GIL; a step moves hundreds of KB. What has a device at one end is
+left to the workspace's copier (device.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from etha.memory.process import IoVec, ProcessMemory
+from etha.memory.reach import ReachError
+from etha.memory.views import CARRIERS, View
+from etha.transport.geometry import iovec
+from etha.transport.geometry.iovec import Batch, Op
+from etha.transport.geometry.tiles import Path
+
+if TYPE_CHECKING:
+    from etha.transport.copy.device import Copier
+
+
+class Buffer:
+    """Scratch memory of one thread, seen as any dtype; grows for what does not fit."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._bytes.numel())
+
+    @property
+    def address(self) -> int:
+        return int(self._bytes.data_ptr())
+
+    def reserve(self, nbytes: int) -> None:
+        """Have at least ``nbytes``; what was in it is lost when it grows."""
+        if nbytes > self.nbytes:
+            self._bytes = torch.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8)
+            self._typed.clear()
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole buffer as a 1-D tensor of ``dtype``."""
+        found = self._typed.get(dtype)
+        if found is None:
+            found = self._typed[dtype] = self._bytes.view(dtype)
+        return found
+
+
+class Workspace:
+    """What one lane thread has for itself; made by that thread, so that its pages are near it.
+
+    ``copier``: on an agent of a device, its own; whoever made it closes it.
+    """
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self.copier = copier
+        #: Set once something may have been written outside of the buffers; whoever wants to know clears it before.
+        self.wrote = False
+        self.read = Buffer(0)
+        self.packed = Buffer(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Scratch memory of the host's held."""
+        held = self.read.nbytes + self.packed.nbytes
+        return held if self.copier is None else held + self.copier.nbytes
+
+    @property
+    def device(self) -> Copier:
+        """The copier; ReachError where there is none."""
+        if self.copier is None:
+            raise ReachError("memory of a device, but this agent has none: the workers' agent is another one")
+        return self.copier
+
+
+def run(ops: Sequence[Op], work: Workspace) -> None:
+    """Do the operations, in any order; a ReachError leaves them half done."""
+    if not ops:
+        return
+    match ops[0].tile.path:
+        case Path.MAPPED:
+            work.wrote = True
+            for op in ops:
+                _copy_mapped(op)
+        case Path.READ:
+            source, target = iovec.copies(ops, by=0)
+            with _writing(work):
+                _process(ops[0].source).read(target, source)
+        case Path.WRITE:
+            source, target = iovec.copies(ops, by=1)
+            with _writing(work):
+                _process(ops[0].target).write(source, target)
+        case Path.BOUNCE:
+            for batch in iovec.batches(ops):
+                _bounce(batch, work)
+        case Path.DEVICE:
+            device, work.wrote = work.device, True
+            device.run_ops(ops)
+
+
+def run_mixed(ops: Sequence[Op], work: Workspace) -> None:
+    """Do operations of any mix of paths and processes, each kind in one go; a ReachError leaves them half done."""
+    for group in iovec.kinds(ops):
+        run(group, work)
+
+
+@contextmanager
+def _writing(work: Workspace) -> Iterator[None]:
+    """Around one call of the kernel that copies into a target; one that fails may have moved nothing."""
+    try:
+        yield
+    except ReachError as error:
+        work.wrote = work.wrote or error.moved > 0
+        raise
+    work.wrote = True
+
+
+def _process(view: View) -> ProcessMemory:
+    assert view.process is not None, "a mapped view on a private path"
+    return view.process
+
+
+def _flat(view: View, raw: bool) -> torch.Tensor:
+    flat = view.raw if raw else view.flat
+    assert flat is not None, "a private view on a mapped path"
+    return flat
+
+
+def _copy_mapped(op: Op) -> None:
+    tile, raw = op.tile, not op.tile.ends.casts
+    source, target = _flat(op.source, raw), _flat(op.target, raw)
+    _strided(target, tile.counts, tile.target_strides, op.target_offset).copy_(
+        _strided(source, tile.counts, tile.source_strides, op.source_offset)
+    )
+
+
+def _strided(flat: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    # Offsets of as_strided count from the storage; torch checks it against the storage's size.
+    return flat.as_strided(counts, strides, int(flat.storage_offset()) + offset)
+
+
+def _bounce(batch: Batch, work: Workspace) -> None:
+    if batch.ops[0].tile.ends.source_private:
+        work.read.reserve(batch.read_nbytes)
+        here, there = iovec.reads(batch, work.read.address)
+        _bound(here, work.read)
+        _process(batch.ops[0].source).read(here, there)
+    private = batch.ops[0].tile.ends.target_private
+    if private:
+        work.packed.reserve(batch.packed_nbytes)
+    else:
+        work.wrote = True
+    for op, start, place in zip(batch.ops, batch.starts, batch.places, strict=True):
+        if not op.tile.through:
+            _pick(op, start, place, work)
+    if not private:
+        return
+    processes = {id(op.target.process): op.target for op in batch.ops}
+    for key, view in processes.items():
+        addresses = (work.packed.address, work.read.address)
+        here, there = iovec.writes(batch, addresses, [id(op.target.process) == key for op in batch.ops])
+        _bound(here, work.packed, work.read)
+        with _writing(work):
+            _process(view).write(here, there)
+
+
+def _bound(table: IoVec, *buffers: Buffer) -> None:
+    """Refuse a table that reaches outside of the buffers: the kernel would move bytes wherever it says."""
+    first, last = table[:, 0], table[:, 0] + table[:, 1]
+    inside = np.zeros(len(table), bool)
+    for buffer in buffers:
+        inside |= (first >= buffer.address) & (last >= first) & (last <= buffer.address + buffer.nbytes)
+    if not inside.all():
+        raise ReachError(
+            "a copy would reach outside of the agent's buffer, so it was not begun: this is a fault in Etha, please "
+            "report it"
+        )
+
+
+def _pick(op: Op, start: int, place: int, work: Workspace) -> None:
+    """From what was read (or a mapped source) to what will be written (or a mapped target), cast on the way."""
+    tile, raw = op.tile, not op.tile.ends.casts
+    if tile.ends.source_private:
+        dtype = CARRIERS[tile.ends.source.itemsize] if raw else tile.ends.source
+        source = work.read.typed(dtype).as_strided(tile.counts, tile.read_strides, start // dtype.itemsize)
+    else:
+        source = _strided(_flat(op.source, raw), tile.counts, tile.source_strides, op.source_offset)
+    if tile.ends.target_private:
+        dtype = CARRIERS[tile.ends.target.itemsize] if raw else tile.ends.target
+        target = work.packed.typed(dtype).as_strided(tile.counts, tile.packed_strides, place // dtype.itemsize)
+    else:
+        target = _strided(_flat(op.target, raw), tile.counts, tile.target_strides, op.target_offset)
+    target.copy_(source)

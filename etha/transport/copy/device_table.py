@@ -1,0 +1,219 @@
+"""Copies as descriptor tables for fused kernels (etha/cuda/kernels.py), built by numpy for all tiles at once.
+
+What is contiguous at both ends and long, after neighbours have been joined, is left to ``driver.copy``. Rows that
+copy bits take the widest unit that their addresses, steps and runs allow, so it shows in no address what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from etha.cuda.kernels import (
+    COLUMNS,
+    COUNTS,
+    DEPTH,
+    RANK,
+    RUN,
+    SOURCE,
+    SOURCE_STEPS,
+    TARGET,
+    TARGET_STEPS,
+    TOTAL,
+    UNITS,
+    WIDTH,
+)
+from etha.memory.reach import ReachError
+from etha.transport.geometry import boxes
+from etha.transport.geometry.boxes import Axes, Axis, Ints, Placed
+from etha.transport.geometry.tiles import Tile
+
+#: From so many contiguous bytes on a copy of its own is as fast as the kernel.
+LONG = 1 << 20
+#: Most bytes (units, where bytes travel one by one) of one descriptor: its numbers are 32 bits wide in the kernel.
+_MOST = 1 << 28
+_WIDEST = 16
+
+#: Source and target dtype of a class of rows; None and None: bits travel.
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """Descriptors of one dtype class, and their pieces."""
+
+    dtypes: Dtypes
+    rows: Ints
+    pieces: Ints
+
+
+class Tables(NamedTuple):
+    """Everything of one batch: rows of (target, source, bytes) for ``driver.copy``, and a table for each class."""
+
+    copies: Ints
+    tables: tuple[Table, ...]
+
+
+class _Form(NamedTuple):
+    """A descriptor without its addresses: run in bytes (elements of a cast), the outer axes from the innermost
+    on with steps in bytes, and the largest power of two, at most 16, that all of them are multiples of."""
+
+    dtypes: Dtypes
+    run: int
+    axes: tuple[tuple[int, int, int], ...]
+    unit: int
+
+
+#: Descriptors of one tile: its form, and byte offsets of both ends.
+_Rows = tuple[tuple[_Form, int, int], ...]
+
+
+def build(tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Tables:
+    """Tables of the copies ``tiles[tile[i]]`` from address ``source[i]`` to address ``target[i]``.
+
+    ReachError where a tensor that shall be cast does not begin at a multiple of its dtype's size.
+    """
+    forms: dict[_Form, int] = {}
+    first: list[int] = []
+    form: list[int] = []
+    source_at: list[int] = []
+    target_at: list[int] = []
+    for one in tiles:
+        first.append(len(form))
+        for found, here, there in _rows(one.axes, one.ends.source, one.ends.target):
+            form.append(forms.setdefault(found, len(forms)))
+            source_at.append(here)
+            target_at.append(there)
+    starts = np.array([*first, len(form)], np.int64)
+    counts = np.diff(starts)[tile]
+    if len(form) == len(tiles):
+        entry = tile
+    else:
+        ends = np.cumsum(counts)
+        entry = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[tile] - ends + counts, counts)
+        source, target = np.repeat(source, counts), np.repeat(target, counts)
+    source = source + np.array(source_at, np.int64)[entry]
+    target = target + np.array(target_at, np.int64)[entry]
+    return _tables(tuple(forms), np.array(form, np.int64)[entry], source, target)
+
+
+@lru_cache(maxsize=1 << 16)
+def _rows(axes: Axes, source: torch.dtype, target: torch.dtype) -> _Rows:
+    here, there = int(source.itemsize), int(target.itemsize)
+    casts = source is not target
+    ordered = boxes.ordered(tuple(a for a in axes if a.steps > 1), "target")
+    flat = not ordered or (len(ordered) == 1 and ordered[0].source == ordered[0].target == 1)
+    if flat and not casts:
+        nbytes = boxes.numel(ordered) * here
+        return ((_Form((None, None), nbytes, (), min(_WIDEST, nbytes & -nbytes)), 0, 0),)
+    found: list[tuple[_Form, int, int]] = []
+    for cut, at, to in boxes.cut(Placed(ordered, 0, 0), _MOST // max(here, there)):
+        run, outer = _split(cut)
+        long = not casts and run * here >= LONG
+        at, to = at * here, to * there
+        while len(outer) > (0 if long else DEPTH):
+            axis = outer.pop(min(range(len(outer)), key=lambda i: outer[i].steps))
+            by = np.arange(axis.steps, dtype=np.int64)
+            at = (at[:, None] + by * (axis.source * here)).reshape(-1)
+            to = (to[:, None] + by * (axis.target * there)).reshape(-1)
+        steps = tuple((a.steps, a.source * here, a.target * there) for a in reversed(outer))
+        if casts:
+            form = _Form((source, target), run, steps, 1)
+        else:
+            bits = _WIDEST | run * here
+            for _, s, t in steps:
+                bits |= s | t
+            form = _Form((None, None), run * here, steps, bits & -bits)
+        found += [(form, a, b) for a, b in zip(at.tolist(), to.tolist(), strict=True)]
+    return tuple(found)
+
+
+def _split(axes: Axes) -> tuple[int, list[Axis]]:
+    """(elements that are contiguous at both ends, the other axes)."""
+    outer, run = list(axes), 1
+    while outer and outer[-1].source == run and outer[-1].target == run:
+        run *= outer.pop().steps
+    return run, outer
+
+
+def _tables(forms: Sequence[_Form], form: Ints, source: Ints, target: Ints) -> Tables:
+    flat = np.array([not f.axes and f.dtypes[0] is None for f in forms], bool)[form]
+    runs = np.array([f.run for f in forms], np.int64)
+    joined = _joined(source[flat], target[flat], runs[form[flat]])
+    long = joined[:, 2] >= LONG
+    short = joined[~long]
+    template = np.array([_template(f) for f in forms], np.int64).reshape(len(forms), COLUMNS)
+    classes: dict[Dtypes, int] = {}
+    number = np.array([classes.setdefault(f.dtypes, len(classes)) for f in forms], np.int64)
+    tables = []
+    for dtypes, i in classes.items():
+        chosen = ~flat & (number[form] == i)
+        rows = template[form[chosen]]
+        rows[:, SOURCE], rows[:, TARGET] = source[chosen], target[chosen]
+        if dtypes[0] is None:
+            more = np.zeros((len(short), COLUMNS), np.int64)
+            more[:, (TARGET, SOURCE, TOTAL)] = short
+            more[:, RUN], more[:, WIDTH] = more[:, TOTAL], _WIDEST | more[:, TOTAL]
+            rows = np.concatenate((rows, more))
+            _widen(rows)
+        elif dtypes[1] is not None:
+            _aligned(rows, dtypes[0], dtypes[1])
+        if len(rows):
+            tables.append(Table(dtypes=dtypes, rows=rows, pieces=_pieces(rows[:, TOTAL])))
+    return Tables(joined[long], tuple(tables))
+
+
+def _template(form: _Form) -> list[int]:
+    """A row without addresses; of bits all units are bytes still, and WIDTH is a multiple of the unit."""
+    row = [0] * COLUMNS
+    row[RUN], row[RANK], row[WIDTH] = form.run, len(form.axes), 0 if form.dtypes[0] is not None else form.unit
+    row[TOTAL] = form.run * prod(a[0] for a in form.axes)
+    for i, axis in enumerate(form.axes):
+        row[COUNTS + i], row[SOURCE_STEPS + i], row[TARGET_STEPS + i] = axis
+    return row
+
+
+def _widen(rows: Ints) -> None:
+    bits = rows[:, SOURCE] | rows[:, TARGET] | rows[:, WIDTH]
+    unit = bits & -bits
+    rows[:, TOTAL] //= unit
+    rows[:, RUN] //= unit
+    rows[:, WIDTH] = np.log2(unit).astype(np.int64)
+
+
+def _aligned(rows: Ints, source: torch.dtype, target: torch.dtype) -> None:
+    for column, dtype in ((SOURCE, source), (TARGET, target)):
+        odd = rows[:, column] % int(dtype.itemsize) != 0
+        if odd.any():
+            address = int(rows[odd, column][0])
+            raise ReachError(
+                f"a tensor of {dtype} at {address:#x} is not aligned to its {dtype.itemsize} bytes, so a device "
+                "cannot cast it: register one that is"
+            )
+
+
+def _pieces(total: Ints) -> Ints:
+    counts = -(-total // UNITS)
+    ends = np.cumsum(counts)
+    pieces: Ints = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends - counts, counts)
+    pieces |= np.repeat(np.arange(len(total), dtype=np.int64) << 32, counts)
+    return pieces
+
+
+def _joined(source: Ints, target: Ints, nbytes: Ints) -> Ints:
+    """Rows of (target, source, bytes), those that touch at both ends made one."""
+    order = np.argsort(target, kind="stable")
+    rows = np.stack((target[order], source[order], nbytes[order]), axis=1)
+    if len(rows) < 2:
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    starts = np.flatnonzero(np.append(True, (rows[1:, :2] != ends).any(axis=1)))
+    joined = rows[starts]
+    joined[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return joined

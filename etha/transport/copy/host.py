@@ -1,0 +1,243 @@
+"""host: one copy between workers of different agents on one host, made by the agent that receives.
+
+    claim(beacon) --link--> prove(claim)        once a pair of agents: can I read what is yours?
+    Exhibit.of(...) --link--> HostMemory(...)   once a worker: its tensors as views of mine
+    compile_host(plan, ways, sources, targets)  rows of readable sources are local copies; the sender does nothing
+
+Nothing that the other agent says is believed: processes are compared by start time, segments by device,
+inode, size and seals, and private memory is the kernel's to refuse.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from etha.memory.cuda import Mappings
+from etha.memory.handles import TensorHandle
+from etha.memory.mapping import WorkerMemory
+from etha.memory.process import Beacon, ProcessMemory, start_time
+from etha.memory.reach import AccessError, ReachError, WorkerGoneError
+from etha.memory.views import View
+from etha.plan import Plan
+from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, RankPlan
+from etha.transport.copy.local import Views, compile_local
+from etha.transport.copy.program import Program
+from etha.transport.wire.routing import Slots, Ways
+
+#: Of a row that this agent has nothing to do with: no kind of the plan's.
+_NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """An agent's word that its process, hence its host and process namespace, is this one; plain data."""
+
+    pid: int
+    started: int
+    address: int
+    token: bytes
+
+
+def claim(beacon: Beacon) -> Claim:
+    """Of this process; keep the beacon as long as others may probe. They need ``allow_reading()`` here."""
+    pid = os.getpid()
+    return Claim(pid=pid, started=start_time(pid), address=beacon.address, token=beacon.token)
+
+
+def prove(claim: Claim) -> None:
+    """Find the token in the other agent's memory and write it back; ReachError says why it is out of reach."""
+    process = ProcessMemory(claim.pid, claim.started)
+    try:
+        process.probe(claim.address, claim.token)
+    finally:
+        process.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A sealed memfd of a worker: its id, its size, and the inode that it is on this host.
+
+    Or an allocation of a GPU: its uuid, and its IPC handle in hex.
+    """
+
+    id: str
+    nbytes: int
+    device: int = 0
+    inode: int = 0
+    gpu: str = ""
+    handle: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibit:
+    """Where a worker's tensors lie, for another agent of its host; plain data."""
+
+    pid: int
+    started: int
+    segments: tuple[Segment, ...]
+    tensors: Mapping[str, TensorHandle]
+
+    @classmethod
+    def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle]) -> Exhibit:
+        """Of a worker of this agent, which has the segments of ``tensors`` mapped."""
+        used: dict[str, View] = {}
+        found: list[Segment] = []
+        for handle in tensors.values():
+            view = memory.resolve(handle)
+            if handle.segment is None or not view.nbytes or handle.segment in used:
+                continue
+            used[handle.segment] = view
+            if (header := memory.header(handle.segment)) is not None:
+                segment = Segment(
+                    id=handle.segment, nbytes=header["nbytes"], gpu=header["device"], handle=header["handle"]
+                )
+                found.append(segment)
+        used = {name: view for name, view in used.items() if view.device is None}
+        lines = _maps() if used else []
+        for name, view in sorted(used.items()):
+            begin = view.address - view.place
+            found += [Segment(id=name, nbytes=n, device=d, inode=i) for start, n, d, i in lines if start == begin]
+        process = memory.process
+        return cls(pid=process.pid, started=process.started, segments=tuple(found), tensors=dict(tensors))
+
+
+def _maps() -> list[tuple[int, int, int, int]]:
+    """(address, bytes, device, inode) of every mapping of this process."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, device, inode, *_ = line.split()
+        first, last = (int(x, 16) for x in span.split("-"))
+        major, minor = (int(x, 16) for x in device.split(":"))
+        found.append((first, last - first, os.makedev(major, minor), int(inode)))
+    return found
+
+
+class HostMemory:
+    """The memory of another agent's worker, opened by this one. Views stay good while ``close`` is not called."""
+
+    def __init__(self, exhibit: Exhibit, mappings: Mappings | None = None) -> None:
+        """Open and check it; ReachError where this agent cannot reach it, RegistrationError for a wrong claim.
+
+        ``mappings``: a GPU's agent's, which opens what lies on GPUs, too.
+        """
+        on_gpu = [segment for segment in exhibit.segments if segment.gpu]
+        self._memory = WorkerMemory(exhibit.pid, exhibit.started, mappings=mappings if on_gpu else None)
+        try:
+            for segment in on_gpu:
+                header = {"segment": segment.id, "nbytes": segment.nbytes}
+                self._memory.attach_allocation(header | {"device": segment.gpu, "handle": segment.handle})
+            if len(on_gpu) < len(exhibit.segments):
+                self._attach(exhibit)
+            self._tensors = {name: self._memory.resolve(handle) for name, handle in exhibit.tensors.items()}
+            self._try_private()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, exhibit: Exhibit) -> None:
+        wanted = {(s.device, s.inode): s for s in exhibit.segments if not s.gpu}
+        folder = Path(f"/proc/{exhibit.pid}/fd")
+        try:
+            descriptors = list(folder.iterdir())
+        except FileNotFoundError:
+            raise WorkerGoneError(f"process {exhibit.pid} is gone", pid=exhibit.pid) from None
+        except PermissionError:
+            raise AccessError(
+                f"the descriptors of process {exhibit.pid} are not ours to open", pid=exhibit.pid
+            ) from None
+        for path in descriptors:
+            try:
+                info = path.stat()
+                if (info.st_dev, info.st_ino) not in wanted:
+                    continue
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                continue  # closed meanwhile; what is missing in the end is told
+            info = os.fstat(fd)  # the number may have been given to another file
+            segment = wanted.pop((info.st_dev, info.st_ino), None)
+            if segment is None:
+                os.close(fd)
+            else:
+                self._memory.attach(segment.id, fd, segment.nbytes)
+        if wanted:
+            ids = ", ".join(s.id for s in wanted.values())
+            raise ReachError(f"process {exhibit.pid} has no descriptor of its segments {ids}", pid=exhibit.pid)
+        if not self._memory.process.alive() or start_time(exhibit.pid) != exhibit.started:
+            raise WorkerGoneError(f"process {exhibit.pid} is gone", pid=exhibit.pid)
+
+    def _try_private(self) -> None:
+        """Read one byte of private memory: whether the kernel lets us is told before anything depends on it."""
+        view = next((v for v in self._tensors.values() if v.private), None)
+        if view is not None:
+            byte = np.zeros(1, np.uint8)
+            here = np.array([[byte.ctypes.data, 1]], np.uint64)
+            self._memory.process.read(here, np.array([[view.address, 1]], np.uint64))
+
+    def all_views(self) -> tuple[View, ...]:
+        """Of all tensors."""
+        return tuple(self._tensors.values())
+
+    def views(self, names: Sequence[str]) -> dict[int, View]:
+        """Views of the tensors among ``names``, by their number there."""
+        return {i: self._tensors[name] for i, name in enumerate(names) if name in self._tensors}
+
+    def close(self) -> None:
+        """Let go of the process and the segments; idempotent. No lane may be using it any more."""
+        self._memory.close()
+
+
+def compile_host(plan: Plan, ways: Ways, sources: Views, targets: Views) -> Program:
+    """The program of all that this agent copies itself: between its own ranks, and from those that it reads.
+
+    ``sources`` holds the ranks of this agent and of the agents that it reads, ``targets`` its own. Slots
+    of which it reads every contribution are reduced here, for the targets here, but where this agent is
+    the owner's and reduces for others too (``compile_wire``). Errors as of ``compile_local``.
+    """
+    return compile_local(_Seen(plan, ways), sources, targets)
+
+
+class _Seen(Plan):
+    """A plan as one agent sees it: LOCAL is what it does alone, the others' rows of its slots are nothing."""
+
+    def __init__(self, plan: Plan, ways: Ways) -> None:
+        # Not a plan of its own: only what compile_local asks for.
+        self._whole, self._ways = plan, ways
+        self.names = plan.names
+        self._slots = Slots(plan)
+
+    def wire_dtype(self, tensor: int) -> torch.dtype:
+        return self._whole.wire_dtype(tensor)
+
+    def for_rank(self, side: str, rank: int) -> RankPlan:
+        rp = self._whole.for_rank(side, rank)
+        ways = self._ways
+        role, kind = np.full_like(rp.role, RECV), rp.kind.copy()
+        near = np.array([ways.reach(ways.me, agent) for agent in ways.source], bool)
+        own = np.array([agent == ways.me for agent in ways.target], bool)
+        moves = np.flatnonzero(rp.kind == MOVE)
+        moves = moves[near[rp.source[moves]] & own[rp.target[moves]]]
+        role[moves] = LOCAL
+        done: dict[tuple[int, int, int], bool] = {}
+        for row in np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT)).tolist():
+            slot = rp.slots[int(rp.slot[row])]
+            key = (slot.owner, slot.tensor, slot.number)
+            if key not in done:
+                done[key] = self._alone(*key)
+            if done[key] and (rp.kind[row] == CONTRIBUTE or own[int(rp.target[row])]):
+                role[row] = LOCAL
+            else:
+                kind[row] = _NOTHING
+        return replace(rp, role=role, kind=kind)
+
+    def _alone(self, owner: int, tensor: int, number: int) -> bool:
+        """Whether this agent reduces a slot for itself."""
+        ways = self._ways
+        gives, takes = self._slots.of(owner)[tensor, number]
+        givers, takers = {ways.source[r] for r in gives}, {ways.target[r] for r in takes}
+        return ways.me in takers and ways.me not in ways.served(ways.source[owner], givers, takers)

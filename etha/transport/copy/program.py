@@ -1,0 +1,311 @@
+"""A program: one agent's local copies of one transfer, as columns, cut into pieces for lane threads.
+
+Operations are rows of four integer columns over a few distinct tiles and pairs of views; segments exist
+only while their piece runs, but a device's piece is compiled once and kept. Pieces of phase 0 read what
+later pieces overwrite; phase 1 waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.memory.views import View
+from etha.transport.copy import cpu
+from etha.transport.copy.cpu import Workspace
+from etha.transport.geometry import iovec
+from etha.transport.geometry.boxes import Ints
+from etha.transport.geometry.iovec import Op
+from etha.transport.geometry.tiles import BOUNCE_BYTES, Path, Tile
+
+if TYPE_CHECKING:
+    from etha.transport.copy.device import Copier, Launch
+
+#: Most payload of one piece: after each an abort or a revocation is heard.
+PIECE = 8 << 20
+#: Least, and how many pieces a transfer should have so that threads end together.
+MIN_PIECE, PIECES = 256 << 10, 48
+#: Most operations of one piece: small ones cost interpreter time.
+MAX_OPS = 512
+#: Most payload of a device's piece: some 0.2 ms there, less than 8 MiB of the CPU's memory take. It has any number
+#: of operations, for they are one launch. Where plain host memory is at an end the CPU copies, too: PIECE and MAX_OPS.
+DEVICE_PIECE = 256 << 20
+
+Member = tuple[str, int]  # ("source" | "target", rank)
+
+
+class Pair(NamedTuple):
+    """Two views between which operations copy; a view that is nobody's (staging) has no owner."""
+
+    source: View
+    target: View
+    owners: tuple[Member, ...]
+
+
+class Work(Protocol):
+    """What a piece can be besides plain operations."""
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of scratch memory that it holds while it runs."""
+        ...
+
+    def run(self, work: Workspace) -> None:
+        """Do it; a ReachError leaves it half done."""
+        ...
+
+    def prove(self) -> None:
+        """RuntimeError unless what it reads fits the buffers and stays apart there."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Bytes of a copier's scratch memory that it uses; 0 where nothing of it is on a device."""
+        ...
+
+    def prepare(self, copier: Copier) -> None:
+        """Have what a run with this copier needs on its device."""
+        ...
+
+    def release(self) -> None:
+        """Give back what it keeps on a device between two runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Operations ``first`` to ``last`` of the program, or other work; ``owners`` is whose memory it touches."""
+
+    phase: int
+    nbytes: int
+    owners: tuple[Member, ...]
+    first: int = 0
+    last: int = 0
+    other: Work | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Everything that this agent copies itself in one transfer of one batch; run by one transfer at a time.
+
+    ``total`` is the payload at the wire dtype, ``nbytes`` the part of each ("source" | "target", rank):
+    what it sent or received, its own copies included. ``peers`` are the other ends of each rank.
+    ``work`` is what the pieces' sizes add up to, for progress. ``staged`` bytes hold what must be read
+    before memory that source and target share is written.
+    """
+
+    total: int
+    nbytes: Mapping[Member, int]
+    peers: Mapping[Member, tuple[Member, ...]]
+    pieces: tuple[Piece, ...]
+    staged: int
+    tiles: tuple[Tile, ...]
+    pairs: tuple[Pair, ...]
+    tile: npt.NDArray[np.int32]
+    pair: npt.NDArray[np.int32]
+    source: Ints
+    target: Ints
+    scratch: int = 0
+    work: int = field(init=False)
+    #: Of a device's pieces, by their index, as they were first run.
+    launches: dict[int, Launch] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "work", sum(p.nbytes for p in self.pieces))
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Indices of pieces that begin only when all before them are done."""
+        return tuple(i for i in range(1, len(self.pieces)) if self.pieces[i].phase != self.pieces[i - 1].phase)
+
+    def peak_staging(self, threads: int) -> int:
+        """Most bytes of scratch memory that a run on ``threads`` lane threads holds."""
+        return self.staged + min(threads, len(self.pieces)) * self.scratch
+
+    def ops(self, piece: Piece) -> list[Op]:
+        """The operations of a piece."""
+        rows = slice(piece.first, piece.last)
+        tiles, pairs = self.tiles, self.pairs
+        return [
+            Op(tiles[tile], pairs[pair].source, pairs[pair].target, source, target)
+            for tile, pair, source, target in zip(
+                self.tile[rows].tolist(),
+                self.pair[rows].tolist(),
+                self.source[rows].tolist(),
+                self.target[rows].tolist(),
+                strict=True,
+            )
+        ]
+
+    def prove(self) -> None:
+        """RuntimeError unless what every piece reads fits the buffers and stays apart there."""
+        for piece in self.pieces:
+            if piece.other is not None:
+                piece.other.prove()
+            elif self.tiles[self.tile[piece.first]].path is Path.BOUNCE:
+                iovec.prove(self.ops(piece))
+
+    def launch(self, index: int, copier: Copier) -> Launch | None:
+        """A device's piece compiled, once; None where plain host memory is at an end, which needs the CPU."""
+        found = self.launches.get(index)
+        if found is None:
+            piece = self.pieces[index]
+            rows = slice(piece.first, piece.last)
+            used, pair = np.unique(self.pair[rows], return_inverse=True)
+            ends = [(self.pairs[p].source, self.pairs[p].target) for p in used.tolist()]
+            if not all(source.reachable and target.reachable for source, target in ends):
+                return None
+            numbers, tile = np.unique(self.tile[rows], return_inverse=True)
+            tiles = [self.tiles[t] for t in numbers.tolist()]
+            item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in tiles], np.int64)[tile]
+            begin = np.array([(source.address, target.address) for source, target in ends], np.int64)[pair]
+            source = begin[:, 0] + self.source[rows] * item[:, 0]
+            target = begin[:, 1] + self.target[rows] * item[:, 1]
+            found = self.launches[index] = copier.compile_tiles(tiles, tile.astype(np.int64), source, target)
+        return found
+
+    def prepare(self, copier: Copier) -> None:
+        """Have all that runs with this copier need on its device, and wait for that: the first takes no more memory.
+
+        On the copier's thread, while no piece runs; for each copier that may run some, for scratch memory is its own.
+        """
+        from etha.transport.copy.device_program import prepare  # who has no device loads none of it
+
+        prepare(self, copier)
+
+    def release(self) -> None:
+        """Give back what its pieces hold on a device, which else goes with the program; none of them may be running."""
+        for index in list(self.launches):
+            self.launches.pop(index).release()
+        for piece in self.pieces:
+            if piece.other is not None:
+                piece.other.release()
+
+    def run(self, index: int, work: Workspace) -> int:
+        """Run one piece and return its bytes; a ReachError leaves it half done."""
+        piece = self.pieces[index]
+        if piece.other is not None:
+            piece.other.run(work)
+        elif self.tiles[self.tile[piece.first]].path is Path.DEVICE and (launch := self.launch(index, work.device)):
+            work.wrote = True
+            work.device.run(launch)
+        else:
+            cpu.run(self.ops(piece), work)
+        return piece.nbytes
+
+
+class Columns:
+    """Collects operations, then sorts and cuts them into pieces."""
+
+    def __init__(self) -> None:
+        self.tiles: list[Tile] = []
+        self.pairs: list[Pair] = []
+        self._numbers: dict[int, int] = {}
+        self._parts: list[tuple[int, int, int, Ints, Ints]] = []
+        self.others: list[Piece] = []
+
+    def number(self, tile: Tile) -> int:
+        """The tile's number; the same object has the same."""
+        found = self._numbers.get(id(tile))
+        if found is None:
+            found = self._numbers[id(tile)] = len(self.tiles)
+            self.tiles.append(tile)
+        return found
+
+    def add(self, phase: int, tile: int, pair: int, source: Ints, target: Ints) -> None:
+        """Operations of one tile between one pair of views, at these offsets in elements."""
+        self._parts.append((phase, tile, pair, source, target))
+
+    def add_pair(self, pair: Pair) -> int:
+        """The number of a new pair of views."""
+        self.pairs.append(pair)
+        return len(self.pairs) - 1
+
+    def program(
+        self, *, nbytes: Mapping[Member, int], peers: Mapping[Member, set[Member]], total: int, staged: int
+    ) -> Program:
+        """All of it as a program."""
+        sizes = [len(p[3]) for p in self._parts]
+        phase, tile, pair = (np.repeat(np.array([p[i] for p in self._parts], np.int64), sizes) for i in range(3))
+        source, target = (np.concatenate([np.zeros(0, np.int64), *(p[i] for p in self._parts)]) for i in (3, 4))
+        size = np.array([t.nbytes for t in self.tiles], np.int64)[tile] if len(tile) else np.zeros(0, np.int64)
+        path = np.array([t.path for t in self.tiles], np.int64)[tile] if len(tile) else tile
+        plain = np.array([not (p.source.reachable and p.target.reachable) for p in self.pairs], bool)
+        path = 2 * path + ((path == Path.DEVICE) & plain[pair])  # what bounces has pieces of its own
+        link, place = self._links(tile, pair, source, target)
+        # Neighbours in the remote memory are neighbours here: their segments join up in one call.
+        order = np.lexsort((place, link, path, phase))
+        phase, tile, pair, source, target = (c[order] for c in (phase, tile, pair, source, target))
+        pieces = self._cut(phase, path[order], link[order], size[order], pair)
+        bouncing = any(t.path is Path.BOUNCE for t in self.tiles)
+        scratch = max([2 * BOUNCE_BYTES * bouncing, *(p.other.scratch for p in self.others if p.other is not None)])
+        program = Program(
+            total=total,
+            nbytes=dict(nbytes),
+            peers={member: tuple(sorted(others)) for member, others in peers.items()},
+            pieces=tuple(sorted((*pieces, *self.others), key=lambda p: (p.phase, -p.nbytes))),
+            staged=staged,
+            tiles=tuple(self.tiles),
+            pairs=tuple(self.pairs),
+            tile=tile.astype(np.int32),
+            pair=pair.astype(np.int32),
+            source=source,
+            target=target,
+            scratch=scratch,
+        )
+        program.prove()
+        return program
+
+    def _links(self, tile: Ints, pair: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
+        """Of each operation: a number for the process that its system call reaches, and the address there."""
+        if not len(tile):
+            return tile, tile
+        numbers: dict[int, int] = {}
+
+        def process(view: View) -> int:
+            return numbers.setdefault(id(view.process), len(numbers)) if view.private else -1
+
+        ends = np.array([(process(p.source), process(p.target)) for p in self.pairs], np.int64)[pair]
+        begin = np.array([(p.source.address, p.target.address) for p in self.pairs], np.int64)[pair]
+        item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in self.tiles], np.int64)[tile]
+        reads, writes = ends[:, 0] >= 0, ends[:, 1] >= 0
+        link = np.where(reads, ends[:, 0], ends[:, 1])
+        place = np.where(
+            reads, begin[:, 0] + source * item[:, 0], np.where(writes, begin[:, 1] + target * item[:, 1], 0)
+        )
+        # A bounce may read one process and write several, but a piece holds one kind of source and of target.
+        return link * 4 + reads * 2 + writes, place
+
+    def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[Piece]:
+        if not len(size):
+            return []
+        limit = min(PIECE, max(MIN_PIECE, int(size.sum()) // PIECES))
+        device = path == 2 * Path.DEVICE
+        changes = (np.diff(phase) != 0) | (np.diff(path) != 0) | (np.diff(link) != 0)
+        ends = np.append(np.flatnonzero(changes) + 1, len(size))
+        total = np.cumsum(size)
+        pieces, first = [], 0
+        while first < len(size):
+            before = int(total[first - 1]) if first else 0
+            last = int(np.searchsorted(total, before + (DEVICE_PIECE if device[first] else limit), "right"))
+            most = len(size) if device[first] else first + MAX_OPS
+            last = min(max(last, first + 1), most, int(ends[np.searchsorted(ends, first, "right")]))
+            pieces.append(
+                Piece(
+                    phase=int(phase[first]),
+                    nbytes=int(total[last - 1]) - before,
+                    owners=self.owners(np.unique(pair[first:last]).tolist()),
+                    first=first,
+                    last=last,
+                )
+            )
+            first = last
+        return pieces
+
+    def owners(self, pairs: Sequence[int]) -> tuple[Member, ...]:
+        """Whose memory these pairs are."""
+        return tuple(sorted({member for p in pairs for member in self.pairs[p].owners}))

@@ -1,0 +1,312 @@
+"""Staging: the memory of an agent's streams besides the workers' own, within a budget and measured.
+
+A desk is what a thread needs to touch workers' memory: a number by which revocation pages tell threads
+apart, and scratch memory. There are few, so that few threads copy at once; nobody waits for the network
+while at a desk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+import torch
+
+from etha.errors import ConfigError
+from etha.memory.reach import ReachError, RevokedError
+from etha.memory.revocation import THREADS, Guard
+from etha.memory.room import RoomCheck
+from etha.memory.views import CARRIERS, View
+from etha.transport.copy import cpu
+from etha.transport.copy.cpu import Buffer, Workspace
+from etha.transport.copy.program import Member
+from etha.transport.geometry.iovec import Op
+from etha.transport.geometry.tiles import BOUNCE_BYTES
+
+#: What an agent says whose machine has not as much memory as it may use.
+GIVE_LESS = "give this agent less (ETHA_STAGING, etha agent --staging)"
+#: Numbers below are the lane's threads'.
+FIRST_NUMBER = 8
+
+
+class Peak:
+    """The most bytes of a budget in use at once from ``Budget.watch()`` to ``Budget.seen()``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class Budget:
+    """Bytes in use, at most ``limit`` and what the machine has, and their peak; any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._room = RoomCheck(shared=False, cure=GIVE_LESS)
+        self.used = self.peak = 0
+        #: Asked, one after the other, to give up at least so many bytes of what nobody uses, before ``take`` says no.
+        self.spares: list[Callable[[int], None]] = []
+        self._watches: set[Peak] = set()
+        self._lock = threading.RLock()
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes`` more (or less, if negative).
+
+        ConfigError instead of going over the limit, or where the machine has no room for them.
+        """
+        with self._lock:
+            for give_up in self.spares:
+                if nbytes > 0 and self.used + nbytes > self.limit:
+                    give_up(self.used + nbytes - self.limit)
+            if nbytes > 0 and self.used + nbytes > self.limit:
+                raise ConfigError(
+                    f"{nbytes} bytes of staging more than the {self.used} in use would exceed the {self.limit} of this "
+                    f"agent: give it more staging memory, or fewer streams per peer"
+                )
+            if nbytes > 0:
+                self._room.check(nbytes, f"staging beside the {self.used} bytes of it that this agent uses")
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+            for watch in self._watches:
+                watch.nbytes = max(watch.nbytes, self.used)
+
+    def watch(self) -> Peak:
+        """Measure a peak from now on, until ``seen``."""
+        with self._lock:
+            peak = Peak(self.used)
+            self._watches.add(peak)
+        return peak
+
+    def seen(self, peak: Peak) -> int:
+        """Measure it no longer; its bytes."""
+        with self._lock:
+            self._watches.discard(peak)
+        return peak.nbytes
+
+
+class StagingMemory:
+    """What staging is made of: the host's memory. On a GPU's agent (``Card.memory``) its devices reach it, too."""
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """A buffer that holds at least ``nbytes``."""
+        return Buffer(nbytes)
+
+    def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
+        """All of a buffer as a flat tensor."""
+        return dense_view(buffer.typed(dtype))
+
+    def workspace(self) -> Workspace:
+        """What a desk copies with."""
+        return Workspace()
+
+
+class Chunk:
+    """A buffer of staging: what a stream packs into before it sends, or receives before it unpacks."""
+
+    def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self._budget, self._memory = budget, memory or StagingMemory()
+        self._buffer = Buffer(0)
+        self._views: dict[torch.dtype, View] = {}
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """The first ``nbytes``, allocated when more were never asked for."""
+        if nbytes > self._buffer.nbytes:
+            self.release()
+            rounded = rounded_up(nbytes)
+            self._budget.take(rounded)
+            self._buffer = self._memory.buffer(rounded)
+        return memoryview(self._buffer.typed(torch.uint8).numpy())[:nbytes]  # type: ignore[arg-type, unused-ignore]
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        return self._buffer.nbytes
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All of it as bytes."""
+        return self._buffer.typed(torch.uint8)
+
+    def view(self, dtype: torch.dtype) -> View:
+        """The whole buffer as a flat tensor of ``dtype``."""
+        found = self._views.get(dtype)
+        if found is None:
+            found = self._views[dtype] = self._memory.view(self._buffer, dtype)
+        return found
+
+    def release(self) -> None:
+        """Give the memory back; idempotent."""
+        self._budget.take(-self._buffer.nbytes)
+        self._buffer = Buffer(0)
+        self._views.clear()
+
+
+class Pool:
+    """Chunks that nobody uses, for whoever needs one of the same size next; given up where the budget gets short.
+
+    At most a quarter of the budget lies here. Any thread.
+    """
+
+    def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
+        self._budget, self._memory = budget, memory
+        self._lock = threading.Lock()
+        self._spare: deque[Chunk] = deque()
+        self._nbytes = 0
+        budget.spares.append(self._give_up)
+
+    def take(self, nbytes: int) -> Chunk:
+        """A chunk of ``nbytes``, rounded up; ConfigError where the budget has not so much."""
+        wanted = rounded_up(nbytes)
+        with self._lock:
+            for chunk in reversed(self._spare):  # the one used last is in the caches
+                if chunk.nbytes == wanted:
+                    self._spare.remove(chunk)
+                    self._nbytes -= wanted
+                    return chunk
+        chunk = Chunk(self._budget, self._memory)
+        chunk.reserve(nbytes)
+        return chunk
+
+    def give(self, chunk: Chunk) -> None:
+        """Back from whoever had it."""
+        with self._lock:
+            self._spare.append(chunk)
+            self._nbytes += chunk.nbytes
+            over = self._nbytes - self._budget.limit // 4
+        self._give_up(over)
+
+    def _give_up(self, nbytes: int) -> None:
+        while nbytes > 0:
+            with self._lock:
+                if not self._spare:
+                    return
+                chunk = self._spare.popleft()
+                self._nbytes -= chunk.nbytes
+            nbytes -= chunk.nbytes
+            chunk.release()
+
+    def close(self) -> None:
+        """Give all of it back; idempotent."""
+        self._give_up(sys.maxsize)
+
+
+def rounded_up(nbytes: int) -> int:
+    """What a chunk of ``nbytes`` takes."""
+    return -(-nbytes // 4096) * 4096
+
+
+class Desk:
+    """See the module's head. ``work`` is somebody's who closes it; of that only what it grows by here is counted."""
+
+    def __init__(
+        self, number: int, budget: Budget, memory: StagingMemory | None = None, work: Workspace | None = None
+    ) -> None:
+        self.number = number
+        self._own = work is None
+        self.work = (memory or StagingMemory()).workspace() if work is None else work
+        self._budget = budget
+        self._seen = self.work.nbytes
+        #: Bytes of scratch memory that are counted.
+        self.grown = 0
+
+    @contextmanager
+    def inside(self, guards: Mapping[Member, Guard], owners: Sequence[Member]) -> Iterator[None]:
+        """Touch the memory of ``owners`` within; RevokedError when one of their calls has returned."""
+        entered: list[Guard] = []
+        try:
+            for member in owners:
+                guard = guards.get(member)
+                if guard is not None:
+                    if not guard.enter(self.number):
+                        raise RevokedError(f"{member[0]} rank {member[1]} took its memory back", owner=member)
+                    entered.append(guard)
+            yield
+        except ReachError as error:
+            if error.owner is None and len(owners) == 1:
+                error.owner = owners[0]
+            raise
+        finally:
+            for guard in entered:
+                guard.leave(self.number)
+
+    def close(self) -> None:
+        """Give a device's memory and stream back; nobody sits here any more. Idempotent."""
+        if self._own and self.work.copier is not None:
+            self.work.copier.close()
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Copy any mix of paths and processes, each kind in one go."""
+        if not self._own:
+            self._seen = self.work.nbytes  # others have used it meanwhile
+        try:
+            cpu.run_mixed(ops, self.work)
+        finally:
+            self.account()
+
+    def account(self) -> None:
+        """Count what the scratch memory has grown by."""
+        grown, self._seen = self.work.nbytes - self._seen, self.work.nbytes
+        if grown:
+            self._budget.take(grown)
+            self.grown += grown
+
+
+class Desks:
+    """All desks of an agent's streams."""
+
+    def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
+        most = THREADS - FIRST_NUMBER - 3  # those are NCCL's groups' on a card
+        self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
+        self._free: SimpleQueue[Desk] = SimpleQueue()
+        self._all = [Desk(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
+        for desk in self._all:
+            self._free.put(desk)
+
+    @contextmanager
+    def one(self) -> Iterator[Desk]:
+        """A desk; waits for those at work, who never wait for the network."""
+        desk = self._free.get()
+        try:
+            yield desk
+        finally:
+            self._free.put(desk)
+
+    def free(self) -> Desk | None:
+        """A desk if there is one at once; to be given back with ``leave``."""
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            return None
+
+    def leave(self, desk: Desk) -> None:
+        """Give back what ``free`` gave."""
+        self._free.put(desk)
+
+    def close(self) -> None:
+        """Give devices' memory and streams back; nobody sits at a desk any more. Idempotent."""
+        for desk in self._all:
+            desk.close()
+
+    @property
+    def scratch(self) -> int:
+        """Most bytes that all desks use at once besides reductions."""
+        return self.count * 2 * (BOUNCE_BYTES + 4096)
+
+
+def dense_view(flat: torch.Tensor) -> View:
+    """A flat tensor of this agent's own memory as a view."""
+    return View(
+        shape=(flat.numel(),),
+        strides=(1,),
+        dtype=flat.dtype,
+        address=flat.data_ptr(),
+        space="scratch",
+        place=0,
+        nbytes=flat.numel() * flat.itemsize,
+        flat=flat,
+        raw=flat.view(CARRIERS[flat.itemsize]),
+    )

@@ -1,0 +1,213 @@
+"""Conveyor: one run of a program's steps over NCCL, as a task of the NCCL thread.
+
+    pack  k+1 |#####|     |#####|          up to DEPTH groups are queued; a slot is used again once the device has
+    wire  k      |########|########|       passed ``done`` of the group that had it, and only then are the calls
+    unpack k-1            |####|           left whose memory that group touched
+
+When the task is over, however, nothing touches memory any more: after a failure the communicator is aborted, which ends
+what is queued, and the streams are waited for. Where that fails within ABORTING, the error says so and its guards stay
+entered, so that every worker whose memory it is can see it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from etha.cuda.driver import DeviceError
+from etha.cuda.nccl import NcclError
+from etha.errors import PeerLostError, TransferError
+from etha.memory.revocation import Guard
+from etha.transport.copy.device import Copier
+from etha.transport.copy.device_memory import reaching
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget, Desk
+from etha.transport.nccl.communicator import Communicator
+from etha.transport.nccl.launches import Step, Steps
+from etha.transport.nccl.staging_ring import Ring
+from etha.transport.nccl.thread import Task
+from etha.transport.wire.nccl_messages import DEPTH
+
+#: Seconds that an abort may take until nothing is queued any more.
+ABORTING = 5.0
+#: Least seconds between two progress callbacks of one run.
+PROGRESS_EVERY = 0.1
+
+Count = Callable[[str, int, int], None]
+
+
+class Unquiet(TransferError):
+    """What was queued on the device did not end in time: it may still read and write the workers' memory."""
+
+
+@contextmanager
+def translated(members: Sequence[str]) -> Iterator[None]:
+    """NCCL's failures are those of a peer, for all that NCCL knows."""
+    try:
+        yield
+    except NcclError as error:
+        raise PeerLostError(f"NCCL between {', '.join(members)}: {error}", reason="died") from error
+
+
+class Conveyor:
+    """See the module's head. ``stop`` from any thread; the rest on the NCCL thread.
+
+    ``numbers`` (DEPTH) are those by which revocation pages tell its groups apart.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        ring: Ring,
+        copier: Copier,
+        guards: Mapping[Member, Guard],
+        *,
+        numbers: Sequence[int],
+        budget: Budget,
+        count: Count,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.steps, self.ring, self.copier, self.guards = steps, ring, copier, guards
+        self.cause: BaseException | None = None
+        self.done = 0
+        self._budget, self._count, self._progress = budget, count, progress
+        self._desks = [Desk(number, budget) for number in numbers[:DEPTH]]
+        self._flight: deque[tuple[int, Step, ExitStack]] = deque()
+        self._told = 0.0
+
+    def stop(self, cause: BaseException) -> None:
+        """End it with ``cause`` unless it ends before; returns at once."""
+        if self.cause is None:
+            self.cause = cause
+
+    def run(self, comm: Communicator) -> Task[int]:
+        """All groups over ``comm``; payload in bytes. On any error the communicator is aborted."""
+        scratch = self.steps.program.scratch
+        self._budget.take(scratch)
+        comm.busy += 1
+        try:
+            with translated(comm.members), reaching(self.ring.uuid):
+                for number, step in enumerate(self.steps.steps):
+                    while len(self._flight) >= DEPTH:
+                        yield self._landed(comm)
+                    yield from self._issue(comm, number, step)
+                    yield True
+                while self._flight:
+                    yield self._landed(comm)
+        except BaseException as error:
+            yield from self._abort(comm, error)
+            raise
+        finally:
+            comm.busy -= 1
+            self._budget.take(-scratch)
+        return self.done
+
+    def copy_early(self) -> Task[None]:
+        """Read what lies under targets, before anything is written; without a communicator."""
+        if self.steps.early is None:
+            return
+        ring, driver = self.ring, self.ring.driver
+        owners = sorted({owner for _, _, some in self.steps.program.early for owner in some})
+        with ExitStack() as guarded:
+            guarded.enter_context(self._desks[0].inside(self.guards, owners))
+            with reaching(ring.uuid):
+                self.copier.enqueue(self.steps.early, ring.pack)
+                driver.record(ring.packed[0], ring.pack)
+                # A stop does not wait for less than this: copies within one card end.
+                while not driver.reached(ring.packed[0]):
+                    yield False
+        if self.cause is not None:
+            raise self.cause
+
+    # ---- groups -------------------------------------------------------------------------------
+
+    def _check(self, comm: Communicator) -> bool:
+        """NCCL has done what it was told; raises what has gone wrong."""
+        if self.cause is not None:
+            raise self.cause
+        return comm.ready()
+
+    def _issue(self, comm: Communicator, number: int, step: Step) -> Task[None]:
+        ring, driver, slot = self.ring, self.ring.driver, number % DEPTH
+        self._check(comm)
+        guarded = ExitStack()
+        guarded.enter_context(self._desks[slot].inside(self.guards, step.group.owners))
+        self._flight.append((number, step, guarded))
+        # ``done`` comes in the order of the groups: a younger one stands for those whose events are used again.
+        after = max(step.group.after, number - DEPTH)
+        if after >= 0:
+            driver.wait(ring.pack, ring.done[after % DEPTH])
+        if step.pack is not None:
+            self.copier.enqueue(step.pack, ring.pack)
+        driver.record(ring.packed[slot], ring.pack)
+        driver.wait(ring.wire, ring.packed[slot])
+        if step.sends or step.receives:
+            self._group(comm, step)
+            while not self._check(comm):
+                yield False
+        driver.record(ring.wired[slot], ring.wire)
+        driver.wait(ring.unpack, ring.wired[slot])
+        if step.unpack is not None:
+            self.copier.enqueue(step.unpack, ring.unpack)
+        for one in step.makes:
+            one.enqueue(ring, self.copier)
+        driver.record(ring.done[slot], ring.unpack)
+
+    def _group(self, comm: Communicator, step: Step) -> None:
+        nccl, wire = comm.nccl, self.ring.wire
+        nccl.group_start()
+        try:
+            for rank, address, nbytes in step.sends:
+                nccl.send(comm.handle, address, nbytes, rank, wire)
+            for rank, address, nbytes in step.receives:
+                nccl.receive(comm.handle, address, nbytes, rank, wire)
+        finally:
+            nccl.group_end(comm.handle)
+
+    def _landed(self, comm: Communicator) -> bool:
+        """Let go of the oldest group if the device has passed it."""
+        number, step, guarded = self._flight[0]
+        if not self.ring.driver.reached(self.ring.done[number % DEPTH]):
+            self._check(comm)
+            return False
+        witness = self.steps.program.witness
+        if witness is not None:
+            for one in step.makes:
+                one.tell(witness)
+        self._flight.popleft()
+        guarded.close()
+        for messages, sent in ((step.group.sends, True), (step.group.receives, False)):
+            for message in messages:
+                nbytes = message.span.nbytes
+                self._count(message.peer, nbytes if sent else 0, 0 if sent else nbytes)
+        self.done += step.group.nbytes
+        now = time.monotonic()
+        if self._progress is not None and now - self._told >= PROGRESS_EVERY:
+            self._told = now
+            self._progress(self.done)
+        return True
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def _abort(self, comm: Communicator, error: BaseException) -> Task[None]:
+        comm.abort(error)
+        ring, driver = self.ring, self.ring.driver
+        until = time.monotonic() + ABORTING
+        try:
+            for event, stream in zip(ring.done, (ring.pack, ring.wire, ring.unpack), strict=True):
+                driver.record(event, stream)
+            while not all(map(driver.reached, ring.done)):
+                if time.monotonic() >= until:
+                    raise Unquiet(
+                        f"NCCL between {', '.join(comm.members)} was aborted ({error}), and the device was not done "
+                        f"{ABORTING:g} s later: restart this agent before its workers' memory is used again",
+                        quiesced=False,
+                    ) from error
+                yield False
+        except DeviceError as lost:
+            if not lost.sticky:  # a context that is lost runs nothing any more
+                raise
+        while self._flight:
+            self._flight.popleft()[2].close()

@@ -1,0 +1,131 @@
+"""NcclPlane: what one agent has of NCCL: a thread, communicators, a ring, and programs laid over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+from etha.config import STAGING
+from etha.cuda.driver import Device, Driver
+from etha.cuda.nccl import Nccl
+from etha.memory.revocation import THREADS
+from etha.transport.copy.device import Copier
+from etha.transport.copy.staging import Budget
+from etha.transport.nccl.communicator import Communicators
+from etha.transport.nccl.launches import Steps, make_steps
+from etha.transport.nccl.pipeline import ABORTING, Conveyor, Unquiet
+from etha.transport.nccl.schedule import Rounds, make_rounds
+from etha.transport.nccl.staging_ring import Ring
+from etha.transport.nccl.thread import NcclThread, Task
+from etha.transport.tcp.data_plane import Traffic, WireRun
+from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.nccl_messages import DEPTH
+
+#: Numbers on revocation pages, the last ones: an agent with a card has at most so many desks fewer.
+NUMBERS = tuple(range(THREADS - DEPTH, THREADS))
+#: Seconds after a stop within which the thread must have come back; it gives up on the device before.
+BOUND = ABORTING + 5.0
+
+
+class NcclPlane:
+    """What an agent has of NCCL: its thread, its communicators, its ring; ``traffic`` counts per peer.
+
+    ``numbers`` are DEPTH numbers on revocation pages that nobody else at this agent uses.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        device: Device,
+        *,
+        driver: Driver,
+        nccl: Nccl,
+        staging: int = STAGING,
+        budget: Budget | None = None,
+        numbers: Sequence[int] = NUMBERS,
+    ) -> None:
+        self.me, self.device, self.driver = me, device, driver
+        self.budget = Budget(staging) if budget is None else budget
+        self.thread = NcclThread()
+        self.communicators = Communicators(self.thread, nccl, device.ordinal, me)
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
+        self.numbers = tuple(numbers)
+        #: One run at a time has the ring.
+        self.turn = asyncio.Lock()
+        #: Why nothing can be run any more: the device may still be at work for a run that is over.
+        self.stuck: Unquiet | None = None
+        #: Kept with it: the calls whose memory it may touch are left when it is forgotten, so never.
+        self.unquiet: Conveyor | None = None
+        self._ring: Ring | None = None
+        self._copier: Copier | None = None
+        self._rounds: dict[WireProgram, Rounds] = {}
+        self._steps: dict[WireProgram, Steps] = {}
+
+    @property
+    def peak_staging(self) -> int:
+        """Most bytes of staging in use at once since ``budget.restart()``."""
+        return self.budget.peak
+
+    def steps(self, program: WireProgram) -> Task[Steps]:
+        """The program laid over the ring, kept for the next run; on the NCCL thread, by who has the turn."""
+        if self._ring is None or self._copier is None:
+            self._ring = Ring(self.driver, self.device.uuid, self.budget)
+            self._copier = Copier(self.driver, self.device.uuid)
+        rounds = self._rounds.get(program)
+        if rounds is None:
+            rounds = self._rounds[program] = make_rounds(program)
+        self._ring.provide(program, rounds)
+        found = self._steps.get(program)
+        if found is None or found.generation != self._ring.generation:
+            if found is not None:
+                found.release()
+            found = yield from make_steps(program, rounds, self._ring, self._copier)
+            self._steps[program] = found
+        return found
+
+    def conveyor(self, run: WireRun, progress: Callable[[int], None] | None) -> Task[Conveyor]:
+        """A run that may begin; on the NCCL thread."""
+        steps = yield from self.steps(run.program)
+        assert self._ring is not None and self._copier is not None
+        return Conveyor(
+            steps, self._ring, self._copier, run.guards,
+            numbers=self.numbers, budget=self.budget, count=self._count, progress=progress,
+        )  # fmt: skip
+
+    async def forget(self, programs: Collection[WireProgram]) -> None:
+        """Give back what is kept for programs that run no more; on its thread, for that may wait for the device."""
+        async with self.turn:
+            kept = [program for program in programs if program in self._rounds]
+            if kept and self.stuck is None:
+                await self.thread.start(self._forget(kept))
+
+    def _forget(self, programs: Sequence[WireProgram]) -> Task[None]:
+        yield True
+        for program in programs:
+            self._rounds.pop(program, None)
+            steps = self._steps.pop(program, None)
+            if steps is not None:
+                steps.release()
+
+    def _count(self, peer: str, sent: int, received: int) -> None:
+        traffic = self.traffic[peer]
+        traffic.sent += sent
+        traffic.received += received
+
+    async def close(self) -> None:
+        """End all communicators, give the device's memory back, end the thread; idempotent. Runs are over."""
+        if self.stuck is None:
+            async with self.turn:
+                await self.communicators.close()
+                await self.thread.start(self._let_go())
+        self.thread.close()
+        await asyncio.to_thread(self.thread.join, 0.0 if self.stuck is not None else BOUND)
+
+    def _let_go(self) -> Task[None]:
+        yield from self._forget(list(self._rounds))
+        if self._copier is not None:
+            self._copier.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = self._copier = None

@@ -1,0 +1,158 @@
+"""Rounds: a program's messages as groups, in which order an agent issues them, and what each of them hangs on.
+
+A group is all that an agent sends and receives under one key. Keys are the same at both ends of a message, and every
+agent issues its groups in ascending order of keys, one after the other on one stream.
+
+**Nobody waits in a ring.** Of all messages that have not gone, anywhere, take one with the least key k. At either of
+its ends all groups before the one of k have lower keys, so all of their messages have gone and these groups are done.
+What that group itself hangs on (``after``: pieces that are passed on, reductions, memory of an earlier wave) came
+with lower keys too; ``make_rounds`` refuses a program where it does not. So both ends get to issue k, in groups that
+are open until all of their messages have gone: it goes. As the messages of two agents are issued in the order of
+the same keys, and in one key in the order of the flow, the n-th send of one meets the n-th receive of the other.
+
+Groups hold at most GROUP operations: a key ends with a colour of the two agents (``messages.Cut``). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from etha.transport.copy.program import Member
+from etha.transport.wire.crossings import ALIGN, Part
+from etha.transport.wire.flows import Span, WireProgram
+from etha.transport.wire.nccl_messages import DEPTH
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One send or receive. ``at``: its bytes' place in the group's slot of the ring, -1: it has none there."""
+
+    peer: str
+    span: Span
+    at: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """``after`` is the last group that has to be laid down before this one is packed (-1: none).
+
+    ``makes`` are reduced once this one is laid down. ``owners`` is whose memory all of it touches.
+    """
+
+    key: Key
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    after: int = -1
+    makes: tuple[Part, ...] = ()
+    owners: tuple[Member, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Payload, sent and received."""
+        return sum(m.span.nbytes for m in (*self.sends, *self.receives))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """``groups`` in order; ``slot`` is the most bytes of one that go through the ring. The first group only makes."""
+
+    groups: tuple[Group, ...]
+    slot: int
+
+    @property
+    def depth(self) -> int:
+        """Slots of the ring that are of use."""
+        return min(DEPTH, len(self.groups)) if self.slot else 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    key: Key
+    sends: list[tuple[str, Span]] = field(default_factory=list)
+    receives: list[tuple[str, Span]] = field(default_factory=list)
+    makes: list[Part] = field(default_factory=list)
+
+
+def make_rounds(program: WireProgram) -> Rounds:
+    """The groups of a program that was cut for NCCL; ValueError where something would wait for a later group."""
+    found: dict[Key, _Draft] = {}
+    for flows, sending in ((program.sends, True), (program.receives, False)):
+        for peer, flow in flows.items():
+            for lane in flow.lanes:
+                for span in lane:
+                    draft = found.setdefault(span.key, _Draft(span.key))
+                    (draft.sends if sending else draft.receives).append((peer, span))
+    drafts = [_Draft(()), *(found[key] for key in sorted(found))]
+    hangs = _Hangs(program, drafts)
+    groups = []
+    slot = 0
+    for number, draft in enumerate(drafts):
+        after = hangs.of(draft)
+        if after >= number:
+            raise ValueError(f"group {number} {draft.key} hangs on group {after}: it would wait for itself")
+        at = 0
+        placed: tuple[list[Message], list[Message]] = ([], [])
+        for some, messages in ((draft.sends, placed[0]), (draft.receives, placed[1])):
+            for peer, span in some:
+                direct = span.address != 0 or (some is draft.receives and span.index >= 0)
+                messages.append(Message(peer=peer, span=span, at=-1 if direct else at))
+                at += 0 if direct else -(-span.wire // ALIGN) * ALIGN
+        slot = max(slot, at)
+        owners = {owner for _, span in (*draft.sends, *draft.receives) for owner in span.owners}
+        owners |= {owner for part in draft.makes for owner in program.values[part.number].owners}
+        groups.append(
+            Group(
+                key=draft.key, sends=tuple(placed[0]), receives=tuple(placed[1]), after=after,
+                makes=tuple(draft.makes), owners=tuple(sorted(owners)),
+            )
+        )  # fmt: skip
+    return Rounds(groups=tuple(groups), slot=slot)
+
+
+class _Hangs:
+    """Which group lays down what; deals the reductions to the groups after which they are made."""
+
+    def __init__(self, program: WireProgram, drafts: list[_Draft]) -> None:
+        self._arrival: dict[int, int] = {}
+        contributed: dict[int, int] = {}
+        #: The last group that has to do with the memory of a wave.
+        self._wave: dict[int, int] = defaultdict(lambda: -1)
+        for number, draft in enumerate(drafts):
+            for _, span in draft.receives:
+                self._arrival.update(dict.fromkeys(span.arrivals, number))
+                if span.index >= 0:
+                    part = span.parts[0]
+                    contributed[part.number] = number
+                    self._wave[part.wave] = number
+            for _, span in draft.sends:
+                for part in span.parts:
+                    self._wave[part.wave] = number
+        self._made: dict[int, int] = {}
+        for part in program.parts:
+            if part.far:
+                at = contributed[part.number]
+            elif program.values[part.number].sends:
+                # As early as its memory is free: the wave before the last has gone then.
+                at = max(0, self._before(part.wave))
+            else:
+                at = len(drafts) - 1  # nobody waits for it
+            self._made[part.number] = at
+            drafts[at].makes.append(part)
+
+    def _before(self, wave: int) -> int:
+        """The last group of the waves that had the memory of this one."""
+        return max((self._wave[w] for w in range(wave - 2, -1, -2)), default=-1)
+
+    def of(self, draft: _Draft) -> int:
+        """What the messages of a group hang on."""
+        found = [-1]
+        for _, span in draft.sends:
+            found += [self._arrival[number] for number in span.after]
+            found += [self._made[part.number] for part in span.parts]
+        for _, span in draft.receives:
+            if span.index >= 0:
+                found.append(self._before(span.parts[0].wave))
+        return max(found)

@@ -1,0 +1,151 @@
+"""nccl: bytes between the cards of different hosts, in groups of NCCL sends and receives on three streams.
+
+Of an agent, once its device is known:
+
+    plane = NcclPlane("agent-b", device, driver=driver(), nccl=nccl(), staging=settings.staging)
+
+Of the agents that exchange bytes in an epoch, each (``members`` are their names, ``staging`` the least of all):
+
+    unique_id = await plane.communicators.unique_id()               on the least agent, told to all others
+    comm = await plane.communicators.get(scope, members, unique_id, seconds=60)
+    cut = device_cut(members, staging)
+    program = compile_wire(plan, ways, sources, targets, staging=staging, cut=cut)      views with ``device`` set
+    transport = NcclTransport(plane, comm)
+    await transport.open([Peer(agent=name) for name in peers])
+    await transport.prepare(run)                                    where program.aliased, before the lane writes
+    nbytes = await transport.run(WireRun(program=program, guards=guards, seq=seq), progress)
+
+After ``stop``, an error of ``run`` or ``communicators.drop(scope)`` the communicator is gone (``transport.usable``):
+get a fresh one, with a fresh id, on all of its agents, and a new transport over it. What an agent that failed or was
+stopped leaves behind hangs at the others until they are stopped too: NCCL tells nobody. ``await plane.close()`` in the
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from etha.errors import PeerLostError, ProtocolError
+from etha.transport.base import Peer, Progress
+from etha.transport.nccl.communicator import Communicator
+from etha.transport.nccl.errand import Errand
+from etha.transport.nccl.plane import NcclPlane
+from etha.transport.nccl.thread import Task
+from etha.transport.tcp.data_plane import WireRun
+from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.nccl_messages import device_cut
+
+__all__ = ["NcclPlane", "NcclTransport", "device_cut"]
+
+log = logging.getLogger(__name__)
+
+
+class NcclTransport:
+    """One batch's exchange with its peers over a communicator: a ``Transport[WireRun]``."""
+
+    def __init__(self, plane: NcclPlane, communicator: Communicator) -> None:
+        self._plane, self._communicator = plane, communicator
+        self._running: set[Errand] = set()
+        self._refused: BaseException | None = None
+        self._programs: set[WireProgram] = set()
+
+    @property
+    def usable(self) -> bool:
+        """Whether ``run`` may succeed; False once a run was stopped or has failed: a fresh communicator is needed."""
+        return self._communicator.usable and self._plane.stuck is None and self._refused is None
+
+    async def open(self, peers: Sequence[Peer]) -> None:
+        """Check that the communicator reaches these peers; ProtocolError where it does not. Addresses are not used."""
+        if strange := {peer.agent for peer in peers} - set(self._communicator.members):
+            raise ProtocolError(f"the communicator of {self._communicator.members} does not reach {sorted(strange)}")
+
+    async def prepare(self, run: WireRun) -> None:
+        """Lay the program over the card, and copy what must be read before anything is written, once a run."""
+        await self._errand(run, None, move=False)
+
+    async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
+        """Exchange everything of one transfer; its payload in bytes, sent and received.
+
+        All agents of the communicator run theirs, in any order of their clocks. Cancelling aborts it. When it returns
+        or raises nothing touches memory any more, but for a TransferError whose ``quiesced`` is False. PeerLostError
+        where NCCL fails, RevokedError with ``owner``, CardError where the device does; all of them end the
+        communicator.
+        """
+        if bucket.program.empty:
+            return 0
+        return await self._errand(bucket, on_progress, move=True)
+
+    async def _errand(self, run: WireRun, on_progress: Progress | None, *, move: bool) -> int:
+        comm = self._communicator
+        if run.program.members and run.program.members != comm.members:
+            raise ProtocolError(f"a program for {run.program.members}, a communicator of {comm.members}")
+        self._programs.add(run.program)
+        errand = Errand(self._plane)
+        self._running.add(errand)
+        try:
+            async with self._plane.turn:
+                for cause in (self._plane.stuck, self._refused, errand.cause, comm.cause if move else None):
+                    if cause is not None:
+                        raise cause
+                loop = asyncio.get_running_loop()
+                tell = None if on_progress is None else partial(_tell, loop, on_progress)
+                return await errand.over(self._go(errand, run, comm, tell, move))
+        except BaseException as error:
+            # Whatever it was, the others' groups wait for this agent's: it must not stay a member that never comes.
+            if move:
+                self._plane.communicators.discard(comm, error)
+            raise
+        finally:
+            self._running.discard(errand)
+
+    def _go(
+        self, errand: Errand, run: WireRun, comm: Communicator, tell: Callable[[int], None] | None, move: bool
+    ) -> Task[int]:
+        yield True
+        try:
+            conveyor = yield from errand.until_stopped(self._plane.conveyor(run, tell))
+            errand.begun(conveyor)
+            if not run.prepared:
+                yield from conveyor.copy_early()
+                run.prepared = True
+        except BaseException as error:
+            if move:
+                comm.abort(error)
+            raise
+        if not move:
+            return 0
+        run.touched = run.touched or bool(run.program.receives)
+        return (yield from conveyor.run(comm))
+
+    def stop(self, cause: BaseException) -> None:
+        """The transfer is aborted: end what runs with ``cause``, and the communicator; returns at once, idempotent.
+
+        Also to be called where the own part is done already: others may have aborted theirs, and a later group would
+        wait for them for ever.
+        """
+        for errand in self._running:
+            errand.stop(cause)
+        if not self._running:
+            self._plane.communicators.discard(self._communicator, cause)
+
+    def abort(self, cause: BaseException) -> None:
+        """As ``stop``, and refuse more."""
+        self._refused = self._refused or cause
+        self.stop(cause)
+
+    async def close(self) -> None:
+        """End what runs, refuse more, and give back what is kept of its programs; the communicator is its epoch's."""
+        self.abort(PeerLostError("this transport is closed", reason="closed"))
+        # What ran has the turn until nothing touches memory.
+        await self._plane.forget(self._programs)
+        self._programs.clear()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, progress: Progress, done: int) -> None:
+    try:
+        loop.call_soon_threadsafe(progress, done)
+    except RuntimeError:
+        log.debug("the loop was closed before %d bytes were told of", done)

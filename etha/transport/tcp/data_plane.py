@@ -1,0 +1,347 @@
+"""DataPlane: the data half of an agent: its port, its streams by peer, its staging and its counters.
+
+Streams are opened by who sends, in sets. A run has a set to each agent that it sends to for itself, until its
+transfer is settled: so runs of different batches wait for nobody's network but their own, and one that fails closes
+no streams but its own. A set that is free again serves the next run of any batch.
+A run is found by what its streams' headers call it, so that either end may be ahead of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from etha.config import STAGING
+from etha.errors import ConfigError, PeerLostError, ProtocolError
+from etha.memory.revocation import Guard
+from etha.transport.base import Progress, StreamLost
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
+from etha.transport.geometry.iovec import Op
+from etha.transport.tcp.header import KEY_BYTES, Header
+from etha.transport.tcp.inlets import Inlet
+from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, Door, knock
+from etha.transport.tcp.outlets import Outlet
+from etha.transport.tcp.run import Exchange
+from etha.transport.tcp.tls import Identity
+from etha.transport.wire.flows import STREAMS, WireProgram
+
+log = logging.getLogger(__name__)
+
+#: Sets of streams that are kept open although no run has them, over all peers.
+SPARE_SETS = 64
+_SLOT_BYTES = 2
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload exchanged with one peer, in bytes."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class WireRun:
+    """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
+
+    ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
+    transfer that failed, 0 for none. ``touched`` tells afterwards whether targets may have been written.
+    """
+
+    program: WireProgram
+    guards: Mapping[Member, Guard] = field(default_factory=dict)
+    key: bytes = bytes(KEY_BYTES)
+    seq: int
+    prepared: bool = False
+    after: int = 0
+    touched: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StreamSet:
+    """Streams to ``peer``, all in the hands of one run at a time. ``slot``: the lowest that was free there."""
+
+    peer: str
+    slot: int
+    outlets: list[Outlet] = field(default_factory=list)
+    busy: bool = True
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the other end still listens, as far as the kernel knows."""
+        return all(outlet.healthy for outlet in self.outlets)
+
+
+class DataPlane:
+    """The data half of an agent. ``run()`` accepts streams; ``traffic`` counts per peer; close() in the end.
+
+    ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who knock.
+    ``memory``: where staging lies, on a GPU's agent. ``identity``: connections are encrypted, and no other is let in.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token_bytes: int,
+        admit: Admit,
+        staging: int = STAGING,
+        streams: int = STREAMS,
+        desks: int | None = None,
+        memory: StagingMemory | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        self.budget = Budget(staging)
+        self.memory = StagingMemory() if memory is None else memory
+        self.desks = Desks(self.budget, desks, self.memory)
+        self.streams = streams
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
+        self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered, identity=identity)
+        self._changed = threading.Condition(threading.Lock())
+        self.pool = Pool(self.budget, self.memory)
+        self._slabs = Pool(self.budget)
+        self._sets: dict[str, list[StreamSet]] = defaultdict(list)
+        self._inlets: dict[str, set[Inlet]] = defaultdict(set)
+        self._running: dict[tuple[bytes, int], Exchange] = {}
+        #: The openings of a peer's streams that have begun with a run, one each.
+        self._begun: dict[tuple[tuple[bytes, int], str], list[bytes]] = defaultdict(list)
+        self._closed = False
+
+    async def run(self) -> None:
+        """Let streams in until cancelled."""
+        await self._door.run()
+
+    @property
+    def peak_staging(self) -> int:
+        """Most bytes of staging in use at once so far."""
+        return self.budget.peak
+
+    # ---- streams ------------------------------------------------------------------------------
+
+    async def connect(self, peer: str, address: DataAddress) -> None:
+        """Have a free set of healthy streams to ``peer``; PeerLostError."""
+        self.release([await self.lease(peer, address)])
+
+    async def lease(self, peer: str, address: DataAddress) -> StreamSet:
+        """A set of healthy streams to ``peer`` for one run, opened where none is free; PeerLostError.
+
+        To be given back with ``release``, or with ``discard`` where its run was not committed.
+        """
+        dead: list[StreamSet] = []
+        with self._changed:
+            for one in [s for s in sorted(self._sets[peer], key=lambda s: s.slot) if not s.busy]:
+                if one.healthy:
+                    one.busy = True
+                    break
+                self._sets[peer].remove(one)
+                dead.append(one)
+            else:
+                taken = {s.slot for s in self._sets[peer]}
+                one = StreamSet(peer, next(slot for slot in range(len(taken) + 1) if slot not in taken))
+                self._sets[peer].append(one)
+        self._shut(dead)
+        if not one.outlets:
+            try:
+                await self._open(one, address)
+            except BaseException:
+                self.discard([one])
+                raise
+        return one
+
+    async def _open(self, one: StreamSet, address: DataAddress) -> None:
+        opening = one.slot.to_bytes(_SLOT_BYTES, "big") + secrets.token_bytes(OPENING_BYTES - _SLOT_BYTES)
+        conns = await knock(one.peer, address, opening, self.streams)
+        with self._changed:
+            if not self._closed and one in self._sets[one.peer]:
+                one.outlets = [Outlet(conn, one.peer, self) for conn in conns]
+        if not one.outlets:
+            for conn in conns:
+                conn.close()
+            text = "this agent's data plane is closed" if self._closed else f"agent {one.peer} is lost"
+            raise PeerLostError(text, reason="closed" if self._closed else "died")
+        for outlet in one.outlets:
+            outlet.start()
+
+    def release(self, sets: Iterable[StreamSet]) -> None:
+        """Whatever went over these streams has been taken: the next run may have them. Idempotent."""
+        over: list[StreamSet] = []
+        with self._changed:
+            for one in sets:
+                one.busy = False
+                spare = sum(not other.busy for some in self._sets.values() for other in some)
+                if spare > SPARE_SETS and one in self._sets[one.peer]:
+                    self._sets[one.peer].remove(one)
+                    over.append(one)
+        self._shut(over)
+
+    def discard(self, sets: Iterable[StreamSet]) -> None:
+        """Close the streams of a run that was not committed: what lies in them must not meet the next. Idempotent."""
+        sets = list(sets)
+        with self._changed:
+            for one in sets:
+                if one in self._sets[one.peer]:
+                    self._sets[one.peer].remove(one)
+        self._shut(sets)
+
+    def _entered(self, conn: socket.socket, agent: str, opening: bytes) -> None:
+        inlet = Inlet(conn, agent, self, opening)
+        slot = opening[:_SLOT_BYTES]
+        with self._changed:
+            # Streams of an earlier opening of this set belong to a run that failed at the other end.
+            old = [i for i in self._inlets[agent] if i.opening[:_SLOT_BYTES] == slot and i.opening != opening]
+            self._inlets[agent].add(inlet)
+            closed = self._closed
+        inlet.start()
+        self._shut(inlets=[*old, *([inlet] if closed else [])])
+
+    def _shut(self, sets: Iterable[StreamSet] = (), inlets: Iterable[Inlet] = ()) -> None:
+        for stream in [*(outlet for one in sets for outlet in one.outlets), *inlets]:
+            stream.shut()
+        with self._changed:
+            self._changed.notify_all()
+
+    def drop(self, peer: str) -> None:
+        """The peer is lost: its streams end, and the runs that use them, with PeerLostError."""
+        with self._changed:
+            running = [e for e in self._running.values() if peer in e.program.sends or peer in e.program.receives]
+        for exchange in running:
+            exchange.fail(PeerLostError(f"agent {peer} is lost", reason="died"))
+        with self._changed:
+            sets, inlets = self._sets.pop(peer, []), list(self._inlets.get(peer, ()))
+        self._shut(sets, inlets)
+
+    # ---- what streams ask (any thread) --------------------------------------------------------
+
+    def match(self, inlet: Inlet, header: Header) -> Exchange | None:
+        """The run of a header; a sender may be ahead of this agent, so it is waited for."""
+        label = (header.key, header.seq)
+        with self._changed:
+            while label not in self._running:
+                if inlet.closed or self._closed:
+                    return None
+                self._changed.wait()
+            self._begun[label, inlet.peer].append(inlet.opening)
+            return self._running[label]
+
+    def left(self, inlet: Inlet, error: Exception) -> None:
+        """The other end has closed a stream between two runs: one that still waits for a header on it fails.
+
+        Where no stream of its set has begun with a run, nobody knows that it was meant for it: the other end has told
+        its cause over the link, or opens another set.
+        """
+        with self._changed:
+            waiting = [
+                exchange
+                for label, exchange in self._running.items()
+                if (flow := exchange.program.receives.get(inlet.peer)) is not None
+                and inlet.opening in self._begun[label, inlet.peer]
+                and len(self._begun[label, inlet.peer]) < len(flow.lanes)
+            ]
+        for exchange in waiting:
+            exchange.fail(error)
+
+    def forget(self, inlet: Inlet) -> None:
+        """The thread of a stream has ended."""
+        with self._changed:
+            self._inlets[inlet.peer].discard(inlet)
+
+    def count(self, peer: str, sent: int, received: int) -> None:
+        """Add to the peer's counters."""
+        with self._changed:
+            traffic = self.traffic[peer]
+            traffic.sent += sent
+            traffic.received += received
+
+    # ---- runs ---------------------------------------------------------------------------------
+
+    def begin(self, run: WireRun, sets: Mapping[str, StreamSet], on_progress: Progress | None) -> Exchange:
+        """Start a run with a set of streams to each agent that it sends to; ConfigError where it has no room."""
+        program, label = run.program, (run.key, run.seq)
+        if (most := self.need(program)) > self.room:
+            raise ConfigError(
+                f"this transfer may need {most} bytes of staging, this agent has {self.room} besides what its "
+                f"{self.desks.count} desks use: give it more staging memory, or fewer streams per peer"
+            )
+        slabs: list[Chunk] = []
+        try:
+            for nbytes in program.slabs:
+                slabs.append(self._slabs.take(nbytes))
+            with self._changed:
+                if self._closed:
+                    raise PeerLostError("this agent's data plane is closed", reason="closed")
+                if label in self._running:
+                    raise ProtocolError(f"transfer {run.seq} runs already")
+                exchange = self._running[label] = Exchange(
+                    program, run.guards, label, desks=self.desks, budget=self.budget, slabs=slabs,
+                    on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
+                )  # fmt: skip
+                self._changed.notify_all()
+        except BaseException:
+            for slab in slabs:
+                self._slabs.give(slab)
+            raise
+        for peer, flow in program.sends.items():
+            outlets = sets[peer].outlets
+            if len(outlets) < len(flow.lanes) or any(outlet.closed for outlet in outlets):
+                exchange.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
+                break
+            for lane in range(len(flow.lanes)):
+                outlets[lane].send(exchange, flow, lane)
+        return exchange
+
+    def finish(self, exchange: Exchange) -> None:
+        """The run is over: what comes late finds nothing."""
+        with self._changed:
+            self._running.pop(exchange.label, None)
+            for peer in exchange.program.receives:
+                self._begun.pop((exchange.label, peer), None)
+        for slab in exchange.slabs:
+            self._slabs.give(slab)
+
+    def need(self, program: WireProgram) -> int:
+        """Bytes of staging that a run of it may come to, besides what desks use for anybody."""
+        slabs = sum(map(rounded_up, program.slabs))
+        return program.packed * rounded_up(program.chunk) + slabs + program.staged + self.desks.count * program.scratch
+
+    @property
+    def room(self) -> int:
+        """Bytes of staging for all runs together."""
+        return self.budget.limit - self.desks.scratch
+
+    async def prepare(self, run: WireRun) -> None:
+        """Copy what must be read before anything is written; the rest of the transfer only after it."""
+        if not run.prepared:
+            run.prepared = True
+            if run.program.early:
+                await asyncio.to_thread(self._early, run)
+
+    def _early(self, run: WireRun) -> None:
+        with self.desks.one() as desk:
+            for end, stage, owners in run.program.early:
+                assert end.view is not None
+                with desk.inside(run.guards, owners):
+                    desk.run([Op(tile, end.view, stage, offset, at) for tile, offset, at in end.steps])
+
+    async def close(self) -> None:
+        """End all runs and streams and wait for their threads; idempotent."""
+        with self._changed:
+            self._closed = True
+            running = list(self._running.values())
+            sets = [one for some in self._sets.values() for one in some]
+            inlets = [inlet for some in self._inlets.values() for inlet in some]
+            self._changed.notify_all()
+        for exchange in running:
+            exchange.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
+        self._shut(sets, inlets)
+        streams: list[Outlet | Inlet] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
+        await asyncio.to_thread(lambda: [stream.join() for stream in streams])
+        self.desks.close()
+        self.pool.close()
+        self._slabs.close()

@@ -1,0 +1,226 @@
+"""The data port: connections that show a token first. Until it is found right, nothing else is read.
+
+    opener    token (fixed size), opening (8 bytes), purpose ...        <- one byte: come in
+    here      admit(token) -> the agent that it was given to, or None: closed, one log line
+
+Tokens are given over the authenticated link and judged, in constant time, by whoever gave them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from etha import limits
+from etha.errors import EthaError, PeerLostError, ProtocolError
+from etha.transport.base import StreamLost
+from etha.transport.tcp.tls import DESCRIPTORS, Identity, Secured
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a connection has to show its token, and an opener to be let in.
+PATIENCE = 3.0
+OPENING_BYTES = 8
+_WELCOME = b"\x01"
+
+#: Which agent a token was given to; None for a token that is wrong, used or too old.
+Admit = Callable[[bytes], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataAddress:
+    """How the data port of a peer is reached. ``tokens(n)`` asks it, over the link, for n fresh tokens.
+
+    ``fingerprint`` of its certificate, which the link told: connections to it are encrypted. None: they are not.
+    """
+
+    host: str
+    port: int
+    tokens: Callable[[int], Awaitable[Sequence[bytes]]]
+    fingerprint: bytes | None = None
+
+
+class _Comer:
+    """Somebody who has shown no token yet."""
+
+    def __init__(self, conn: socket.socket, address: str) -> None:
+        conn.setblocking(False)
+        self.conn, self.address = conn, address
+        self.spoke = self.let_in = False
+
+    def speak(self) -> None:
+        """It has said something."""
+        self.spoke = True
+
+
+class Door:
+    """Lets connections in at a listening, non-blocking socket, which it closes in the end."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        token_bytes: int,
+        admit: Admit,
+        entered: Callable[[socket.socket, str, bytes], None],
+        patience: float = PATIENCE,
+        identity: Identity | None = None,
+    ) -> None:
+        self._identity = identity
+        self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
+        self._patience = patience
+        #: Who has shown no token yet, in the order in which they came.
+        self._waiting: dict[asyncio.Task[None], _Comer] = {}
+        self._strangers = limits.WarningLimit(log)
+
+    async def run(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as knocks:
+                while True:
+                    try:
+                        conn, address = await loop.sock_accept(self._listener)
+                    except OSError as error:
+                        log.error("the data port cannot accept: %s", error)
+                        await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps who knocks
+                        continue
+                    if limits.in_reserve(conn.fileno()):
+                        self._strangers.warn("closed a data connection: no file descriptors are left")
+                        conn.close()
+                        self._evict()
+                        continue
+                    if len(self._waiting) >= limits.max_unproven():
+                        self._strangers.warn("closed a data connection: too many show no token")
+                        self._evict()
+                    comer = _Comer(conn, str(address))
+                    task = knocks.create_task(self._knock(comer))
+                    self._waiting[task] = comer
+                    task.add_done_callback(self._over)
+        finally:
+            self._listener.close()
+            self._strangers.close()
+
+    def _evict(self) -> None:
+        """Make room: the oldest goes, first of all one that has said nothing."""
+        oldest = next((task for task, comer in self._waiting.items() if not comer.spoke), None)
+        oldest = oldest or next(iter(self._waiting), None)
+        if oldest is not None:
+            self._waiting.pop(oldest).conn.close()
+            oldest.cancel()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        comer = self._waiting.pop(task, None)
+        if comer is not None and not comer.let_in:
+            comer.conn.close()
+
+    async def _knock(self, comer: _Comer) -> None:
+        conn, address = comer.conn, comer.address
+        try:
+            async with asyncio.timeout(self._patience):
+                if self._identity is not None:
+                    return await self._secured(comer, self._identity)
+                token = await read_exactly(conn, self._token_bytes, comer.speak)
+                agent = self._admit(token)
+                if agent is None:
+                    self._strangers.warn("closed a data connection from %s: its token is not good", address)
+                    return
+                opening = await read_exactly(conn, OPENING_BYTES)
+                await asyncio.get_running_loop().sock_sendall(conn, _WELCOME)
+            self._entered(conn, agent, opening)
+            comer.let_in = True
+        except TimeoutError:
+            self._strangers.warn("closed a data connection from %s: no token in %.1f s", address, self._patience)
+        except (OSError, EOFError, EthaError) as error:
+            why = str(error) or "it ended before its token"
+            self._strangers.warn("closed a data connection from %s: %s", address, why)
+
+    async def _secured(self, comer: _Comer, identity: Identity) -> None:
+        """As above, inside TLS."""
+        secured = await Secured.accepted(comer.conn, identity)
+        try:
+            comer.speak()
+            token = await secured.read_exactly(self._token_bytes)
+            agent = self._admit(token)
+            if agent is None:
+                self._strangers.warn("closed a data connection from %s: its token is not good", comer.address)
+                return secured.close()
+            opening = await secured.read_exactly(OPENING_BYTES)
+            await secured.send_all(_WELCOME)
+        except BaseException:
+            secured.close()
+            raise
+        self._entered(secured.inward(), agent, opening)
+        comer.let_in = True
+
+
+async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], None] = lambda: None) -> bytes:
+    """``nbytes`` of a non-blocking socket; EOFError when it ends before. ``spoke()`` at each of its words."""
+    data = b""
+    while len(data) < nbytes:
+        more = await asyncio.get_running_loop().sock_recv(conn, nbytes - len(data))
+        if not more:
+            raise EOFError
+        spoke()
+        data += more
+    return data
+
+
+async def knock(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
+    """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
+    if (short := limits.shortage(count * (1 if address.fingerprint is None else DESCRIPTORS))) is not None:
+        raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")
+    tokens = await address.tokens(count)
+    if len(tokens) != count:
+        raise ProtocolError(f"agent {agent} gave {len(tokens)} tokens, {count} were asked for")
+    opened: list[socket.socket] = []
+
+    async def enter(token: bytes) -> None:
+        opened.append(await _enter(address, token + opening))
+
+    try:
+        async with asyncio.TaskGroup() as group:  # at once: far away each takes two round trips
+            for token in tokens:
+                group.create_task(enter(token))
+    except BaseException as raised:
+        for conn in opened:
+            conn.close()
+        error = raised.exceptions[0] if isinstance(raised, BaseExceptionGroup) else raised
+        if not isinstance(error, OSError | EOFError | TimeoutError):
+            raise
+        where = f"{address.host}:{address.port}"
+        why = {EOFError: "it closed the connection", TimeoutError: "it does not answer"}.get(type(error), str(error))
+        raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
+    return opened
+
+
+async def _enter(address: DataAddress, words: bytes) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    conn = socket.socket(family, socket.SOCK_STREAM)
+    conn.setblocking(False)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await loop.sock_connect(conn, (address.host, address.port))
+            if address.fingerprint is not None:
+                return await _enter_secured(conn, address.fingerprint, words)
+            await loop.sock_sendall(conn, words)
+            await read_exactly(conn, len(_WELCOME))
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+async def _enter_secured(conn: socket.socket, fingerprint: bytes, words: bytes) -> socket.socket:
+    secured = await Secured.opened(conn, fingerprint)
+    try:
+        await secured.send_all(words)
+        await secured.read_exactly(len(_WELCOME))
+    except BaseException:
+        secured.close()
+        raise
+    return secured.outward()

@@ -1,0 +1,297 @@
+"""Exchange: one run of a wire program. What its streams' threads share: the first error, reductions, progress.
+
+    begin(stream) .. end(stream) around a stream's part;  fail(cause) closes the streams of the run
+    admit(part) -> receive contributions -> arrived(part) -> value(part) -> send results -> sent(part)
+    receive -> laid(numbers) -> await_laid(numbers) -> pass on
+
+``over`` is set on the event loop when no thread touches the run's memory any more, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from etha.memory.revocation import Guard
+from etha.plan.proof.simulate import combine, finish
+from etha.transport.base import Progress
+from etha.transport.copy.program import Member
+from etha.transport.copy.staging import Budget, Chunk, Desk, Desks, dense_view
+from etha.transport.geometry.iovec import Op
+from etha.transport.wire.crossings import Part
+from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.forwarding import Ledger
+
+#: Least seconds between two progress callbacks of one run.
+PROGRESS_EVERY = 0.1
+
+
+class Shuttable(Protocol):
+    """A stream, as far as its end goes."""
+
+    def shut(self) -> None:
+        """Wake its thread for the last time; idempotent, returns at once."""
+        ...
+
+
+class Ended(Exception):
+    """The run has failed elsewhere: this thread has nothing to say."""
+
+
+class _State:
+    """A part of this run: contributions that are missing, and whether its value is made."""
+
+    __slots__ = ("begun", "missing", "ready")
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+        self.begun = self.ready = False
+
+
+class Exchange:
+    """See the module's head. ``label`` is (key, seq): what the other ends call this run."""
+
+    def __init__(
+        self,
+        program: WireProgram,
+        guards: Mapping[Member, Guard],
+        label: tuple[bytes, int],
+        *,
+        desks: Desks,
+        budget: Budget,
+        slabs: Sequence[Chunk],
+        on_progress: Progress | None,
+        on_fail: Callable[[], None],
+    ) -> None:
+        self.program, self.guards, self.label = program, guards, label
+        self.error: BaseException | None = None
+        #: Whether targets may have been written.
+        self.touched = False
+        self.loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self.loop.create_future()
+        self._desks, self._budget, self.slabs = desks, budget, slabs
+        self._on_progress, self._on_fail = on_progress, on_fail
+        self._changed = threading.Condition(threading.Lock())
+        self._streams: set[Shuttable] = set()
+        self._planned = sum(len(f.lanes) for flows in (program.sends, program.receives) for f in flows.values())
+        self._ended = self.done = 0
+        self._finished = False
+        self._told = 0.0
+        self._ledger = Ledger()
+        self._states = {p.number: _State(len(p.far)) for p in program.parts}
+        #: Of each wave: values to be made and results to be sent; it is over when none is left.
+        self._left: dict[int, int] = defaultdict(int)
+        #: Parts of slots of which others want a part: nothing comes for these, and nobody is sent them.
+        self._own = [p for p in program.parts if not p.far and not program.values[p.number].sends]
+        for part in program.parts:
+            self._left[part.wave] += 0 if part in self._own else 1 + program.values[part.number].sends
+        self._wave = 0
+        self._pass_waves()
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    def begin(self, stream: Shuttable) -> bool:
+        """A stream's thread takes part from now on; False when the run is over already."""
+        with self._changed:
+            if self.error is not None or self._finished:
+                return False
+            self._streams.add(stream)
+            return True
+
+    def end(self, stream: Shuttable, error: BaseException | None = None) -> None:
+        """The stream's part is over; its thread touches nothing of the run any more."""
+        if error is not None:
+            self.fail(error)
+        with self._changed:
+            self._streams.discard(stream)
+            self._ended += error is None
+            self._settle()
+
+    def fail(self, cause: BaseException) -> None:
+        """End the run with ``cause`` if it is the first: wakes every thread of it; returns at once."""
+        with self._changed:
+            if self.error is not None or self._finished:
+                return
+            self.error = cause
+            self._changed.notify_all()
+            streams = list(self._streams)
+        for stream in streams:
+            stream.shut()
+        self._on_fail()
+        with self._changed:
+            self._settle()
+
+    def _settle(self) -> None:
+        whole = self._ended == self._planned
+        if self._finished or self._streams or not (whole or self.error is not None):
+            return
+        self._finished = True
+        self._call(self._set_over)
+
+    def _set_over(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _call(self, callback: Callable[..., None], *args: int) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def moved(self, nbytes: int) -> None:
+        """Count payload, sent or received, and tell at most ten times a second."""
+        with self._changed:
+            self.done += nbytes
+            now = time.monotonic()
+            if self._on_progress is not None and now - self._told >= PROGRESS_EVERY:
+                self._told = now
+                self._call(self._on_progress, self.done)
+
+    @contextmanager
+    def writing(self, desk: Desk) -> Iterator[None]:
+        """Around what a desk copies into targets."""
+        desk.work.wrote = False
+        try:
+            yield
+        finally:
+            self.touched = self.touched or desk.work.wrote
+
+    # ---- what is passed on --------------------------------------------------------------------
+
+    def laid(self, numbers: Sequence[int]) -> None:
+        """These pieces lie where they belong."""
+        with self._changed:
+            self._ledger.lay(numbers)
+            self._changed.notify_all()
+
+    def await_laid(self, numbers: Sequence[int]) -> None:
+        """Wait until all of these pieces do."""
+        with self._changed:
+            while self.error is None and not self._ledger.ready(numbers):
+                self._changed.wait()
+            self._check()
+
+    # ---- reductions ---------------------------------------------------------------------------
+
+    def admit(self, part: Part) -> None:
+        """Wait until the part's wave has its memory: all but the last wave before it are over."""
+        with self._changed:
+            while self.error is None and part.wave > self._wave + 1:
+                self._changed.wait()
+            self._check()
+
+    def room(self, part: Part, place: int, nbytes: int) -> torch.Tensor:
+        """The bytes of the part's memory at ``part.places[place]``."""
+        at = part.places[place]
+        return self.slabs[part.wave % 2].flat[at : at + nbytes]
+
+    def arrived(self, part: Part) -> None:
+        """A contribution is in its place; the last one has this thread reduce the part."""
+        state = self._states[part.number]
+        with self._changed:
+            state.missing -= 1
+            last = state.missing == 0
+            state.begun = state.begun or last
+        if last:
+            self._make(part)
+
+    def value(self, part: Part) -> torch.Tensor:
+        """The part's value, flat; waits for it, or makes it where nothing comes by wire."""
+        state = self._states[part.number]
+        self.admit(part)
+        with self._changed:
+            mine = not state.begun and state.missing == 0
+            state.begun = state.begun or mine
+        if mine:
+            self._make(part)
+        with self._changed:
+            while self.error is None and not state.ready:
+                self._changed.wait()
+            self._check()
+        return self._result(part)
+
+    def rest(self) -> None:
+        """Make the parts that no stream waits for, once all streams are done; fails the run where that fails."""
+        try:
+            for part in self._own:
+                self._make(part)
+        except Exception as error:
+            self.error = self.error or error
+
+    def sent(self, part: Part) -> None:
+        """One of the part's results is on its way, its value needed once less."""
+        with self._changed:
+            self._release(part)
+
+    def _result(self, part: Part) -> torch.Tensor:
+        wire = self.program.values[part.number].wire
+        return self.room(part, len(part.far), part.numel * wire.itemsize).view(wire)
+
+    def _make(self, part: Part) -> None:
+        with self._desks.one() as desk:
+            work = self.program.values[part.number]
+            with desk.inside(self.guards, work.owners):
+                self._budget.take(self.program.scratch)
+                try:
+                    self._reduce(part, desk)
+                finally:
+                    self._budget.take(-self.program.scratch)
+        with self._changed:
+            self._states[part.number].ready = True
+            if part not in self._own:
+                self._release(part)
+            self._changed.notify_all()
+
+    def _reduce(self, part: Part, desk: Desk) -> None:
+        """As ``etha.plan.proof.simulate``: contributions in index order, rounded once; then every target here."""
+        slot, work = part.slot, self.program.values[part.number]
+        places = {index: place for place, index in enumerate(part.far)}
+        total: torch.Tensor | None = None
+        witness = self.program.witness
+        with torch.no_grad():
+            for index in range(slot.count):
+                if index in places:
+                    given = self.room(part, places[index], part.numel * work.source.itemsize).view(work.source)
+                else:
+                    given = torch.empty(part.numel, dtype=work.source)
+                    end, dense = work.near[index], dense_view(given)
+                    assert end.view is not None, "a contribution that lies nowhere"
+                    desk.run([Op(tile, end.view, dense, offset, at) for tile, offset, at in end.steps])
+                if witness is not None:
+                    witness.given(part, index, given)
+                term = given.to(slot.accumulate, copy=True)
+                if slot.op == "norm":
+                    term = term**slot.p
+                total = term if total is None else combine(total, term, slot)
+            assert total is not None, "a slot without contributions"
+            value = finish(total, slot).to(work.wire)
+            if witness is not None:
+                witness.value(part, value)
+        if work.sends:
+            self._result(part).copy_(value)
+        done = dense_view(value)
+        with self.writing(desk):
+            desk.run([Op(t, done, e.view, at, offset) for e in work.results if e.view for t, offset, at in e.steps])
+
+    def _release(self, part: Part) -> None:
+        self._left[part.wave] -= 1
+        self._pass_waves()
+        self._changed.notify_all()
+
+    def _pass_waves(self) -> None:
+        while self._left.get(self._wave) == 0:
+            self._wave += 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether ``rest`` has something to do."""
+        return bool(self._own) and self.error is None
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise Ended

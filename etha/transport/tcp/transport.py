@@ -1,0 +1,150 @@
+"""tcp: bytes between agents on different hosts, over several streams per pair of agents and direction.
+
+One batch's use of its agent's data plane:  open(peers) -> run(WireRun) ... -> close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from etha.errors import PeerLostError, ProtocolError
+from etha.transport.base import Peer, Progress
+from etha.transport.tcp.data_plane import DataPlane, StreamSet, WireRun
+from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.run import Exchange
+from etha.transport.wire.flows import WireProgram
+
+
+class TcpTransport:
+    """One batch's exchange with its peers over a data plane: a ``Transport[WireRun]``."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._addresses: dict[str, DataAddress] = {}
+        self._running: set[Exchange] = set()
+        self._opening: set[asyncio.Timeout] = set()
+        self._cause: BaseException | None = None
+        self._stops = 0
+        #: Streams of the last run, until its transfer is settled.
+        self._last: list[StreamSet] = []
+        self._closed = False
+
+    async def open(self, peers: Sequence[Peer]) -> None:
+        """Open streams to these peers, whose ``address`` is a DataAddress: those that the program sends to.
+
+        Who only sends to this agent need not be among them. PeerLostError when one does not let us in.
+        """
+        for peer in peers:
+            if not isinstance(peer.address, DataAddress):
+                raise ProtocolError(f"agent {peer.agent} has no data address but {peer.address!r}")
+            self._addresses[peer.agent] = peer.address
+            await self._plane.connect(peer.agent, peer.address)
+
+    async def prepare(self, run: WireRun) -> None:
+        """Copy what must be read before anything is written, once a run."""
+        await self._plane.prepare(run)
+
+    async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
+        """Exchange everything of one transfer; its payload in bytes, sent and received.
+
+        The other ends may be ahead or behind. Cancelling it aborts it and waits until no thread touches
+        memory. PeerLostError, ProtocolError (both ends have different plans), ReachErrors with ``owner``.
+        """
+        program = bucket.program
+        if missing := program.sends.keys() - self._addresses.keys():
+            raise ProtocolError(f"streams to {sorted(missing)} were not opened, only to {sorted(self._addresses)}")
+        stops = self._stops
+        self.settled()
+        sets: dict[str, StreamSet] = {}
+        try:
+            await self._lease(program, sets)
+            await self._plane.prepare(bucket)
+            if self._cause is not None and (self._closed or self._stops != stops):
+                raise self._cause
+            if program.empty:
+                return 0
+            exchange = self._plane.begin(bucket, sets, on_progress)
+        except BaseException:
+            self._plane.release(sets.values())  # nothing has gone over them
+            raise
+        self._running.add(exchange)
+        try:
+            await self._over(exchange)
+            if exchange.unfinished:
+                await self._rest(exchange)
+        finally:
+            self._running.discard(exchange)
+            self._plane.finish(exchange)
+            bucket.touched = exchange.touched
+        if exchange.error is not None:
+            self._plane.discard(sets.values())
+            raise exchange.error
+        self._last = list(sets.values())
+        return exchange.done
+
+    async def _lease(self, program: WireProgram, sets: dict[str, StreamSet]) -> None:
+        try:
+            async with asyncio.timeout(None) as scope:  # stop() brings its end forward
+                self._opening.add(scope)
+                for peer in program.sends:
+                    sets[peer] = await self._plane.lease(peer, self._addresses[peer])
+        except TimeoutError:
+            return  # run() tells the cause
+        finally:
+            self._opening.discard(scope)
+
+    async def _over(self, exchange: Exchange) -> None:
+        try:
+            await asyncio.shield(exchange.over)
+        except asyncio.CancelledError as cancelled:
+            exchange.fail(cancelled)
+            while not exchange.over.done():
+                try:
+                    await asyncio.shield(exchange.over)
+                except asyncio.CancelledError:
+                    continue  # cancelled again: the memory is still in use
+            raise
+
+    async def _rest(self, exchange: Exchange) -> None:
+        rest = asyncio.get_running_loop().run_in_executor(None, exchange.rest)
+        cancelled: asyncio.CancelledError | None = None
+        while not rest.done():
+            try:
+                await asyncio.shield(rest)
+            except asyncio.CancelledError as error:
+                cancelled = error  # the memory is still in use
+        if cancelled is not None:
+            raise cancelled
+
+    def settled(self) -> None:
+        """The transfer is committed: others may use its streams. Idempotent."""
+        last, self._last = self._last, []
+        self._plane.release(last)
+
+    def stop(self, cause: BaseException) -> None:
+        """The transfer is aborted: end what runs with ``cause``; returns at once, idempotent.
+
+        Also to be called where the own part is done already: its streams may hold what nobody will take.
+        Later runs open streams anew.
+        """
+        if not self._closed:
+            self._cause = cause
+        self._stops += 1
+        for scope in self._opening:
+            scope.reschedule(asyncio.get_running_loop().time())
+        for exchange in list(self._running):
+            exchange.fail(cause)
+        last, self._last = self._last, []
+        self._plane.discard(last)
+
+    def abort(self, cause: BaseException) -> None:
+        """As ``stop``, and refuse more."""
+        self.stop(cause)
+        self._closed = True
+
+    async def close(self) -> None:
+        """End what runs and refuse more; the streams stay, others may use them."""
+        self.abort(PeerLostError("this transport is closed", reason="closed"))
+        for exchange in list(self._running):
+            await asyncio.shield(exchange.over)

@@ -1,0 +1,259 @@
+"""Checks: which chunks of a transfer are compared after it has moved, and between whom; from the plan alone. Pure.
+
+    MOVE     tensor -> target tensors              GIVEN    a contribution -> the reduction at its owner's agent
+    RESULT   that reduction -> target tensor       FOLDED   contributions -> targets of an agent that reduces alone
+
+Both ends of a link derive the same courses, so checksums travel as bare numbers in this order. A row whose
+source the target's agent reads itself is compared by that agent alone, without a message.
+
+Sums are of what the target shall hold: bits of the target's dtype. What was cast or reduced counts every NaN
+as the same, for vectors and single elements of one conversion differ in the bits of a NaN.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from etha.plan import Plan
+from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, Region, Slot
+from etha.transport.copy.program import Member
+from etha.transport.copy.reduce import PART, Bounds, clip, parts
+from etha.transport.geometry.bounds import blocks
+from etha.transport.wire.crossings import Crossings
+from etha.transport.wire.crossings import Part as Reduction
+from etha.transport.wire.forwarding import Relays
+from etha.transport.wire.routing import Ways
+
+#: Bytes of one chunk at most: its copy stays in cache while it is cast and summed.
+CHUNK = 1 << 20
+#: Of a sample, one chunk in so many is compared, in turn: so many transfers in a row see every one.
+SAMPLE = 16
+#: Least bytes of a chunk of a sample: rows are cut into SAMPLE chunks down to this.
+LEAST = 16 << 10
+#: Most checksums between two agents in one transfer.
+MAX_SUMS = 1 << 22
+
+Wanted = tuple[tuple[int, Region], ...]
+
+
+class Kind(IntEnum):
+    """See the module's head."""
+
+    MOVE = 0
+    GIVEN = 1
+    RESULT = 2
+    FOLDED = 3
+
+
+class Fold(NamedTuple):
+    """A slot that one agent reduces for itself: (contribution, source rank, region) and its targets."""
+
+    slot: Slot
+    given: tuple[tuple[int, int, Region], ...]
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject:
+    """One row; ``sinks`` are the targets and their regions. ``part`` and ``number`` name what a witness has summed:
+    the contribution's index (GIVEN) or the result's place in ``part.wanted`` (RESULT).
+    """
+
+    kind: Kind
+    tensor: int
+    source: Member
+    sinks: tuple[tuple[Member, Region], ...]
+    cuts: tuple[Bounds, ...]
+    part: Reduction | None = None
+    number: int = 0
+    fold: Fold | None = None
+
+
+class Chunk(NamedTuple):
+    """A part of a row, ``bounds`` in the dense region (MOVE) or in the slot."""
+
+    subject: Subject
+    bounds: Bounds
+
+    @property
+    def numel(self) -> int:
+        """Elements of its bounds."""
+        return prod(last - first for first, last in self.bounds)
+
+
+class Course:
+    """Chunks in canonical order: by tensor, then as derived."""
+
+    def __init__(self, subjects: Sequence[Subject], *, full: bool) -> None:
+        self._full = full
+        self._tensors: dict[int, list[Subject]] = defaultdict(list)
+        for subject in sorted(subjects, key=lambda s: s.tensor):
+            self._tensors[subject.tensor].append(subject)
+        self._ends = {t: np.cumsum([len(s.cuts) for s in found]) for t, found in self._tensors.items()}
+
+    def __len__(self) -> int:
+        return sum(int(ends[-1]) for ends in self._ends.values())
+
+    def choose(self, seq: int) -> list[Chunk]:
+        """Of transfer ``seq``: all, or of each tensor every SAMPLE-th from a start that moves on with ``seq``."""
+        return [
+            Chunk(subject, subject.cuts[at])
+            for tensor, ends in self._ends.items()
+            for subject, at in self._pick(tensor, ends, seq)
+        ]
+
+    def _pick(
+        self, tensor: int, ends: np.ndarray[tuple[int], np.dtype[np.int64]], seq: int
+    ) -> Iterator[tuple[Subject, int]]:
+        total = int(ends[-1])
+        found = range(total)
+        if not self._full and total:
+            first = (seq + tensor) % SAMPLE
+            found = range(first, total, SAMPLE) if first < total else range(first % total, first % total + 1)
+        for place in found:
+            i = int(np.searchsorted(ends, place, "right"))
+            subject = self._tensors[tensor][i]
+            yield subject, place - (int(ends[i]) - len(subject.cuts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """Of one agent: what it compares alone, and with each other agent as the source's and as the target's."""
+
+    near: Course
+    gives: Mapping[str, Course]
+    takes: Mapping[str, Course]
+
+
+def derive(plan: Plan, ways: Ways, *, staging: int, full: bool) -> Scheme:
+    """The courses of agent ``ways.me``; ``staging`` is the batch's, as for ``compile_wire``."""
+    return _Deriver(plan, ways, full).scheme(staging)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(shape: tuple[int, ...], itemsize: int, full: bool) -> tuple[Bounds, ...]:
+    limit = CHUNK if full else max(LEAST, min(CHUNK, prod(shape) * itemsize // SAMPLE))
+    return tuple(blocks(shape, max(1, limit // itemsize)))
+
+
+class _Deriver:
+    def __init__(self, plan: Plan, ways: Ways, full: bool) -> None:
+        self._plan, self._ways, self._full = plan, ways, full
+        self._relays: Relays | None = None
+
+    def scheme(self, staging: int) -> Scheme:
+        ways = self._ways
+        near = [*self._near_moves(), *self._folds()]
+        gives: dict[str, list[Subject]] = defaultdict(list)
+        takes: dict[str, list[Subject]] = defaultdict(list)
+        if any(agent != ways.me for agent in (*ways.source, *ways.target)):
+            crossings = Crossings(self._plan, ways, staging // 8)
+            for side, courses in ((crossings.sent, gives), (crossings.received, takes)):
+                for peer, moves in side.items():
+                    courses[peer] += [self._move(m.tensor, ("source", m.source), m.region, m.sinks) for m in moves]
+            relays = crossings.relays
+            for found, courses in ((relays.given, gives), (relays.taken, takes)):
+                for peer, passes in found.items():
+                    courses[peer] += [
+                        self._move(p.tensor, ("target", p.rank), p.region, p.sinks or ((p.rank, p.region),))
+                        for p in passes
+                    ]
+            self._relays = relays
+            for agent in crossings.owners:
+                for giver, taker, subject in self._reduced(crossings.parts(agent)):
+                    if giver == taker == ways.me:
+                        near.append(subject)
+                    elif giver == ways.me:
+                        gives[taker].append(subject)
+                    elif taker == ways.me:
+                        takes[giver].append(subject)
+        full = self._full
+        return Scheme(
+            near=Course(near, full=full),
+            gives={peer: Course(found, full=full) for peer, found in sorted(gives.items()) if found},
+            takes={peer: Course(found, full=full) for peer, found in sorted(takes.items()) if found},
+        )
+
+    def _move(self, tensor: int, source: Member, region: Region, sinks: Wanted) -> Subject:
+        name = self._plan.names[tensor]
+        width = max(self._plan.source[name].dtype.itemsize, self._plan.target[name].dtype.itemsize)
+        return Subject(
+            kind=Kind.MOVE,
+            tensor=tensor,
+            source=source,
+            # The region of the source's end comes first; it is the same object where it is the only one.
+            sinks=tuple((("target", rank), there) for rank, there in sinks),
+            cuts=_cuts(region.shape, width, self._full),
+        )
+
+    def _near_moves(self) -> Iterator[Subject]:
+        ways = self._ways
+        near = np.array([ways.reach(ways.me, agent) for agent in ways.source], bool)
+        for rank in ways.ranks("target", ways.me):
+            rp = self._plan.for_rank("target", rank)
+            rows = np.flatnonzero(rp.kind == MOVE)
+            rows = rows[near[rp.source[rows]]] if len(rows) else rows
+            columns = (rp.tensor, rp.source, rp.region_index)
+            for tensor, source, number in zip(*(c[rows].tolist() for c in columns), strict=True):
+                region = rp.region_at(number)
+                yield self._move(tensor, ("source", source), region, ((rank, region),))
+
+    def _folds(self) -> Iterator[Subject]:
+        ways, me = self._ways, self._ways.me
+        owners: set[int] = set()
+        for rank in ways.ranks("target", me):
+            rp = self._plan.for_rank("target", rank)
+            owners.update(np.unique(rp.source[rp.kind == RESULT]).tolist())
+        for owner in sorted(owners):
+            rp = self._plan.for_rank("source", owner)
+            given: dict[int, list[tuple[int, int, Region]]] = defaultdict(list)
+            wanted: dict[int, list[tuple[int, Region]]] = defaultdict(list)
+            for row in np.flatnonzero((rp.kind == CONTRIBUTE) & (rp.target == owner)).tolist():
+                given[int(rp.slot[row])].append((int(rp.index[row]), int(rp.source[row]), rp.region(row)))
+            for row in np.flatnonzero((rp.kind == RESULT) & (rp.source == owner)).tolist():
+                wanted[int(rp.slot[row])].append((int(rp.target[row]), rp.region(row)))
+            for number in sorted(wanted):
+                slot = rp.slots[number]
+                givers = {ways.source[source] for _, source, _ in given[number]}
+                takers = {ways.target[target] for target, _ in wanted[number]}
+                if me not in takers or me in ways.served(ways.source[owner], givers, takers):
+                    continue
+                mine = tuple((t, r) for t, r in wanted[number] if ways.target[t] == me)
+                yield Subject(
+                    kind=Kind.FOLDED,
+                    tensor=slot.tensor,
+                    source=("source", owner),
+                    sinks=tuple((("target", rank), region) for rank, region in mine),
+                    cuts=tuple(parts(slot, PART // slot.accumulate.itemsize)),
+                    fold=Fold(slot, tuple(given[number]), mine),
+                )
+
+    def _reduced(self, found: Sequence[Reduction]) -> Iterator[tuple[str, str, Subject]]:
+        """(the source's agent, the target's agent, row) of what goes into and comes out of reductions for others."""
+        for part in found:
+            tensor, owner = part.slot.tensor, ("source", part.slot.owner)
+            for index, source, region in part.given:
+                # Who may read the source compares alone, as it has copied alone.
+                giver = self._ways.source[source] if index in part.far else part.at
+                yield giver, part.at, Subject(
+                    kind=Kind.GIVEN, tensor=tensor, source=("source", source), sinks=((owner, region),),
+                    cuts=(part.bounds,), part=part, number=index,
+                )  # fmt: skip
+            for number, (target, region) in enumerate(part.wanted):
+                dims = clip(region.dims, part.bounds, 0)
+                if dims is not None and all(runs[:, 2].any() for runs in dims):
+                    # Only where they are known, which is where they are compared.
+                    fellows = self._relays.fellows(tensor, target, region) if self._relays is not None else ()
+                    yield part.at, self._ways.target[target], Subject(
+                        kind=Kind.RESULT, tensor=tensor, source=owner,
+                        sinks=tuple((("target", rank), there) for rank, there in ((target, region), *fellows)),
+                        cuts=(part.bounds,), part=part, number=number,
+                    )  # fmt: skip

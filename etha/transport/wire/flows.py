@@ -1,0 +1,281 @@
+"""Flows: what one agent sends to, or receives from, one other in a transfer, as spans dealt to streams.
+
+    flow = lanes (one a stream) of spans;  span = straight to or from a tensor | pieces through a chunk | a contribution
+
+The bytes on the wire are the pieces in order, each dense in C-order of its dims and filled up to PAD, so
+both ends may choose on their own which of them go straight to memory. Data only; ``streams`` moves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from etha.memory.views import View
+from etha.transport.copy.program import PIECE, Member
+from etha.transport.geometry.tiles import Tile
+from etha.transport.wire.crossings import Part
+
+#: Each piece is filled up to a multiple of so many bytes, so that elements in chunks are aligned.
+PAD = 16
+#: Largest piece, and what a stream holds to pack into or to receive into.
+CHUNK = 1 << 20
+#: Streams per pair of agents and direction, and most bytes that one stream carries before the next one's turn.
+STREAMS = 4
+BUCKET = 4 << 20
+#: The view space of what is staged on a device before anything is written: addresses count from 0 there.
+EARLY = "early"
+#: Flows are cut finer than BUCKET where that lets all streams take part, but not below this.
+MIN_BUCKET = 256 << 10
+
+
+class End(NamedTuple):
+    """Copies between a view and the dense bytes of a piece: (tile, offset in the view, offset in the piece).
+
+    ``view`` None is the value of the piece's part, reduced at this agent.
+    """
+
+    view: View | None
+    steps: tuple[tuple[Tile, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Dense bytes that travel; ``ends`` is where from (one) or where to (any number).
+
+    ``straight`` is the memory itself, where the piece is one segment of one mapped tensor and nothing is cast.
+    ``direct``: so it is on a device, at ``address``.
+    ``index``: number of the contribution to ``part`` that this is, at its receiver; -1: something else.
+    ``arrival``: number by which pieces ``after`` it, to other agents, wait until it is laid down; -1: none does.
+    """
+
+    stage: int
+    tensor: int
+    nbytes: int
+    dtype: torch.dtype
+    owners: tuple[Member, ...]
+    ends: tuple[End, ...] = ()
+    straight: memoryview | None = None
+    direct: bool = False
+    address: int = 0
+    part: Part | None = None
+    index: int = -1
+    arrival: int = -1
+    after: tuple[int, ...] = ()
+
+    @property
+    def padded(self) -> int:
+        """Bytes on the wire."""
+        return -(-self.nbytes // PAD) * PAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """What a stream does in one go: ``memory``, or a contribution, or pieces at their places in a chunk.
+
+    ``parts`` are waited for before (sending results), and the ``arrivals`` of other spans that it comes ``after``.
+    ``nbytes`` is payload, ``wire`` what travels. On a device ``address`` stands for ``memory`` (0: it is packed), and
+    ``key`` is what both ends call the group that it goes in (``messages``).
+    """
+
+    nbytes: int
+    wire: int
+    owners: tuple[Member, ...]
+    memory: memoryview | None = None
+    pieces: tuple[tuple[int, Piece], ...] = ()
+    parts: tuple[Part, ...] = ()
+    index: int = -1
+    arrivals: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    address: int = 0
+    key: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Flow:
+    """One way between two agents. ``digest`` covers the plan, the direction, every piece and how they are dealt."""
+
+    peer: str
+    digest: bytes
+    nbytes: int
+    lanes: tuple[tuple[Span, ...], ...]
+
+    @property
+    def wire(self) -> tuple[int, ...]:
+        """Bytes of each lane."""
+        return tuple(sum(span.wire for span in lane) for lane in self.lanes)
+
+
+class Observer(Protocol):
+    """Who looks at reductions while they are made (``witness``); any thread."""
+
+    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+        """A contribution as it enters the reduction."""
+        ...
+
+    def value(self, part: Part, flat: torch.Tensor) -> None:
+        """What it came to, in the wire dtype."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WireProgram:
+    """All that this agent exchanges with others in one transfer of one batch; run by one transfer at a time.
+
+    ``early`` are copies out of memory that source and target share, to be made before anything is written
+    (``aliased``: also run the program of the lane first). ``slabs``: bytes of the even and of the odd waves.
+    ``scratch`` is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk``
+    the most that a stream packs or unpacks at once. ``passed`` of the bytes sent are others', received before.
+    ``sends`` is in the order of the plan's rounds. ``witness`` is shown every reduction. On a device ``members``
+    are the agents of the communicator, and ``early`` lays its copies into ``staged`` bytes of the view space EARLY.
+    """
+
+    sends: Mapping[str, Flow]
+    receives: Mapping[str, Flow]
+    parts: tuple[Part, ...] = ()
+    values: Mapping[int, PartWork] = field(default_factory=dict)
+    early: tuple[tuple[End, View, tuple[Member, ...]], ...] = ()
+    aliased: bool = False
+    staged: int = 0
+    scratch: int = 0
+    slabs: tuple[int, int] = (0, 0)
+    chunk: int = 0
+    passed: int = 0
+    witness: Observer | None = None
+    members: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Payload sent and received, in bytes."""
+        return sum(f.nbytes for flows in (self.sends, self.receives) for f in flows.values())
+
+    @property
+    def packed(self) -> int:
+        """Lanes of streams that pack or unpack, each through a chunk of ``chunk`` bytes."""
+        flows = (*self.sends.values(), *self.receives.values())
+        return sum(any(span.pieces for span in lane) for flow in flows for lane in flow.lanes)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing crosses."""
+        return not self.sends and not self.receives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartWork:
+    """How a part is reduced here: the near contributions by number, and the targets of this agent."""
+
+    near: Mapping[int, End]
+    results: tuple[End, ...]
+    owners: tuple[Member, ...]
+    source: torch.dtype
+    wire: torch.dtype
+    sends: int = 0
+
+
+def make_flow(
+    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[Piece], streams: int, bucket: int
+) -> Flow:
+    """Deal pieces, which are in order, to the streams. ``names``: (sender, receiver); ``mark``: the plan's digest."""
+    table = np.array([(p.stage, p.tensor, p.nbytes, p.index) for p in pieces], "<i8").reshape(-1, 4)
+    total = int(table[:, 2].sum())
+    bucket = min(bucket, max(MIN_BUCKET, total // (2 * streams)))
+    h = hashlib.sha256(f"etha-flow-1 {mark} {names} {streams} {bucket}".encode())
+    # Contributions are marked at the receiver only, so their numbers are left out.
+    h.update(np.ascontiguousarray(table[:, :3]).tobytes())
+    lanes: list[list[Piece]] = [[] for _ in range(streams)]
+    for number, pieces_of in enumerate(_buckets(pieces, bucket)):
+        lanes[number % streams] += pieces_of
+    dealt = tuple(tuple(spans(lane)) for lane in lanes if lane)
+    return Flow(peer=peer, digest=h.digest(), nbytes=total, lanes=dealt)
+
+
+def _buckets(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Neighbours of one stage, closed before the piece that would take them above ``limit``."""
+    some: list[Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        if some and (nbytes + piece.padded > limit or piece.stage != some[0].stage):
+            yield some
+            some, nbytes = [], 0
+        some.append(piece)
+        nbytes += piece.padded
+    if some:
+        yield some
+
+
+def spans(pieces: Iterable[Piece]) -> Iterator[Span]:
+    """The pieces of a stream, joined: neighbours in memory up to PIECE, small ones up to CHUNK, never over a stage."""
+    run: list[Piece] = []
+    wire = 0
+    for piece in pieces:
+        if run and not _joins(run[-1], wire, piece):
+            yield _span(run)
+            run, wire = [], 0
+        run.append(piece)
+        wire += piece.padded
+    if run:
+        yield _span(run)
+
+
+def _joins(last: Piece, wire: int, piece: Piece) -> bool:
+    """Whether ``piece`` continues a span of ``wire`` bytes that ends with ``last``."""
+    if last.index >= 0 or piece.index >= 0 or piece.stage != last.stage:
+        return False
+    if last.straight is None or piece.straight is None:
+        return last.straight is piece.straight and wire + piece.padded <= CHUNK
+    # What is passed on goes in small steps, so that every hop is at work soon.
+    most = CHUNK if piece.after or piece.arrival >= 0 or last.arrival >= 0 else PIECE
+    return (
+        piece.address == last.address + last.nbytes
+        and last.padded == last.nbytes
+        and wire + piece.padded <= most
+        and piece.ends[0].view is last.ends[0].view
+    )
+
+
+def _span(run: list[Piece]) -> Span:
+    first = run[0]
+    arrivals = tuple(sorted({p.arrival for p in run if p.arrival >= 0}))
+    after = tuple(sorted({number for p in run for number in p.after}))
+    nbytes, wire = sum(p.nbytes for p in run), sum(p.padded for p in run)
+    owners = tuple(sorted({owner for p in run for owner in p.owners}))
+    if first.index >= 0:
+        assert first.part is not None
+        return Span(nbytes=nbytes, wire=wire, owners=owners, parts=(first.part,), index=first.index)
+    if first.straight is not None:
+        view = first.ends[0].view
+        assert view is not None
+        memory = first.straight if len(run) == 1 else span_memory(view, first.address, nbytes)
+        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after)
+    places, at = [], 0
+    for piece in run:
+        places.append((at, piece))
+        at += piece.padded
+    parts = {p.part.number: p.part for p in run if p.part is not None}
+    return Span(
+        nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()), arrivals=arrivals,
+        after=after,
+    )  # fmt: skip
+
+
+def join(run: list[Piece]) -> Span:
+    """Pieces that travel to or from a device as one message, whose size hangs on theirs alone."""
+    first = run[0]
+    span = _span(run)
+    if len(run) > 1:
+        return span
+    return replace(span, wire=first.nbytes, address=first.address if first.direct else 0)
+
+
+def span_memory(view: View, address: int, nbytes: int) -> memoryview:
+    """``nbytes`` of a mapped view at an address of this process; keeps the mapping alive."""
+    assert view.raw is not None, "a private view has no memory here"
+    start = address - view.address
+    raw = view.raw if view.raw.dtype is torch.uint8 else view.raw.view(torch.uint8)
+    return memoryview(raw.numpy())[start : start + nbytes]  # type: ignore[arg-type, unused-ignore]
