@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.walking import Walk
+from tests.unit.agent.protocol.walking import Walk
 
 AB, AC, BC = ("a", "b"), ("a", "c"), ("b", "c")
 FAN = {"t": ("a",), "i": ("b", "c")}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.cuda import FakeDriver
-
-from .contract import copies_events_and_streams, memory_and_events_of_another_process
+from tests.unit.cuda.contract import copies_events_and_streams, memory_and_events_of_another_process
 
 _drivers: list[FakeDriver] = []
 

@@ -20,8 +20,8 @@ from etha.transport.copy.staging import Budget
 from etha.transport.geometry.tiles import Tile
 from etha.transport.verify.checksums import Read, Reader, checksum
 from tests.fakes.cuda import GPU0, FakeDriver
+from tests.unit.transport.copy.test_copier import ops
 from tests.unit.transport.on_device import card, card_view, on_card
-from tests.unit.transport.test_copier import ops
 
 
 class Watched(FakeDriver):

@@ -19,8 +19,7 @@ from etha.errors import AgentUnavailableError, ProtocolError, RedisUnavailableEr
 from etha.peer.keys import Keys, check_public_key
 from etha.peer.messages import Commit, Done
 from etha.peer.wire import Bye, Hello, Welcome, decode, encode
-
-from .agents import SCOPE, Agent, Namespace, Stranger, agent, complaints, until
+from tests.unit.peer.agents import SCOPE, Agent, Namespace, Stranger, agent, complaints, until
 
 
 @pytest.fixture

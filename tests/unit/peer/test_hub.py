@@ -20,8 +20,7 @@ from etha.peer import sessions
 from etha.peer.keys import Keys
 from etha.peer.messages import Commit, Done, Go
 from etha.peer.ports import Ports
-
-from .agents import SCOPE, Agent, Namespace, agent, until
+from tests.unit.peer.agents import SCOPE, Agent, Namespace, agent, until
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from etha.plan import Plan, simulate
 from etha.plan.planner import reduction, senders
+from tests.unit.plan.analysis.test_bounds import check_loads
 from tests.unit.plan.prove import check_links, plan_of
-from tests.unit.plan.test_bounds import check_loads
 from tests.unit.plan.truth import Case, Truth, random_case
 
 

@@ -21,8 +21,8 @@ from etha.transport.wire.crossings import Part
 from etha.transport.wire.flows import Span, WireProgram
 from etha.transport.wire.forwarding import Ledger
 from tests.unit.transport.agents import Job, Local
-from tests.unit.transport.test_local import FLOATS, allocate, layout
-from tests.unit.transport.test_tcp import content
+from tests.unit.transport.copy.test_local import FLOATS, allocate, layout
+from tests.unit.transport.tcp.test_transport import content
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
-
-from .agreement import World
+from tests.unit.agent.protocol.agreement import World
 
 
 def ticket(start: int, agent: str = "a", batch: str = "x") -> tuple[int, str, str]:

@@ -20,7 +20,7 @@ from etha.plan import Layout, PlanStats, TensorSpec, build_agent_plan, build_pla
 from etha.planfile import read_plan, read_sides
 from etha.redistribute.route import make_route
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ROW = re.compile(r"^\| *(\d+) \|(.*)\|$", re.MULTILINE)
 
 

@@ -23,8 +23,8 @@ from etha.transport.nccl.transport import NcclTransport
 from etha.transport.tcp.data_plane import WireRun
 from tests.unit.transport.agents import Job, same
 from tests.unit.transport.cards import Fleet, Placed, fleet
-from tests.unit.transport.test_rounds import small
-from tests.unit.transport.test_tcp import partial, rows
+from tests.unit.transport.nccl.test_schedule import small
+from tests.unit.transport.tcp.test_transport import partial, rows
 
 B = ("target", 0)
 

@@ -15,9 +15,9 @@ from etha.transport.wire.crossings import Part
 from etha.transport.wire.nccl_messages import device_cut
 from tests.unit.transport.agents import Job, bits, make_plan, same
 from tests.unit.transport.cards import Placed, fleet
+from tests.unit.transport.nccl.test_schedule import crowd, small
 from tests.unit.transport.relaying import copies, relayed_job
-from tests.unit.transport.test_rounds import crowd, small
-from tests.unit.transport.test_tcp import partial, random_job, rows
+from tests.unit.transport.tcp.test_transport import partial, random_job, rows
 
 
 @pytest.mark.parametrize("seed", range(40))

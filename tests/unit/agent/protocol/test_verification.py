@@ -19,7 +19,7 @@ from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
 from etha.transport.wire.flows import WireProgram
 from tests.unit.transport.agents import Agent, Job, agents, bits, make_plan, same, transfer
 from tests.unit.transport.relaying import copies, relayed_job
-from tests.unit.transport.test_tcp import partial, random_job, rows
+from tests.unit.transport.tcp.test_transport import partial, random_job, rows
 
 LIMIT = 64 << 20
 #: Seeds of jobs in which some rank receives something dense.

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, build_plan
+from tests.unit.plan.analysis.test_bounds import check_loads
 from tests.unit.plan.relayed import prove_relayed
-from tests.unit.plan.test_bounds import check_loads
 
 CASES = 400
 PART = 100

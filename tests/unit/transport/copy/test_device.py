@@ -22,8 +22,8 @@ from etha.transport.copy.device import Copier
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import DEVICE_PIECE, PIECE, Program
 from tests.fakes.cuda import GPU0, FakeDriver
+from tests.unit.transport.copy.test_local import FLOATS, allocate, bits, layout, local_plan
 from tests.unit.transport.on_device import Local, card, card_view, compiled, on_card, run
-from tests.unit.transport.test_local import FLOATS, allocate, bits, layout, local_plan
 
 
 def check(driver: FakeDriver, copier: Copier, plan: Plan, source: Local, target: Local) -> Program:

@@ -13,8 +13,7 @@ from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.participant import Moving
 from etha.errors import PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Answer, Commit, Declined, Failed, Go, Question
-
-from .agreement import World
+from tests.unit.agent.protocol.agreement import World
 
 ONE = {"t": ("a", "a"), "i": ("a", "a")}
 TWO = {"t": ("a", "a"), "i": ("b", "b")}

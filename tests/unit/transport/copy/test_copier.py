@@ -20,8 +20,8 @@ from etha.transport.geometry.boxes import Axis, Placed
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Tile, tiles
 from tests.fakes.cuda import GPU0, FakeDriver
+from tests.unit.transport.copy.test_local import allocate, bits, me, private
 from tests.unit.transport.on_device import card, card_view, on_card
-from tests.unit.transport.test_local import allocate, bits, me, private
 
 __all__ = ["me"]  # the fixture
 

@@ -22,7 +22,7 @@ from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget
 from etha.transport.verify import chunks
 from tests.unit.transport.agents import Job
-from tests.unit.transport.test_tcp import rows
+from tests.unit.transport.tcp.test_transport import rows
 
 
 def sums(seq: int, first: int, *values: int) -> Sums:

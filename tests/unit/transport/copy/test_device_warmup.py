@@ -23,8 +23,8 @@ from tests.fakes.cuda import GPU0
 from tests.fakes.nccl import FakeNccl
 from tests.unit.transport.agents import Job, make_plan, same
 from tests.unit.transport.cards import Placed, fleet
+from tests.unit.transport.copy.test_local import local_plan
 from tests.unit.transport.on_device import card, card_view, compiled, on_card
-from tests.unit.transport.test_local import local_plan
 
 MEMORY = ("allocate", "pin", "free", "unpin")
 Seen = list[object]

@@ -17,7 +17,7 @@ from etha.transport.copy.program import PIECE
 from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.routing import account
 from tests.unit.transport.agents import Job, Local, agents, bits, make_plan, same, transfer
-from tests.unit.transport.test_local import FLOATS, allocate, layout
+from tests.unit.transport.copy.test_local import FLOATS, allocate, layout
 
 
 def random_job(seed: int, *, partial: float = 0.3, big: float = 0.1, hosts: bool = False) -> Job:

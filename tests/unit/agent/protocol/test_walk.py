@@ -14,8 +14,7 @@ import pytest
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
 from etha.agent.protocol.participant import Moving, Transfers
 from etha.peer.messages import Answer, Committed
-
-from .walking import Violation, Walk
+from tests.unit.agent.protocol.walking import Violation, Walk
 
 TWO = {"t": ("a",), "i": ("b",)}
 FAN = {"t": ("a",), "i": ("b", "c")}

@@ -20,7 +20,7 @@ from etha.plan.analysis.json import expand, layout_to_plain
 from etha.planfile import read_plan
 
 F32 = {"shape": [1], "dtype": "float32"}
-BENCH = Path(__file__).resolve().parents[3] / "bench"
+BENCH = Path(__file__).resolve().parents[4] / "bench"
 
 
 def test_a_range_in_a_name_is_one_tensor_for_each_number() -> None:

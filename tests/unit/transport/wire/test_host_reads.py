@@ -20,7 +20,7 @@ from etha.memory.process import Beacon, start_time
 from etha.memory.reach import FaultError, ReachError, WorkerGoneError
 from etha.transport.copy.host import Claim, Exhibit, HostMemory, claim, prove
 from tests.unit.transport.agents import agents, bits, run_here, same, transfer
-from tests.unit.transport.test_tcp import partial, random_job, rows
+from tests.unit.transport.tcp.test_transport import partial, random_job, rows
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from etha.transport.wire.forwarding import LAST
 from etha.transport.wire.nccl_messages import GROUP, Cut, device_cut, order, waves
 from tests.unit.transport.agents import Job, make_plan
 from tests.unit.transport.relaying import Crossed, copies, relayed_job
-from tests.unit.transport.test_tcp import partial, random_job
+from tests.unit.transport.tcp.test_transport import partial, random_job
 
 ORDERS = st.lists(st.integers(0, 1 << 30), max_size=100)
 

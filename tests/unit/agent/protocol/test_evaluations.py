@@ -9,7 +9,7 @@ import pytest
 
 from etha.agent.protocol.evaluation import Evaluation, Where, evaluate
 from etha.agent.protocol.evaluations import Evaluations
-from tests.unit.agent.test_evaluate import SHARDED, Roster, tensor
+from tests.unit.agent.protocol.test_evaluation import SHARDED, Roster, tensor
 
 PLACES = {"t": ["a", "a"], "i": ["a", "a"]}
 HOSTS = {"t": ["h", "h"], "i": ["h", "h"]}

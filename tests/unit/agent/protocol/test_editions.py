@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from etha.agent.protocol.participant import Moving
 from etha.errors import TransferError
-
-from .agreement import World
-from .test_transfer import MEMBERS, ONE, THREE, TWO
+from tests.unit.agent.protocol.agreement import World
+from tests.unit.agent.protocol.test_participant import MEMBERS, ONE, THREE, TWO
 
 SOURCES = [member for member in MEMBERS if member[0] == "t"]
 TARGETS = [member for member in MEMBERS if member[0] != "t"]

@@ -22,7 +22,7 @@ from etha.transport.tcp.data_plane import WireRun
 from etha.transport.tcp.listener import Door
 from etha.transport.tcp.transport import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
-from tests.unit.transport.test_tcp import partial, rows
+from tests.unit.transport.tcp.test_transport import partial, rows
 
 
 async def opened(at: dict[str, Agent], job: Job, seq: int = 1) -> dict[str, WireRun]:

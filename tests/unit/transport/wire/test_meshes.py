@@ -11,8 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bench.mesh_cases import CASES, RANKS, MeshCase, held, ideal_bytes, numbers, part
 from etha.plan import Layout, TensorSpec
-
-from .agents import Job, Local, agents, make_plan, same, transfer
+from tests.unit.transport.agents import Job, Local, agents, make_plan, same, transfer
 
 SHAPES = {"even": (64, 96), "uneven": (61, 37), "few rows": (3, 130)}
 SOURCE, TARGET = ("a",) * RANKS, ("b",) * RANKS
