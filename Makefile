@@ -20,7 +20,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo test test-tools lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
+.PHONY: install demo test test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
 
 install: $(STAMP)
 
@@ -38,6 +38,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict etha
+	$(BIN)/codespell . .ci .github
 
 # Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too. What
 # starts no jobs runs beside them, in the time that they leave: they wait for processes more than they compute, and
@@ -56,6 +57,15 @@ NEEDING ?= redis-server,ip,nft,openssl,unshare
 test-tools: install
 	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -m "not proof and not faults and not chaos and not soak" \
 		tests --ways local,tcp,three --needing $(NEEDING) $(PYTEST)
+
+# What of etha/ the tests reach, in all processes that they start; fails below the threshold of pyproject.toml. COVERED
+# chooses other tests: what they reach is printed all the same.
+COVERED ?= tests/unit tests/cards tests/flow
+coverage: install
+	@$(PRIVATE) export COVERAGE_FILE="$$tmp/coverage"; \
+	$(BIN)/python -m coverage run -m pytest -p no:cacheprovider --ways local,tcp \
+		-m "not proof and not faults and not chaos and not soak" $(COVERED) $(PYTEST) || exit 1; \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report
 
 ways: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/flow -m "not proof" --ways local,tcp,host,three $(PYTEST)

@@ -148,6 +148,23 @@ def test_targets_and_commands_that_a_page_names_are_there(page: str) -> None:
     assert set(re.findall(r"`etha ([a-z]+)", text_of(page))) - commands == set()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_targets_that_a_workflow_makes_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", text_of("Makefile"), re.MULTILINE))
+    made = re.findall(r"run: make ([a-z][\w-]*)", text)
+    for listed in re.findall(r"target: \[([^\]]*)\]", text):
+        made += listed.split(", ")
+    assert made and set(made) - targets == set()
+
+
+def test_the_workflow_tests_every_python_that_the_package_supports() -> None:
+    supported = re.findall(r"Python :: (3\.\d+)", text_of("pyproject.toml"))
+    assert re.findall(r"python: \[(.*)\]", text_of(".github/workflows/ci.yml")) == [
+        ", ".join(f'"{version}"' for version in supported)
+    ]
+
+
 @pytest.mark.parametrize("page", pages())
 def test_variables_that_a_page_names_are_read_somewhere(page: str) -> None:
     read = "\n".join(text_of(name) for name in tree() if name.endswith((".py", "Makefile", "run")))

@@ -181,8 +181,8 @@ def test_a_malformed_side_is_named(plan: Plan, target: object, reason: str) -> N
         ),
         ({"mesh": [2], "placements": ["R"], "regions": []}, "a side has the key 'regions', .*: it belongs to a tensor"),
         (
-            {"mesh": {"shape": [2], "frist": 1}, "placements": ["R"]},
-            ".*a mesh has the key 'frist', .*mean 'first'",
+            {"mesh": {"shape": [2], "frist": 1}, "placements": ["R"]},  # codespell:ignore frist
+            ".*a mesh has the key 'frist', .*mean 'first'",  # codespell:ignore frist
         ),
         ({"layouts": {"a": {"msh": [2]}}, "mesh": [2]}, "layout 'a' has the key 'msh', .*mean 'mesh'"),
         ({"mesh": [2], "placements": ["R"], "hosts": {"name": "h{}", "rank": 1}}, "\"hosts\" has the key 'rank'"),

@@ -110,6 +110,7 @@ async def test_a_wrong_batch_name_is_told_by_those_that_wait(site: Site) -> None
         try:
             for _ in range(50):
                 with pytest.raises(RendezvousTimeoutError) as caught:
+                    # codespell:ignore-next-line modell
                     await here.register_tensors("modell", {"w": torch.zeros(2)}, pair_name=sides.pair, timeout=0.3)
                 if "'model'" in caught.value.message:
                     break
