@@ -140,6 +140,14 @@ NOT_HERE = {
 }
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "adr").glob("0*.md")), ids=lambda path: path.name)
+def test_a_decision_is_one_page_with_its_reasons_and_is_listed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences", "Measurement"]
+    assert text.startswith(f"# {path.name[:4]}: ") and len(text.splitlines()) <= 50
+    assert f"({path.name})" in (path.parent / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", pages())
 def test_targets_and_commands_that_a_page_names_are_there(page: str) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", text_of("Makefile"), re.MULTILINE))
