@@ -6,9 +6,16 @@ tests that need one of these: CI runs all tests on a bare machine, installs pack
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
+
+if importlib.util.find_spec("hypothesis"):  # the environments of `make gpu` and `make test-vllm` have none
+    from tests import examples
+
+    examples.register()
 
 #: Debian's package of each program that a test may need.
 PACKAGES = {
@@ -18,6 +25,10 @@ PACKAGES = {
     "redis-server": "redis-server",
     "unshare": "util-linux",
 }
+
+
+#: Below this folder `make check` takes every test that is not marked slow; elsewhere only what is marked fast.
+UNIT = Path(__file__).parent / "unit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what lacks a program; with ``--needing`` deselect what does not need any of those."""
+    """Mark what is slow by its folder, skip what lacks a program; ``--needing`` deselects what needs none of those."""
+    for item in items:
+        if not (item.path.is_relative_to(UNIT) or item.path.parent == UNIT.parent or item.get_closest_marker("fast")):
+            item.add_marker(pytest.mark.slow)
     wanted = set(filter(None, config.getoption("needing").split(",")))
     if unknown := wanted - PACKAGES.keys():
         raise pytest.UsageError(f"--needing: no test needs {', '.join(sorted(unknown))}")

@@ -32,12 +32,14 @@ def loaded(code: str) -> set[str]:
     return HEAVY & set(done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["plan", "--help"], ["status", "--help"]])
 def test_the_command_answers_without_what_is_slow_to_import(words: list[str]) -> None:
     run = "from etha.cli import app\ntry: app({})\nexcept SystemExit as end: assert not end.code"
     assert loaded(run.format(words)) == set()
 
 
+@pytest.mark.slow
 def test_importing_etha_imports_no_torch_until_a_name_is_used() -> None:
     assert loaded("import etha; dir(etha); etha.__version__; from etha import __version__") == set()
     assert loaded("from etha import EthaError; import etha; etha.errors.ConfigError") == set()
@@ -62,6 +64,7 @@ def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
         etha.nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_redistribute_is_the_function_in_whatever_order_things_are_imported() -> None:
     code = "import etha.redistribute.route, etha; print(etha.redistribute.__name__, callable(etha.redistribute))"
     assert python("-W", "error", "-c", code).stdout == "redistribute True\n"

@@ -74,6 +74,7 @@ async def test_a_card_that_is_lost_again_and_again_is_given_up() -> None:
         await Fleet(lambda device: python(f"raise SystemExit({SPOILT})"), DEVICES[:1]).run()
 
 
+@pytest.mark.slow
 async def test_an_agent_of_a_fleet_leaves_with_it(tmp_path: Path) -> None:
     """Its parent is killed, so nobody tells it but the kernel."""
     code = (

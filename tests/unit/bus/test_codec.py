@@ -21,6 +21,7 @@ from etha.errors import (
     RendezvousTimeoutError,
     Violation,
 )
+from tests.examples import examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def request(args: Any, **changes: Any) -> bytes:
     return bytes(msgpack.packb({key: value for key, value in wire.items() if value is not ...}))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ids, st.none() | st.floats(0, 1e6), messages)
 def test_a_request_comes_out_as_it_went_in(id: int, left: float | None, sent: All) -> None:
     got = decode(encode(Request(id, left, sent)), now=100.0)
@@ -119,14 +120,14 @@ def test_a_request_comes_out_as_it_went_in(id: int, left: float | None, sent: Al
     assert got.deadline == (math.inf if left is None else 100.0 + left)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ids, messages, st.integers(0, 2**63 - 1))
 def test_replies_pushes_and_cancels_come_out_as_they_went_in(id: int, sent: All, any_id: int) -> None:
     for envelope in (Reply(id, sent), Push(any_id, sent), Cancel(id)):
         assert decode(encode(envelope)) == envelope
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ids, errors, st.none() | st.text())
 def test_an_error_crosses_with_its_type_its_data_and_the_remote_traceback(
     id: int, error: EthaError, text: str | None
@@ -268,7 +269,7 @@ def test_garbage_is_refused(data: bytes) -> None:
         decode(data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_do_anything_but_decode_or_be_refused(data: bytes) -> None:
     try:
@@ -277,7 +278,7 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(data: bytes) -> None:
         return
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(messages, st.data())
 def test_a_valid_message_with_bytes_changed_decodes_or_is_refused(sent: All, data: st.DataObject) -> None:
     wire = bytearray(encode(Request(1, 1.0, sent)))
@@ -289,7 +290,7 @@ def test_a_valid_message_with_bytes_changed_decodes_or_is_refused(sent: All, dat
         return
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(st.sampled_from(["v", "id", "op", "left", "args", "ok", "push", "error", "cancel"]), plain))
 def test_any_map_decodes_or_is_refused(wire: dict[str, Any]) -> None:
     try:

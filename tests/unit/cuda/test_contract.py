@@ -23,6 +23,7 @@ def test_copies_events_and_streams() -> None:
     _drivers.pop().check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True], ids=["the exporter ends", "the exporter is killed"])
 def test_memory_and_events_of_another_process(kill: bool) -> None:
     assert memory_and_events_of_another_process(make, kill=kill) == []

@@ -367,6 +367,7 @@ def test_a_missing_package_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatc
         Runtime()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "doing",
     [

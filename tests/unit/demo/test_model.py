@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from etha.demo import text
@@ -51,6 +52,7 @@ def test_the_model_looks_only_backwards() -> None:
         torch.testing.assert_close(model(row)[0, :7], model(other)[0, :7])
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss() -> None:
     corpus, model = text.load(), small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -65,6 +67,7 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_for_the_same_seed() -> None:
     corpus, model = text.load(), small()
     prompt = corpus.encode("HAMLET:\n")

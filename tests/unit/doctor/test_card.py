@@ -58,6 +58,7 @@ class Maker:
         return self.driver or self.child((GPU0, GPU1))
 
 
+@pytest.mark.slow
 def test_cards_versions_peers_and_ipc_are_told(settings: Settings) -> None:
     gpu = FakeDriver((GPU0, GPU1), nbytes=80 << 30, peers=set())
     text = doctor.check_cuda(settings, Maker(gpu))

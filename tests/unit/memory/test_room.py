@@ -89,6 +89,7 @@ assert not shared.segments()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit", "named"),
     [("none", 0, ""), ("RLIMIT_AS", 1 << 28, "RLIMIT_AS"), ("RLIMIT_FSIZE", 1 << 20, "RLIMIT_FSIZE")],
@@ -114,6 +115,7 @@ def test_the_capacity_is_the_machines_or_a_cgroups_whatever_is_in_use(proc: Path
     assert room.capacity(proc, groups) == Room(nbytes=4096, limit=f"memory.max of cgroup {groups / 'a'}")
 
 
+@pytest.mark.slow
 def test_staging_beyond_the_machines_memory_is_refused_by_its_variable() -> None:
     def settings(staging: str) -> Settings:
         return Settings.from_env({"ETHA_STAGING": staging})
@@ -141,6 +143,7 @@ except etha.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit", "named"),
     [

@@ -51,6 +51,7 @@ def test_a_segment_can_neither_shrink_nor_grow() -> None:
     assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
+@pytest.mark.slow
 def test_the_last_tensor_takes_the_segment_along() -> None:
     gc.collect()
     before = descriptors(), mappings(), len(shared.segments())

@@ -17,6 +17,7 @@ from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationErr
 from etha.peer import wire
 from etha.peer.messages import Abort, Commit, Failed, Go, Message
 from etha.peer.wire import Beat, Control, Malformed, Said, Scope, decode, encode
+from tests.examples import examples
 
 SCOPE = Scope(pair="weights", epoch=3, batch="step_0", generation=2)
 
@@ -67,7 +68,7 @@ def plain(message: object) -> dict[str, Any]:
 
 
 @given(scope=scopes, message=messages)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_every_message_arrives_as_it_was_sent(scope: Scope, message: Message) -> None:
     got = decode(encode(scope, message))
     assert got.scope == scope and type(got.message) is type(message)
@@ -187,7 +188,7 @@ def test_an_error_of_an_unknown_kind_arrives_as_one_that_says_so() -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_random_bytes_are_malformed(data: bytes) -> None:
     with pytest.raises(Malformed):
         decode(data)
@@ -209,7 +210,7 @@ plain_data = st.recursive(
     op=st.sampled_from(sorted(wire._BY_OP)), scope=st.just(GOOD["scope"]) | st.none() | plain_data, args=plain_data,
     data=st.data(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_well_packed_nonsense_is_malformed_or_a_message(op: str, scope: Any, args: Any, data: st.DataObject) -> None:
     cls = wire._BY_OP[op][0]
     if data.draw(st.booleans()):  # the right fields with anything in them
@@ -222,7 +223,7 @@ def test_well_packed_nonsense_is_malformed_or_a_message(op: str, scope: Any, arg
 
 
 @given(message=messages, at=st.integers(0, 1 << 16), bit=st.integers(0, 7), cut=st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_a_damaged_message_is_malformed_or_another_message(message: Message, at: int, bit: int, cut: bool) -> None:
     data = bytearray(encode(SCOPE, message))
     at %= len(data)

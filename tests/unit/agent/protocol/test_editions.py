@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from etha.agent.protocol.participant import Moving
 from etha.errors import TransferError
+from tests.examples import examples
 from tests.unit.agent.protocol.agreement import World
 from tests.unit.agent.protocol.test_participant import MEMBERS, ONE, THREE, TWO
 
@@ -194,4 +195,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWalk.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
+from tests.examples import examples
 from tests.unit.agent.protocol.agreement import World
 
 
@@ -151,7 +152,7 @@ needs = st.dictionaries(st.sampled_from(sorted(LIMITS)), st.integers(1, 120), ma
 
 
 @given(batches=batches, held=st.booleans(), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_transfers_over_shared_agents_all_end(
     batches: list[tuple[str, list[str]]], held: bool, data: st.DataObject
 ) -> None:
@@ -159,7 +160,7 @@ def test_transfers_over_shared_agents_all_end(
 
 
 @given(batches=batches, held=st.booleans(), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_transfers_that_share_amounts_all_end(
     batches: list[tuple[str, list[str]]], held: bool, data: st.DataObject
 ) -> None:

@@ -17,6 +17,7 @@ from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, S
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import Member as Holder
 from etha.store.records import PairView, SideView
+from tests.examples import examples
 
 WORLDS = {"t": 2, "i": 1}
 MEMBERS: list[Member] = [("t", 0), ("t", 1), ("i", 0)]
@@ -465,7 +466,7 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWalk.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 
 
 def test_a_deadline_after_agents_could_not_link_says_why_they_could_not() -> None:

@@ -13,6 +13,7 @@ from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.participant import Moving
 from etha.errors import PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from etha.peer.messages import Answer, Commit, Declined, Failed, Go, Question
+from tests.examples import examples
 from tests.unit.agent.protocol.agreement import World
 
 ONE = {"t": ("a", "a"), "i": ("a", "a")}
@@ -172,11 +173,11 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWalk.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 @given(order=st.lists(st.integers(0, 5), max_size=200), kill=st.integers(0, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_broken_pair_ends_every_call(order: list[int], kill: int) -> None:
     world = World(THREE)
     everybody_calls(world)

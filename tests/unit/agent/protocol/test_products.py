@@ -93,6 +93,7 @@ def prove(seed: int) -> int:
     return several
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_lists_arrive_in_flat_tensors_one_product_after_another(part: int) -> None:
     assert sum(prove(seed) for seed in range(part * 25, part * 25 + 25)) > 10

@@ -15,6 +15,7 @@ from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.registration import Batch, Declare, Evaluate, Stand, Standing, Unenroll
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
+from tests.examples import examples
 
 ONE = {"t": ("a", "a"), "i": ("a",)}
 TWO = {"t": ("a", "a"), "i": ("b",)}
@@ -300,4 +301,4 @@ class Walk(RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWalk.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)

@@ -17,6 +17,7 @@ from etha.transport.tcp.outlets import Outlet
 from etha.transport.verify.checksums import Reader, checksum
 from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
 from etha.transport.wire.flows import WireProgram
+from tests.examples import examples
 from tests.unit.transport.agents import Agent, Job, agents, bits, make_plan, same, transfer
 from tests.unit.transport.relaying import copies, relayed_job
 from tests.unit.transport.tcp.test_transport import partial, random_job, rows
@@ -84,7 +85,7 @@ def flip(tensor: torch.Tensor) -> None:
     raw[raw.numel() // 2] ^= 16
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 async def test_both_ends_of_any_redistribution_agree(seed: int) -> None:
     """Random layouts, casts, NaNs, strides, reductions and empty shards; tcp, host and local mixed."""
     job = random_job(seed, partial=0.5, hosts=seed % 2 == 0)
@@ -97,7 +98,7 @@ async def test_both_ends_of_any_redistribution_agree(seed: int) -> None:
     assert bool(lines) == any(x.numel() for held in job.target.values() for x in held.values())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 async def test_both_ends_of_what_is_passed_on_agree(seed: int) -> None:
     job = relayed_job(seed)
     job.streams = 2

@@ -42,12 +42,14 @@ def test_two_agents_whose_lanes_are_held_with_ready_and_recalled() -> None:
     assert {("result", "result"), ("withdrawn", "withdrawn"), ("aborted", "aborted")} <= walk.outcomes
 
 
+@pytest.mark.slow
 def test_two_agents_with_lanes_held_and_a_second_transfer_behind_the_first() -> None:
     walk = Walk(TWO, held=True, calls_each=2, ends=1, fails=1, recalls=1).go()
     assert walk.states > 4_000
     assert ("result",) * 4 in walk.outcomes
 
 
+@pytest.mark.slow
 @three
 def test_three_agents_whose_calls_come_and_go_with_lanes_held(agents: dict[str, Any]) -> None:
     assert Walk(agents, held=True, ends=1, recalls=1).go().states > 5_000
@@ -59,6 +61,7 @@ def test_two_agents_and_a_second_transfer_behind_the_first() -> None:
     assert ("result",) * 4 in walk.outcomes
 
 
+@pytest.mark.slow
 @three
 def test_three_agents_one_of_which_crashes_and_any_deadline(agents: dict[str, Any]) -> None:
     walk = Walk(agents, made=True, crash=("a", "b", "c"), ends=1, fails=1, eager=False).go()
@@ -67,6 +70,7 @@ def test_three_agents_one_of_which_crashes_and_any_deadline(agents: dict[str, An
     assert not any("unknown" in outcome for outcome in walk.outcomes)
 
 
+@pytest.mark.slow
 @three
 def test_three_agents_one_of_which_crashes_and_doubt_ends_at_any_time(agents: dict[str, Any]) -> None:
     walk = Walk(agents, made=True, crash=("a", "b", "c"), breaks=1).go()
@@ -74,12 +78,14 @@ def test_three_agents_one_of_which_crashes_and_doubt_ends_at_any_time(agents: di
     assert any("unknown" in outcome for outcome in walk.outcomes)
 
 
+@pytest.mark.slow
 @three
 @pytest.mark.parametrize("link", [AB, AC, BC], ids="-".join)
 def test_three_agents_that_lose_one_link_and_any_deadline(agents: dict[str, Any], link: tuple[str, str]) -> None:
     assert Walk(agents, made=True, cuts=(link,), ends=1).go().states > 10_000
 
 
+@pytest.mark.slow
 @three
 @pytest.mark.parametrize("frozen", ["a", "b", "c"])
 def test_three_agents_one_of_which_is_frozen_and_thaws(agents: dict[str, Any], frozen: str) -> None:
@@ -87,6 +93,7 @@ def test_three_agents_one_of_which_is_frozen_and_thaws(agents: dict[str, Any], f
     assert Walk(agents, made=True, cuts=cuts).go().states > 5_000
 
 
+@pytest.mark.slow
 @three
 def test_three_agents_whose_calls_come_and_go(agents: dict[str, Any]) -> None:
     assert Walk(agents, ends=1, recalls=1).go().states > 5_000

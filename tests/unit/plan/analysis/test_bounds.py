@@ -19,6 +19,7 @@ from etha.plan import CONTRIBUTE, DELIVER, FORWARD, LOCAL, RESULT, Layout, Plan,
 from etha.plan.analysis.bounds import bounds, nics_of_hosts
 from etha.plan.analysis.links import flows
 from etha.plan.analysis.max_density import densest
+from tests.examples import examples
 from tests.unit.plan.prove import plan_of
 from tests.unit.plan.truth import Case, Truth, random_case
 
@@ -154,6 +155,7 @@ def check_bounds(case: Case, plan: Plan) -> None:
         assert s.bound_host_egress_once <= s.bound_host_egress_direct <= s.max_host_egress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_loads_and_bounds_of_random_layouts_equal_enumeration(part: int) -> None:
     seen = 0
@@ -167,7 +169,7 @@ def test_loads_and_bounds_of_random_layouts_equal_enumeration(part: int) -> None
     assert seen > 20
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 20), st.randoms(use_true_random=False))
 def test_hypothesis_draws_no_other(seed: int, rng: random.Random) -> None:
     case = random_case(seed, rng)
@@ -177,7 +179,7 @@ def test_hypothesis_draws_no_other(seed: int, rng: random.Random) -> None:
         check_bounds(case, plan)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.dictionaries(st.frozensets(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 50), max_size=9))
 def test_the_densest_set_is_that_of_all_subsets(items: dict[frozenset[int], int]) -> None:
     assert densest(items, dict.fromkeys(range(7), 1)) == by_subsets(Counter(items))

@@ -190,6 +190,7 @@ print(plan.digest(), [(rp.source.tolist(), rp.tensor.tolist(), rp.index.tolist()
 """
 
 
+@pytest.mark.slow
 def test_digests_and_rows_do_not_depend_on_the_hash_seed() -> None:
     said = {
         subprocess.run(

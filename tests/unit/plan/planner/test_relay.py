@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, build_plan
+from tests.examples import examples
 from tests.unit.plan.analysis.test_bounds import check_loads
 from tests.unit.plan.relayed import prove_relayed
 
@@ -21,6 +22,7 @@ CASES = 400
 PART = 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(CASES // PART))
 def test_random_relays_are_exact_and_proven(part: int) -> None:
     seen = Counter[str]()
@@ -33,7 +35,7 @@ def test_random_relays_are_exact_and_proven(part: int) -> None:
     assert seen["passed"] > PART // 3 and seen["chains"] > PART // 10 and seen["carried"] > 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 20), st.randoms(use_true_random=False))
 def test_hypothesis_draws_no_relay_that_fails(seed: int, rng: random.Random) -> None:
     prove_relayed(seed, rng)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
@@ -174,6 +175,7 @@ def harmless(plan: Plan) -> bool:
     return all(torch.equal(held["w"], held["right"]) for held in target.values())
 
 
+@pytest.mark.slow
 def test_check_catches_every_mutation_that_could_do_harm() -> None:
     rng = random.Random(1)
     caught, other = Counter[str](), Counter[str]()

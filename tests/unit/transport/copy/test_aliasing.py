@@ -18,6 +18,7 @@ from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.device import Copier
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Program
+from tests.examples import examples
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.plan.truth import take
 from tests.unit.redistribute.test_route import play
@@ -30,7 +31,10 @@ from tests.unit.transport.on_device import card, card_view
 RANDOM = st.integers(0, 1 << 32).map(random.Random)
 #: Nor would a smaller seed be a smaller case.
 SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.shrink}
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=set(Phase) - {Phase.shrink},
 )
 
 
@@ -96,7 +100,7 @@ def job_of(rng: random.Random, cargo: Cargo, m: int, n: int, names: str, hosts: 
     return job
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(RANDOM)
 def test_one_agent(rng: random.Random) -> None:
     cargo, m, n = cargo_of(rng)
@@ -105,7 +109,7 @@ def test_one_agent(rng: random.Random) -> None:
     assert not cargo.wrong()
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(RANDOM)
 def test_one_agent_in_place(rng: random.Random) -> None:
     cargo, m, n = cargo_of(rng, in_place=True)
@@ -152,7 +156,7 @@ async def test_agents_of_cards_over_nccl(rng: random.Random) -> None:
         assert not cargo.wrong()
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=examples(100))
 @given(RANDOM)
 def test_one_card(rng: random.Random) -> None:
     """Tables and launches, with tensors of plain host memory among those of the card."""
@@ -200,7 +204,7 @@ def run_on(copier: Copier, program: Program) -> None:
         program.run(i, work)
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=examples(200))
 @given(RANDOM)
 def test_a_redistribution_in_one_job(rng: random.Random) -> None:
     """Each rank's local tensor is any strided view, elements over each other included."""

@@ -19,6 +19,7 @@ from etha.transport.geometry import boxes
 from etha.transport.geometry.boxes import Axis, Placed
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Tile, tiles
+from tests.examples import examples
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.copy.test_local import allocate, bits, me, private
 from tests.unit.transport.on_device import card, card_view, on_card
@@ -115,7 +116,7 @@ def test_a_launch_goes_on_anybodys_stream_as_often_as_one_likes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mapped", "private"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_plain_host_memory_goes_through_a_small_buffer(seed: int, kind: str, me: WorkerMemory) -> None:
     rng = random.Random(seed)
     near = view_of if kind == "mapped" else lambda t: private(me, t)

@@ -21,6 +21,7 @@ from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.device import Copier
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import DEVICE_PIECE, PIECE, Program
+from tests.examples import examples
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.copy.test_local import FLOATS, allocate, bits, layout, local_plan
 from tests.unit.transport.on_device import Local, card, card_view, compiled, on_card, run
@@ -42,7 +43,7 @@ def check(driver: FakeDriver, copier: Copier, plan: Plan, source: Local, target:
     return program
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_random_redistributions_equal_simulate(seed: int) -> None:
     rng = random.Random(seed)
     m, n = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 3, 4])
@@ -260,6 +261,7 @@ def test_device_memory_without_a_copier_is_refused() -> None:
             program.run(0, Workspace())
 
 
+@pytest.mark.slow
 def test_the_cpu_path_loads_no_kernels() -> None:
     found = subprocess.run(
         [

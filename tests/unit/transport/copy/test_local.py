@@ -21,6 +21,7 @@ from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import PIECE, Program
 from etha.transport.geometry.tiles import Path
+from tests.examples import examples
 
 Local = dict[int, dict[str, torch.Tensor]]
 
@@ -123,7 +124,7 @@ def layout(rng: random.Random, n: int, ndim: int, partial: bool) -> Layout:
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(60)))
 def test_random_redistributions_equal_simulate(seed: int, me: WorkerMemory) -> None:
     rng = random.Random(seed)
     m, n = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 3, 4])
@@ -163,6 +164,7 @@ def test_norms_equal_simulate(p: float, me: WorkerMemory) -> None:
     check(plan, source, {r: {"n": torch.zeros(70, n)} for r, n in ((0, 167), (1, 166))}, me, True, False)
 
 
+@pytest.mark.slow
 def test_large_partial_sums_are_cut_and_still_equal(me: WorkerMemory) -> None:
     shape = (600, 1000)
     spec = TensorSpec(shape, torch.bfloat16, Layout((2, 2), [Partial("sum"), Partial("avg")]))

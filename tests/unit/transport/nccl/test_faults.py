@@ -102,7 +102,10 @@ async def test_a_run_that_is_stopped_in_the_middle_touches_nothing_afterwards(ho
         task = asyncio.ensure_future(transports["b"].run(replace(runs["b"], guards={B: trip})))
         with pytest.raises(asyncio.CancelledError if how == "cancel" else ValueError):
             await task
-        assert trip.entered == 5 and not trip.inside
+        # A task that was cancelled hears of it in the loop's next turn: the thread may enter one more group until then.
+        entered = trip.entered
+        assert entered == 5 or (how == "cancel" and entered == 6)
+        assert not trip.inside
         assert not transports["b"].usable
         placed.target[0]["t"].fill_(7)
         # The other end is not told by NCCL, only by the agents.
@@ -110,7 +113,7 @@ async def test_a_run_that_is_stopped_in_the_middle_touches_nothing_afterwards(ho
         transports["a"].stop(cause)
         with pytest.raises(ValueError, match="the coordinator"):
             await other
-        assert bool((placed.target[0]["t"] == 7).all())
+        assert trip.entered == entered and bool((placed.target[0]["t"] == 7).all())
         assert at.cards["b"].nccl.aborts == at.cards["a"].nccl.aborts == 1
         if how != "abort":
             await again(placed, at)

@@ -19,6 +19,7 @@ from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.forwarding import LAST
 from etha.transport.wire.nccl_messages import GROUP, Cut, device_cut, order, waves
+from tests.examples import examples
 from tests.unit.transport.agents import Job, make_plan
 from tests.unit.transport.relaying import Crossed, copies, relayed_job
 from tests.unit.transport.tcp.test_transport import partial, random_job
@@ -100,17 +101,18 @@ def play(job: Job, cut: Cut, order: list[int]) -> Strict:
     return strict
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 10_000), order=ORDERS, chains=st.sampled_from([1, 1, 2, None]))
 def test_relays_never_wait_in_a_ring(seed: int, order: list[int], chains: int | None) -> None:
     job = relayed_job(seed, chains=chains)
-    cut = small(
-        job, limit=1 << (8 + seed % 9), chunk=1 << (8 + seed % 7), straight=256, most=1 + seed % 4, wave=1 << seed % 14
-    )
+    # Some jobs are of a megabyte and more: no job has many thousand pieces, which say no more and take minutes.
+    least = sum(tensor.nbytes for held in job.target.values() for tensor in held.values()) // 1024
+    limit, chunk = max(least, 1 << (8 + seed % 9)), max(least, 1 << (8 + seed % 7))
+    cut = small(job, limit=limit, chunk=chunk, straight=256, most=1 + seed % 4, wave=1 << seed % 14)
     assert play(job, replace(cut, chunk=min(cut.chunk, cut.limit)), order).over
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 10_000), order=ORDERS)
 def test_random_plans_never_wait_in_a_ring(seed: int, order: list[int]) -> None:
     job = random_job(seed, partial=0.6)
@@ -173,7 +175,9 @@ def crowd(agents: int) -> Job:
     return Job(plan, names, names, held, blank)
 
 
-@pytest.mark.parametrize("agents", [3, 130, pytest.param(150, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "agents", [3, pytest.param(130, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.proof)]
+)
 def test_groups_of_more_than_256_operations_are_cut_alike_at_both_ends(agents: int) -> None:
     job = crowd(agents)
     played = play(job, device_cut(job.agents, job.staging), [5, 0, 11])

@@ -13,6 +13,7 @@ from etha.plan import Layout, TensorSpec
 from etha.transport.nccl.schedule import make_rounds
 from etha.transport.wire.crossings import Part
 from etha.transport.wire.nccl_messages import device_cut
+from tests.examples import examples
 from tests.unit.transport.agents import Job, bits, make_plan, same
 from tests.unit.transport.cards import Placed, fleet
 from tests.unit.transport.nccl.test_schedule import crowd, small
@@ -20,7 +21,7 @@ from tests.unit.transport.relaying import copies, relayed_job
 from tests.unit.transport.tcp.test_transport import partial, random_job, rows
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 async def test_random_redistributions_equal_simulate(seed: int) -> None:
     job = random_job(seed)
     expected = job.expected()
@@ -32,7 +33,7 @@ async def test_random_redistributions_equal_simulate(seed: int) -> None:
         same(placed.target, expected)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 async def test_random_relays_equal_simulate(seed: int) -> None:
     job = relayed_job(seed, chains=[1, 2, None][seed % 3])
     expected = job.expected()

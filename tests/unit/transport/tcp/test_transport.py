@@ -16,6 +16,7 @@ from etha.transport.base import Peer
 from etha.transport.copy.program import PIECE
 from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.routing import account
+from tests.examples import examples
 from tests.unit.transport.agents import Job, Local, agents, bits, make_plan, same, transfer
 from tests.unit.transport.copy.test_local import FLOATS, allocate, layout
 
@@ -65,7 +66,7 @@ def content(spec: TensorSpec, rank: int) -> str:
     return f"{one.owned(spec.shape, rank)} {[i for i, p in zip(where, one.placements, strict=True) if p.is_partial()]}"
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(examples(50)))
 async def test_random_redistributions_equal_simulate(seed: int) -> None:
     job = random_job(seed)
     job.streams, job.bucket_size = 2, 1 << (10 + seed % 12)

@@ -18,13 +18,14 @@ from etha.transport.base import Peer
 from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.forwarding import Arrivals, Ledger, Place, Relays
 from etha.transport.wire.routing import account
+from tests.examples import examples
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.relaying import Crossed, Played, copies, relayed_job
 
 ORDERS = st.lists(st.integers(0, 1 << 30), max_size=200)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 async def test_random_relays_equal_simulate(seed: int) -> None:
     job = relayed_job(seed)
     job.streams, job.bucket_size = 2, 1 << (10 + seed % 12)
@@ -43,7 +44,7 @@ def test_many_of_the_random_jobs_pass_something_on() -> None:
     assert sum(passed(seed) for seed in range(40)) >= 15
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 10_000), order=ORDERS, chains=st.sampled_from([1, 1, 2, None]))
 def test_every_order_of_events_ends(seed: int, order: list[int], chains: int | None) -> None:
     """Whatever stream is slow: a piece that can go is always there until all have come."""
@@ -69,7 +70,7 @@ def crossed(turns: list[int], rows: int = 64) -> Job:
     return job
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     turns=st.lists(st.integers(0, 3), min_size=2, max_size=9),
     order=ORDERS,
@@ -96,6 +97,7 @@ async def test_chains_that_cross_over_real_streams(rows: int) -> None:
     same(job.target, dict.fromkeys(range(4), full))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "dtypes"),
@@ -194,6 +196,7 @@ async def opened(job: Job, at: dict[str, Agent]) -> dict[str, WireRun]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["abort", "drop", "close"])
 async def test_a_relay_that_ends_in_the_middle_ends_who_waits_for_it(how: str) -> None:
     """Who is left hears of it or is stopped by the coordinator; nobody's thread stays, and the next run is exact."""

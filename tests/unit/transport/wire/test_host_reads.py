@@ -19,6 +19,7 @@ from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, start_time
 from etha.memory.reach import FaultError, ReachError, WorkerGoneError
 from etha.transport.copy.host import Claim, Exhibit, HostMemory, claim, prove
+from tests.examples import examples
 from tests.unit.transport.agents import agents, bits, run_here, same, transfer
 from tests.unit.transport.tcp.test_transport import partial, random_job, rows
 
@@ -126,7 +127,7 @@ def test_no_descriptor_is_left_open(memory: WorkerMemory) -> None:
 # ---- who copies what --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 async def test_local_host_and_tcp_mixed_equal_simulate(seed: int) -> None:
     """Any pairs of agents read each other, the others send."""
     job = random_job(500 + seed, partial=0.5, hosts=True)

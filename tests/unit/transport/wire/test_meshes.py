@@ -46,6 +46,7 @@ async def move(source: Layout, target: Layout, ranks: tuple[int, int], private: 
         assert max(at[name].plane.peak_staging for name in "ab") <= STAGING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [False, True], ids=["mapped", "private"])
 @pytest.mark.parametrize("case", CASES, ids=[case.slug for case in CASES])
 async def test_each_distinct_byte_crosses_once(case: MeshCase, private: bool) -> None:
