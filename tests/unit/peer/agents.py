@@ -60,7 +60,7 @@ class Agent:
         self.events.append(event)
         self._changed.set()
 
-    async def heard(self, count: int, within: float = 5.0) -> list[tuple[Any, ...]]:
+    async def heard(self, count: int, within: float = 30.0) -> list[tuple[Any, ...]]:
         """The first ``count`` events, once there are so many."""
         async with asyncio.timeout(within):
             while len(self.events) < count:
@@ -89,7 +89,7 @@ async def agent(name: str, namespace: Namespace, *, publish: bool = True, **opti
         yield made
 
 
-async def until(condition: Callable[[], bool], within: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within: float = 30.0) -> None:
     """Return once ``condition()`` holds: for what no event tells of."""
     async with asyncio.timeout(within):
         while not condition():  # noqa: ASYNC110
