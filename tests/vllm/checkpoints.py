@@ -95,7 +95,8 @@ FAMILIES: dict[str, Family] = {
         {"ffn_dim": LARGE, "word_embed_proj_dim": 128, "do_layer_norm_before": True},
     ),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {"intermediate_size": LARGE, "sliding_window": 64}),
-    "bloom": Family("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    # An engine cannot load an untied one: vLLM looks for its head below "transformer".
+    "bloom": Family("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}, tied=TIED),
     "falcon": Family(
         "FalconConfig",
         "FalconForCausalLM",
