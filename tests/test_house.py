@@ -101,6 +101,7 @@ PURE_FILES = {
     "addresses.py",
     "config.py",
     "plan/__init__.py",
+    "plan/plan.py",
     "bus/messages.py",
     "bus/codec.py",
     "bus/schema.py",

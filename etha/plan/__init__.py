@@ -8,7 +8,7 @@ from etha.plan.analysis.predict import Links
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.merge import infer_global_shape, merge_layouts, resolve_strided, shape_violations
 from etha.plan.layouts.tensor_spec import TensorSpec
-from etha.plan.planner.plan import Plan, build_agent_plan, build_plan, violations
+from etha.plan.plan import Plan, build_agent_plan, build_plan, violations
 from etha.plan.planner.rank_plan import (
     CARRY,
     CONTRIBUTE,

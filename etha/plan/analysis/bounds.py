@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,7 @@ import numpy.typing as npt
 from etha.plan.analysis.demand import Group, demand
 from etha.plan.analysis.links import Flows, flows
 from etha.plan.analysis.max_density import densest
-
-if TYPE_CHECKING:
-    from etha.plan.planner.plan import Plan
+from etha.plan.planner.plan import BasePlan
 
 Ints = npt.NDArray[np.int64]
 
@@ -89,7 +86,7 @@ class Bounds:
         return max(named, key=lambda name: named[name])
 
 
-def bounds(plan: Plan) -> Bounds:
+def bounds(plan: BasePlan) -> Bounds:
     """The lower bounds of what ``plan`` does; O(groups of its demand)."""
     groups = demand(plan)
     nics = nics_of_hosts(plan)
@@ -149,7 +146,7 @@ class Nics:
     into: Mapping[int, int]
 
 
-def nics_of_hosts(plan: Plan) -> Nics:
+def nics_of_hosts(plan: BasePlan) -> Nics:
     """The NICs of the hosts of both sides, by host."""
     t = plan.topology
     source, target = (t.source_host, t.source_agent), (t.target_host, t.target_agent)
@@ -177,7 +174,7 @@ class Loads:
     nic_in: Ints
 
 
-def loads(plan: Plan, found: Flows) -> Loads:
+def loads(plan: BasePlan, found: Flows) -> Loads:
     """What every rank, host and NIC carries between hosts."""
     t, wire = plan.topology, found.distance == 2
     m, n = len(t.source_host), len(t.target_host)
@@ -210,14 +207,14 @@ class Survey:
     stats: PlanStats
 
 
-def survey(plan: Plan) -> Survey:
+def survey(plan: BasePlan) -> Survey:
     """All of it; O(links of each class)."""
     found, limit = flows(plan), bounds(plan)
     load = loads(plan, found)
     return Survey(flows=found, loads=load, bounds=limit, stats=_stats(plan, found, load, limit))
 
 
-def _stats(plan: Plan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
+def _stats(plan: BasePlan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
     busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
     far = found.distance > 0
     rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.plan.layouts import cells
-
-if TYPE_CHECKING:
-    from etha.plan.planner.chunks import TensorClass
-    from etha.plan.planner.m2m import Holding
-    from etha.plan.planner.plan import Plan
+from etha.plan.planner.chunks import TensorClass
+from etha.plan.planner.m2m import Holding
+from etha.plan.planner.plan import BasePlan
 
 Ints = npt.NDArray[np.int64]
 Hosts = frozenset[int]
@@ -51,7 +48,7 @@ class Group:
         return found
 
 
-def demand(plan: Plan) -> dict[Group, int]:
+def demand(plan: BasePlan) -> dict[Group, int]:
     """Bytes, as they travel, of each group of elements of the whole plan."""
     members = np.bincount(plan.class_of[plan.class_of >= 0], minlength=len(plan.classes))
     sets = _HostSets(plan.topology.source_host, plan.topology.target_host)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.analysis.bounds import Bounds, Loads, PlanStats, nics_of_hosts
+from etha.plan.analysis.bounds import Bounds, Loads, PlanStats, Survey, nics_of_hosts
 from etha.plan.analysis.links import Flows
 from etha.plan.analysis.packing import ZERO_COPY, packing
 from etha.plan.analysis.predict import Links, predict
 from etha.plan.layouts import dtypes
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
-
-if TYPE_CHECKING:
-    from etha.plan.planner.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 _DISTANCE = ("local", "host", "wire")
@@ -48,13 +45,12 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def explain(plan: Plan, links: Links | None = None) -> str:
+def explain(plan: BasePlan, seen: Survey, links: Links | None = None) -> str:
     """Text of some 30 to 50 lines; violations first when there are any. Seconds are those of ``links``."""
-    return "\n".join(_lines(plan, links or Links())) + "\n"
+    return "\n".join(_lines(plan, seen, links or Links())) + "\n"
 
 
-def _lines(plan: Plan, links: Links) -> Iterator[str]:
-    seen = plan.survey()
+def _lines(plan: BasePlan, seen: Survey, links: Links) -> Iterator[str]:
     found, limit, load, s = seen.flows, seen.bounds, seen.loads, seen.stats
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
     yield f"plan {plan.digest()[:16]}: {counted(len(plan.names), 'tensor')} in " + (
@@ -85,7 +81,7 @@ def _lines(plan: Plan, links: Links) -> Iterator[str]:
     yield from _links(found)
 
 
-def _busiest(plan: Plan, s: PlanStats, load: Loads, limit: Bounds, found: Flows) -> Iterator[str]:
+def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: Bounds, found: Flows) -> Iterator[str]:
     if not s.wire_bytes:
         return
     yield f"  busiest    rank out {size(s.max_rank_egress)}, in {size(s.max_rank_ingress)}; host out " + (
@@ -109,7 +105,7 @@ def _busiest(plan: Plan, s: PlanStats, load: Loads, limit: Bounds, found: Flows)
         yield f"    host {_host(plan, host)}: {size(int(hosts[host]))} {way}{needs}"
 
 
-def _host(plan: Plan, host: int) -> str:
+def _host(plan: BasePlan, host: int) -> str:
     """A host by its ranks: names do not matter to a plan and are not kept."""
     t = plan.topology
     named = []
@@ -122,7 +118,7 @@ def _host(plan: Plan, host: int) -> str:
     return " and ".join(named)
 
 
-def _limits(plan: Plan, s: PlanStats, limit: Bounds) -> Iterator[str]:
+def _limits(plan: BasePlan, s: PlanStats, limit: Bounds) -> Iterator[str]:
     yield f"  bounds     a host in {size(s.bound_host_ingress)}, out once {size(s.bound_host_egress_once)}, " + (
         f"out directly {size(s.bound_host_egress_direct)}"
     )
@@ -142,7 +138,7 @@ def _time(found: Flows, load: Loads, limit: Bounds, links: Links) -> Iterator[st
     yield f"    at {links.nic:g} GB/s a NIC, {links.host:g} inside a host, {links.local:g} inside an agent"
 
 
-def _classes(plan: Plan) -> Iterator[str]:
+def _classes(plan: BasePlan) -> Iterator[str]:
     yield "classes"
     for at, klass in enumerate(plan.classes[:_CLASSES]):
         members = np.flatnonzero(plan.class_of == at)

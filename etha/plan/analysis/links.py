@@ -6,32 +6,18 @@ that of the links of each class and no loop runs over ranks or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.layouts import dtypes
-from etha.plan.planner.carriers import carried
+from etha.plan.planner.class_rows import Columns, class_rows
+from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, MOVE, RESULT
-from etha.plan.planner.senders import assign
-
-if TYPE_CHECKING:
-    from etha.plan.planner.chunks import TensorClass
-    from etha.plan.planner.pieces import Block, Pieces
-    from etha.plan.planner.plan import Plan
-    from etha.plan.planner.reduction import Reduction
 
 Ints = npt.NDArray[np.int64]
-#: Rows that are looked at together; more are taken in parts.
-_MOST_ROWS = 1 << 21
 #: Links are summed in a table of all rank pairs where that has no more entries than this.
 _MOST_PAIRS = 1 << 23
-
-#: (sender, receiver, bytes, how many tensors do so) of rows of one kind.
-_Rows = tuple[Ints, Ints, Ints, Ints]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +46,7 @@ class Flows:
     hops: int
 
 
-def flows(plan: Plan) -> Flows:
+def flows(plan: BasePlan) -> Flows:
     """Every link of ``plan``; O(links of each class)."""
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
     sums = {
@@ -124,7 +110,7 @@ class _Links:
         np.add.at(self._sums[0], key, nbytes * times)
         np.add.at(self._sums[1], key, times)
 
-    def done(self) -> _Rows:
+    def done(self) -> Columns:
         """(sender, receiver, bytes, rows), ascending."""
         if self._sums is not None:
             key = np.flatnonzero(self._sums[1]).astype(np.int64)
@@ -142,92 +128,3 @@ def _summed(key: Ints, nbytes: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
     np.add.at(sums[0], at.reshape(-1), nbytes)
     np.add.at(sums[1], at.reshape(-1), rows)
     return keys, sums[0], sums[1]
-
-
-def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
-    """All rows of one class in parts, (kind, rows, most hops of them); ``times[w]`` tensors are on turn w."""
-    if klass.reduction is not None:
-        yield from _reduced(klass, klass.reduction, times)
-        return
-    for block in klass.blocks:
-        width = klass.turns * klass.m2m.replicas * block.target.ranks.shape[2]
-        for pieces in all_pieces(block, width):
-            yield from _moves(klass, block, pieces, times)
-
-
-def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
-    """The pieces of every target cell, so many at a time that ``width`` rows each are few."""
-    ranges = [np.arange(len(o.size), dtype=np.int64) for o in block.overlays]
-    if not ranges:
-        yield block.over([])
-        return
-    for r in ranges[1:]:
-        width *= len(r)
-    step = max(1, _MOST_ROWS // max(width, 1))
-    for lo in range(0, len(ranges[0]), step):
-        yield block.over([ranges[0][lo : lo + step], *ranges[1:]])
-
-
-def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
-    ranks, _, count = klass.m2m.sources(pieces.cells)
-    copies = block.target.ranks[pieces.copies, 0, :]
-    wanted = block.target.count[pieces.copies]
-    found = assign(
-        ranks, count, block.target.ranks[:, 0, :], pieces.copies, wanted, pieces.ordinal, pieces.degree, pieces.number,
-        pieces.crowd, pieces.extents, pieces.size * klass.itemsize, klass.turns, klass.m2m.topology, None, klass.chains,
-    )  # fmt: skip
-    w, m, s, q = np.nonzero(np.broadcast_to(found.valid, found.column.shape))
-    size = pieces.size[m]
-    if found.parts.max(initial=1) > 1:
-        extent = pieces.extents[m, found.dim[m]]
-        share = extent * (s + 1) // found.parts[m] - extent * s // found.parts[m]
-        size = np.where(found.whole[m, q], size, size // np.maximum(extent, 1) * share)
-    source, target, nbytes, times = ranks[m, found.column[w, m, s, q]], copies[m, q], size * klass.itemsize, times[w]
-    via = np.full_like(m, -1) if found.via is None else found.via[w, m, s, q]
-    hops = 0 if found.depth is None else int(found.depth[w, m, s, q].max(initial=0))
-    if klass.carriers is not None:
-        kind = np.where(via < 0, MOVE, FORWARD)
-        x = carried(klass.carriers, klass.m2m.topology, pieces, found, (w, m, s, q), kind, source, target)
-        if x is not None:
-            nbytes = np.where(x.low >= 0, x.size * klass.itemsize, nbytes[x.row])
-            for one in (CARRY, DELIVER):
-                at = np.flatnonzero(x.kind == one)
-                yield one, (x.source[at], x.target[at], nbytes[at], times[x.row[at]]), 1
-            at = np.flatnonzero(x.carrier < 0)
-            r = x.row[at]
-            source, target, nbytes, times, via, m = source[r], target[r], nbytes[at], times[r], via[r], m[r]
-    yield from _passed(MOVE, source, via, copies, m, (target, nbytes, times), hops)
-
-
-def _passed(
-    kind: int, source: Ints, via: Ints, copies: Ints, m: Ints, others: tuple[Ints, Ints, Ints], hops: int
-) -> Iterator[tuple[int, _Rows, int]]:
-    """Rows from the source apart from those that copy ``via`` of piece ``m`` passes on; others are the columns."""
-    first = via < 0
-    target, nbytes, times = (c[first] for c in others)
-    yield kind, (source[first], target, nbytes, times), 0
-    if not first.all():
-        target, nbytes, times = (c[~first] for c in others)
-        yield FORWARD, (copies[m[~first], via[~first]], target, nbytes, times), hops
-
-
-def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[int, _Rows, int]]:
-    slot, volume = r.volumes()
-    cell, inside = r.split(slot)
-    for w, number in enumerate(times.tolist()):
-        turn = np.full(len(slot), w, dtype=np.int64)
-        owner, _, row = r.owner(cell, inside, turn)
-        keep = (owner >= 0) & (volume > 0)
-        members = r.holding.ranks[cell[keep], :, row[keep]]  # (slots, K)
-        each = np.broadcast_to(volume[keep, None] * dtypes.itemsize(r.dtype), members.shape)
-        to = np.broadcast_to(owner[keep, None], members.shape)
-        count = np.full(members.size, number, dtype=np.int64)
-        yield CONTRIBUTE, (members.reshape(-1), to.reshape(-1), each.reshape(-1), count), 0
-    for block in klass.blocks:
-        for pieces in all_pieces(block, klass.turns * block.target.ranks.shape[2]):
-            copies = block.target.ranks[pieces.copies, 0, :]
-            owner, keep, via, hop, _ = r.results(klass, block, pieces, None)
-            v, m, q = np.nonzero(keep)
-            others = copies[m, q], pieces.size[m] * klass.itemsize, times[v]
-            most = int(hop[v, m, q].max(initial=0))
-            yield from _passed(RESULT, owner[v, m], via[v, m, q], copies, m, others, most)

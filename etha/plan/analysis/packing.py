@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etha.plan.analysis.links import all_pieces
 from etha.plan.layouts import cells
-
-if TYPE_CHECKING:
-    from etha.plan.planner.chunks import TensorClass
-    from etha.plan.planner.plan import Plan
+from etha.plan.planner.chunks import TensorClass
+from etha.plan.planner.class_rows import all_pieces
+from etha.plan.planner.plan import BasePlan
 
 #: Shorter pieces are packed with others.
 ZERO_COPY = 1 << 20
@@ -27,7 +24,7 @@ class Packing:
     segments: int
 
 
-def packing(plan: Plan) -> Packing:
+def packing(plan: BasePlan) -> Packing:
     """For contiguous local tensors. Trailing dims that both ends hold whole merge; casts and reductions pack."""
     members = np.bincount(plan.class_of[plan.class_of >= 0], minlength=len(plan.classes))
     zero = packed = segments = 0

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.errors import ConfigError
+from etha.plan.analysis.bounds import Loads, PlanStats, Survey
 from etha.plan.analysis.explain import size
+from etha.plan.analysis.links import Flows
+from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
-
-if TYPE_CHECKING:
-    from etha.plan.analysis.bounds import Loads, PlanStats
-    from etha.plan.analysis.links import Flows
-    from etha.plan.planner.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 #: Cells of the map along one side at most; more ranks are drawn as groups.
@@ -23,14 +21,14 @@ _MOST_CELLS = 256
 _OUT, _IN, _BOUND = "#2a6fbb", "#d97706", "#b91c1c"
 
 
-def plot(plan: Plan, path: str | Path) -> None:
+def plot(plan: BasePlan, seen: Survey, path: str | Path) -> None:
     """Write the picture to ``path``; ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("plotting needs matplotlib: pip install 'sub-etha[plot]'") from None
-    found, load, s = plan.survey().flows, plan.survey().loads, plan.survey().stats
+    found, load, s = seen.flows, seen.loads, seen.stats
     figure = Figure(figsize=(12.5, 5.6), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
@@ -43,7 +41,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _map(figure: Any, axes: Any, plan: Plan, found: Flows) -> None:
+def _map(figure: Any, axes: Any, plan: BasePlan, found: Flows) -> None:
     """Source ranks down, target ranks across; on a logarithmic scale, as links differ by orders."""
     from matplotlib.colors import LogNorm
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from etha.plan.analysis.bounds import Bounds, Loads
-    from etha.plan.analysis.links import Flows
+from etha.plan.analysis.bounds import Bounds, Loads
+from etha.plan.analysis.links import Flows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

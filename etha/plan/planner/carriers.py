@@ -8,17 +8,14 @@ share, is decided once a plan from what each of its NICs is to take in (etha/pla
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from etha.plan.planner.pieces import Pieces
-    from etha.plan.planner.senders import Assignment
-
 from etha.plan.planner.m2m import Topology
+from etha.plan.planner.pieces import Pieces
 from etha.plan.planner.rank_plan import CARRY, DELIVER, MOVE, Region
+from etha.plan.planner.senders import Assignment
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from etha.plan.layouts import dtypes
 from etha.plan.layouts.tensor_spec import TensorSpec
-from etha.plan.planner.m2m import MIN_SLICE
-
-if TYPE_CHECKING:
-    from etha.plan.planner.plan import Plan
+from etha.plan.planner.m2m import MIN_SLICE, Topology
 
 _FORMAT = "etha-plan-2"
 
 
-def digest_of(plan: Plan) -> str:
+def digest_of(
+    source: Mapping[str, TensorSpec],
+    target: Mapping[str, TensorSpec],
+    topology: Topology,
+    *,
+    relay: int | None,
+    carry: bool,
+) -> str:
     """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
-    h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE} {plan.relay} {plan.carry}".encode())
-    t = plan.topology
+    h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE} {relay} {carry}".encode())
+    t = topology
     for array in (t.source_host, t.target_host, t.source_agent, t.target_agent):
         h.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
-    for side in (plan.source, plan.target):
+    for side in (source, target):
         known: dict[object, bytes] = {}
         numbers: dict[bytes, int] = {}
         h.update(len(side).to_bytes(8, "little"))

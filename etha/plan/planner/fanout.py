@@ -8,16 +8,13 @@ volumes of cells and the hosts that hold them: O(classes x cells), integers thro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.plan.layouts import cells
-
-if TYPE_CHECKING:
-    from etha.plan.planner.chunks import TensorClass
-    from etha.plan.planner.m2m import Holding, Topology
+from etha.plan.planner.chunks import TensorClass
+from etha.plan.planner.m2m import Holding, Topology
 
 Ints = npt.NDArray[np.int64]
 #: Tensors below so many bytes go to every rank from the source: a hop costs more than the wire saves (20 us are

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.analysis.links import class_rows
 from etha.plan.planner.carriers import SHARES, Carriers
+from etha.plan.planner.chunks import TensorClass
+from etha.plan.planner.class_rows import class_rows
 from etha.plan.planner.fanout import volumes
+from etha.plan.planner.m2m import Topology
 from etha.plan.planner.rank_plan import MOVE, RESULT
-
-if TYPE_CHECKING:
-    from etha.plan.planner.chunks import TensorClass
-    from etha.plan.planner.m2m import Topology
 
 Ints = npt.NDArray[np.int64]
 #: A host is left alone where its busiest NIC takes in at most so many percent of the mean.

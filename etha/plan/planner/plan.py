@@ -1,4 +1,4 @@
-"""build_plan: from what both sides hold to what each rank does. Pure, no communication.
+"""The rows of a plan: from what both sides hold to what each rank does. Pure, no communication.
 
 Equal tensors are one class and planned once; a rank's part of a class is a template, and a rank's plan
 is its templates laid in a row, tensor by tensor in order of names. Nothing depends on hash seeds, on the
@@ -8,9 +8,7 @@ order of the mappings or on who asks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +21,12 @@ from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.assemble import Sheet
 from etha.plan.planner.chunks import TensorClass
 from etha.plan.planner.digest import digest_of
-from etha.plan.planner.fanout import RELAY_BYTES, decide
+from etha.plan.planner.fanout import decide
 from etha.plan.planner.ingress_balance import carriers
 from etha.plan.planner.m2m import M2M, Holding, Topology, holdings
 from etha.plan.planner.rank_plan import CONTRIBUTE, RankPlan, Region, Template, inside_target
 from etha.plan.planner.reduction import Reduction, reduce_op
 from etha.plan.planner.violations import Problem, coverage_problems, name_violations, spec_problems
-
-if TYPE_CHECKING:
-    from etha.plan.analysis.bounds import PlanStats, Survey
-    from etha.plan.analysis.predict import Links
 
 Ints = npt.NDArray[np.int64]
 #: Ranks whose rows are kept at hand.
@@ -40,11 +34,11 @@ _SHEETS = 64
 _ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object]
 
 
-class Plan:
-    """What moves from ``source`` to ``target``; made by ``build_plan``.
+class BasePlan:
+    """What moves from ``source`` to ``target``: the rows of every rank. ``etha.plan.Plan`` adds proof and figures.
 
     ``names`` are the tensors of both sides, sorted; their index is the tensor's number. Tensors with
-    violations have no rows, and ``check()`` names them.
+    violations have no rows.
     """
 
     def __init__(
@@ -74,7 +68,6 @@ class Plan:
         self._templates: dict[tuple[str, int, int], tuple[Template | None, dict[int, Region]]] = {}
         self._sheets: dict[tuple[str, int], tuple[Sheet, tuple[Ints, Ints, Ints]]] = {}
         self._digest: str | None = None
-        self._survey: Survey | None = None
         self._classify()
 
     def _classify(self) -> None:
@@ -220,103 +213,16 @@ class Plan:
     def digest(self) -> str:
         """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
         if self._digest is None:
-            self._digest = digest_of(self)
+            sides = self.source, self.target
+            self._digest = digest_of(*sides, self.topology, relay=self.relay, carry=self.carry)
         return self._digest
 
-    def check(self) -> None:
-        """Prove that each target element of each holder is written exactly once; PlanError lists what is not so."""
-        from etha.plan.proof.coverage import check
 
-        check(self)
-
-    def stats(self) -> PlanStats:
-        """Bytes by distance, the busiest ranks and hosts, operations and rounds."""
-        return self.survey().stats
-
-    def survey(self) -> Survey:
-        """What ``stats``, ``explain`` and ``plot`` are made from; counted once."""
-        from etha.plan.analysis.bounds import survey
-
-        if self._survey is None:
-            self._survey = survey(self)
-        return self._survey
-
-    def explain(self, links: Links | None = None) -> str:
-        """The plan as a person reads it; predicted seconds are those of ``links``."""
-        from etha.plan.analysis.explain import explain
-
-        return explain(self, links)
-
-    def plot(self, path: str | Path) -> None:
-        """A picture of who sends how much to whom and how busy each NIC is; needs matplotlib."""
-        from etha.plan.analysis.plot import plot
-
-        plot(self, path)
-
-
-def _world_size(specs: Mapping[str, TensorSpec], *names: Sequence[str] | None) -> int:
+def world_size(specs: Mapping[str, TensorSpec], *names: Sequence[str] | None) -> int:
+    """How many ranks a side has: those of its layouts, or as many as any of ``names`` names."""
     layouts: dict[int, Layout] = {}
     for spec in specs.values():
         for layout in spec.layouts:
             layouts[id(layout)] = layout
     top = max((int(layout.ranks.max()) + 1 for layout in layouts.values()), default=0)
     return max(top, *(0 if n is None or isinstance(n, str) else len(n) for n in names))
-
-
-def build_plan(
-    source: Mapping[str, TensorSpec],
-    target: Mapping[str, TensorSpec],
-    *,
-    source_hosts: Sequence[str] | None = None,
-    target_hosts: Sequence[str] | None = None,
-    source_agents: Sequence[str] | None = None,
-    target_agents: Sequence[str] | None = None,
-    fan_out: str = "relay",
-    relay_bytes: int = RELAY_BYTES,
-    carry: bool = True,
-) -> Plan:
-    """Plan every tensor of ``source`` into ``target``, matched by name.
-
-    ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; equal
-    agents copy locally. Default: every rank alone. ``fan_out``: "relay" lets tensors of at least ``relay_bytes``
-    enter a host once and target ranks pass them on (FORWARD rows), and with ``carry`` idle NICs of a host take in for
-    busy ones (CARRY rows); "direct" has the source send every copy.
-    LayoutError for malformed input; what cannot work is in ``violations`` and raised by ``check()``.
-    """
-    if fan_out not in ("relay", "direct"):
-        raise ValueError(f"fan_out is 'relay' or 'direct', not {fan_out!r}")
-    sizes = (
-        _world_size(source, source_hosts, source_agents),
-        _world_size(target, target_hosts, target_agents),
-    )
-    topology = Topology.of(sizes, (source_hosts, target_hosts), (source_agents, target_agents))
-    return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None, carry=carry)
-
-
-def build_agent_plan(
-    source: Mapping[str, TensorSpec],
-    target: Mapping[str, TensorSpec],
-    *,
-    source_hosts: Sequence[str] | None = None,
-    target_hosts: Sequence[str] | None = None,
-    source_agents: Sequence[str] | None = None,
-    target_agents: Sequence[str] | None = None,
-) -> Plan:
-    """``build_plan`` with the options that agents plan with, for whoever shows or measures what agents do.
-
-    Agents pass tensors on (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
-    """
-    return build_plan(
-        source,
-        target,
-        source_hosts=source_hosts,
-        target_hosts=target_hosts,
-        source_agents=source_agents,
-        target_agents=target_agents,
-        carry=False,
-    )
-
-
-def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:
-    """Every reason why ``source`` cannot be moved to ``target``; sides are "source" and "target"."""
-    return list(build_plan(source, target, fan_out="direct").violations)

@@ -10,21 +10,18 @@ It uses none of the code that made the rows: only the layouts' own tables.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.errors import PlanError, Violation
 from etha.plan.layouts import dtypes
+from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Template
 from etha.plan.planner.violations import Problem
 from etha.plan.proof.cover import Covers, cover, same_elements, within
 from etha.plan.proof.ends import link_rows
 from etha.plan.proof.held import owned, row_of
-
-if TYPE_CHECKING:
-    from etha.plan.planner.plan import Plan
 
 Ints = npt.NDArray[np.int64]
 #: (turn, kind, source, target) -> what each end says that travels there, in order.
@@ -32,7 +29,7 @@ _Rows = dict[tuple[int, int, int, int], dict[str, list[tuple[object, ...]]]]
 _WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on", DELIVER: "one hands on"}
 
 
-def check(plan: Plan) -> None:
+def check(plan: BasePlan) -> None:
     """Raise PlanError with every violation of ``plan``; silent when it is proven."""
     found = list(plan.violations)
     for at in range(len(plan.classes)):
@@ -48,7 +45,7 @@ def check(plan: Plan) -> None:
 class _Proof:
     """One class of equal tensors; ``name`` is any of them."""
 
-    def __init__(self, plan: Plan, klass: int, name: str) -> None:
+    def __init__(self, plan: BasePlan, klass: int, name: str) -> None:
         self.plan, self.klass = plan, klass
         self.source, self.target = plan.source[name], plan.target[name]
         self.shape = self.source.shape

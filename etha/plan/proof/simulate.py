@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from etha.errors import PlanError, Violation
 from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Slot
-
-if TYPE_CHECKING:
-    from etha.plan.planner.plan import Plan
 
 Tensors = Mapping[int, Mapping[str, torch.Tensor]]
 
 
-def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
+def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
     """Run ``plan`` from ``source[rank][name]`` into ``target[rank][name]``, local tensors, in place.
 
     Source and target may share memory: all that a tensor's source holds is read before its first write, and what
@@ -70,7 +67,7 @@ def simulate(plan: Plan, source: Tensors, target: Tensors) -> None:
             unpack(target[rank][name], region, dense)
 
 
-def _mismatches(plan: Plan, source: Tensors, target: Tensors) -> list[Violation]:
+def _mismatches(plan: BasePlan, source: Tensors, target: Tensors) -> list[Violation]:
     found = []
     sides: tuple[tuple[str, Mapping[str, TensorSpec], Tensors], ...] = (
         ("source", plan.source, source),
@@ -93,7 +90,7 @@ def _mismatches(plan: Plan, source: Tensors, target: Tensors) -> list[Violation]
     return found
 
 
-def _reduce(plan: Plan, ranks: list[int], source: Tensors) -> dict[tuple[int, int], torch.Tensor]:
+def _reduce(plan: BasePlan, ranks: list[int], source: Tensors) -> dict[tuple[int, int], torch.Tensor]:
     """Every slot's value at the wire dtype, by (tensor, number)."""
     totals: dict[tuple[int, int], torch.Tensor] = {}
     done: dict[tuple[int, int], torch.Tensor] = {}

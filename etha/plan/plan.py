@@ -1,0 +1,111 @@
+"""build_plan, and what users get from it: a plan with its rows, its proof and its figures.
+
+The rows are ``planner/plan.py``'s, the proof is ``proof/coverage.py``'s, the figures are those of ``analysis/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from etha.errors import Violation
+from etha.plan.analysis.bounds import PlanStats, Survey, survey
+from etha.plan.analysis.explain import explain
+from etha.plan.analysis.plot import plot
+from etha.plan.analysis.predict import Links
+from etha.plan.layouts.tensor_spec import TensorSpec
+from etha.plan.planner.fanout import RELAY_BYTES
+from etha.plan.planner.m2m import Topology
+from etha.plan.planner.plan import BasePlan, world_size
+from etha.plan.proof.coverage import check
+
+
+class Plan(BasePlan):
+    """What moves from ``source`` to ``target``; made by ``build_plan``.
+
+    ``names`` are the tensors of both sides, sorted; their index is the tensor's number. Tensors with
+    violations have no rows, and ``check()`` names them.
+    """
+
+    _survey: Survey | None = None
+
+    def check(self) -> None:
+        """Prove that each target element of each holder is written exactly once; PlanError lists what is not so."""
+        check(self)
+
+    def stats(self) -> PlanStats:
+        """Bytes by distance, the busiest ranks and hosts, operations and rounds."""
+        return self.survey().stats
+
+    def survey(self) -> Survey:
+        """What ``stats``, ``explain`` and ``plot`` are made from; counted once."""
+        if self._survey is None:
+            self._survey = survey(self)
+        return self._survey
+
+    def explain(self, links: Links | None = None) -> str:
+        """The plan as a person reads it; predicted seconds are those of ``links``."""
+        return explain(self, self.survey(), links)
+
+    def plot(self, path: str | Path) -> None:
+        """A picture of who sends how much to whom and how busy each NIC is; needs matplotlib."""
+        plot(self, self.survey(), path)
+
+
+def build_plan(
+    source: Mapping[str, TensorSpec],
+    target: Mapping[str, TensorSpec],
+    *,
+    source_hosts: Sequence[str] | None = None,
+    target_hosts: Sequence[str] | None = None,
+    source_agents: Sequence[str] | None = None,
+    target_agents: Sequence[str] | None = None,
+    fan_out: str = "relay",
+    relay_bytes: int = RELAY_BYTES,
+    carry: bool = True,
+) -> Plan:
+    """Plan every tensor of ``source`` into ``target``, matched by name.
+
+    ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; equal
+    agents copy locally. Default: every rank alone. ``fan_out``: "relay" lets tensors of at least ``relay_bytes``
+    enter a host once and target ranks pass them on (FORWARD rows), and with ``carry`` idle NICs of a host take in for
+    busy ones (CARRY rows); "direct" has the source send every copy.
+    LayoutError for malformed input; what cannot work is in ``violations`` and raised by ``check()``.
+    """
+    if fan_out not in ("relay", "direct"):
+        raise ValueError(f"fan_out is 'relay' or 'direct', not {fan_out!r}")
+    sizes = (
+        world_size(source, source_hosts, source_agents),
+        world_size(target, target_hosts, target_agents),
+    )
+    topology = Topology.of(sizes, (source_hosts, target_hosts), (source_agents, target_agents))
+    return Plan(source, target, topology, relay=relay_bytes if fan_out == "relay" else None, carry=carry)
+
+
+def build_agent_plan(
+    source: Mapping[str, TensorSpec],
+    target: Mapping[str, TensorSpec],
+    *,
+    source_hosts: Sequence[str] | None = None,
+    target_hosts: Sequence[str] | None = None,
+    source_agents: Sequence[str] | None = None,
+    target_agents: Sequence[str] | None = None,
+) -> Plan:
+    """``build_plan`` with the options that agents plan with, for whoever shows or measures what agents do.
+
+    Agents pass tensors on (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
+    """
+    return build_plan(
+        source,
+        target,
+        source_hosts=source_hosts,
+        target_hosts=target_hosts,
+        source_agents=source_agents,
+        target_agents=target_agents,
+        carry=False,
+    )
+
+
+def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:
+    """Every reason why ``source`` cannot be moved to ``target``; sides are "source" and "target"."""
+    return list(build_plan(source, target, fan_out="direct").violations)
