@@ -27,8 +27,8 @@ from torch.distributed.tensor import Shard
 from etha.client.memory import tensors
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer
-from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.base import Peer, WireRun
+from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire

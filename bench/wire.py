@@ -34,12 +34,13 @@ from etha.memory.mapping import WorkerMemory
 from etha.memory.process import allow_reading, start_time
 from etha.memory.views import View
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer
-from etha.transport.copy.host import Exhibit, HostMemory, compile_host
-from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.base import Peer, WireRun
+from etha.transport.copy.host import Exhibit, HostMemory
+from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Ways
 
 TOKEN_BYTES = 40

@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,9 @@ IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess"
 #: torch.distributed is forbidden in pure files but for what planning reads: placements and meshes as values.
 VALUE_MODULES = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 
+#: Packages whose folders import each other in one direction only.
+DAG_PACKAGES = {"plan", "transport"}
+
 #: Files that may look at the environment, and why.
 ENVIRONMENT = {
     "config.py": "the one place that reads settings",
@@ -190,6 +194,23 @@ def test_nobody_inside_imports_an_integration() -> None:
     inside = [name for name in files() if home(name) != "integrations"]
     wrong = [f"{name}:{line}" for name in inside for module, line in imports(name) if part_of(module) == "integrations"]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", sorted(DAG_PACKAGES))
+def test_folders_of_a_package_form_a_dag(package: str) -> None:
+    """Imports under TYPE_CHECKING and inside functions count; a package's top-level files are one folder."""
+    below: dict[str, set[str]] = {}
+    for name in (name for name in files() if home(name) == package):
+        here = str(Path(name).parent)
+        for module, _ in imports(name):
+            path = module.removeprefix("etha.").replace(".", "/")
+            there = path if (PACKAGE / path).is_dir() else str(Path(path).parent)
+            if there.split("/")[0] == package and there != here:
+                below.setdefault(here, set()).add(there)
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        pytest.fail(f"folders of {package} import each other in a circle: {' -> '.join(error.args[1])}")
 
 
 def is_pure(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What every way of moving bytes offers: a lane's copies (``agent/runtime/pipeline.py``), ``tcp``, ``nccl``.
+"""What every way of moving bytes offers, and what it is given: a lane's copies, ``tcp``, ``nccl``.
 
     open(peers) once per batch and epoch -> run(bucket) any number of times -> close()
 
@@ -7,11 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from etha.errors import PeerLostError
+from etha.memory.revocation import Guard
+from etha.transport.copy.program import Member
+from etha.transport.wire.flows import WireProgram
+
+#: Bytes of the key of a transfer, which its two ends know it by.
+KEY_BYTES = 32
 
 Bucket_contra = TypeVar("Bucket_contra", contravariant=True)
 
@@ -29,6 +35,31 @@ class Peer:
 
     agent: str
     address: Any = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload exchanged with one peer, in bytes."""
+
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class WireRun:
+    """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
+
+    ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
+    transfer that failed, 0 for none. ``touched`` tells afterwards whether targets may have been written.
+    """
+
+    program: WireProgram
+    guards: Mapping[Member, Guard] = field(default_factory=dict)
+    key: bytes = bytes(KEY_BYTES)
+    seq: int
+    prepared: bool = False
+    after: int = 0
+    touched: bool = False
 
 
 class Transport(Protocol[Bucket_contra]):

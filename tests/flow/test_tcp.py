@@ -21,13 +21,14 @@ from etha.errors import PeerLostError
 from etha.memory.reach import WorkerGoneError
 from etha.memory.views import View, view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer
+from etha.transport.base import Peer, WireRun
 from etha.transport.copy.cpu import Workspace
-from etha.transport.copy.host import Exhibit, HostMemory, compile_host
-from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.copy.host import Exhibit, HostMemory
+from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
+from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Ways
 from tests.unit.transport.agents import Gate
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from etha.errors import ProtocolError
 from etha.plan import Layout, TensorSpec
-from etha.transport.tcp.data_plane import WireRun
+from etha.transport.base import WireRun
 from etha.transport.tcp.header import Header
 from etha.transport.tcp.inlets import Inlet
 from etha.transport.tcp.listener import OPENING_BYTES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from etha.errors import ConfigError, TransferError
 from etha.plan import Plan
-from etha.transport.copy.reduce import clip
+from etha.transport.geometry.bounds import clip
 from etha.transport.verify.checksums import Read, Reader, Reads
 from etha.transport.verify.chunks import MAX_SUMS, Chunk, Kind, Scheme, derive
 from etha.transport.verify.reduction_sums import Witness, key_of

@@ -18,9 +18,10 @@ from etha.agent.runtime.pipeline import Execution
 from etha.agent.runtime.transports import Wire
 from etha.errors import TransferError
 from etha.memory.revocation import Guard
+from etha.transport.base import WireRun
 from etha.transport.copy.program import Member, Program
 from etha.transport.copy.staging import Peak
-from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.wire.flows import WireProgram
 
 #: Bytes up to which a program is run on the loop itself, some ten microseconds.

@@ -13,10 +13,9 @@ from typing import Protocol, TypeVar
 
 from etha.errors import TransferTimeoutError
 from etha.peer.introductions import UniqueId
-from etha.transport.base import Peer, Progress
+from etha.transport.base import Peer, Progress, WireRun
 from etha.transport.nccl.communicator import FORMING
 from etha.transport.nccl.transport import NcclPlane, NcclTransport
-from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.flows import WireProgram
 
 T = TypeVar("T")

@@ -20,12 +20,12 @@ from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
 from etha.memory.views import View
 from etha.transport.base import Peer
-from etha.transport.copy.host import compile_host
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Member
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import BUCKET
+from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.nccl_messages import device_cut
 from etha.transport.wire.routing import account
 

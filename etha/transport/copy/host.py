@@ -1,8 +1,7 @@
-"""host: one copy between workers of different agents on one host, made by the agent that receives.
+"""host: the memory of another agent's workers on this host, opened by the agent that receives.
 
     claim(beacon) --link--> prove(claim)        once a pair of agents: can I read what is yours?
     Exhibit.of(...) --link--> HostMemory(...)   once a worker: its tensors as views of mine
-    compile_host(plan, ways, sources, targets)  rows of readable sources are local copies; the sender does nothing
 
 Nothing that the other agent says is believed: processes are compared by start time, segments by device,
 inode, size and seals, and private memory is the kernel's to refuse.
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
@@ -24,14 +22,6 @@ from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, ProcessMemory, start_time
 from etha.memory.reach import AccessError, ReachError, WorkerGoneError
 from etha.memory.views import View
-from etha.plan import Plan
-from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, RankPlan
-from etha.transport.copy.local import Views, compile_local
-from etha.transport.copy.program import Program
-from etha.transport.wire.routing import Slots, Ways
-
-#: Of a row that this agent has nothing to do with: no kind of the plan's.
-_NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,54 +180,3 @@ class HostMemory:
     def close(self) -> None:
         """Let go of the process and the segments; idempotent. No lane may be using it any more."""
         self._memory.close()
-
-
-def compile_host(plan: Plan, ways: Ways, sources: Views, targets: Views) -> Program:
-    """The program of all that this agent copies itself: between its own ranks, and from those that it reads.
-
-    ``sources`` holds the ranks of this agent and of the agents that it reads, ``targets`` its own. Slots
-    of which it reads every contribution are reduced here, for the targets here, but where this agent is
-    the owner's and reduces for others too (``compile_wire``). Errors as of ``compile_local``.
-    """
-    return compile_local(_Seen(plan, ways), sources, targets)
-
-
-class _Seen(Plan):
-    """A plan as one agent sees it: LOCAL is what it does alone, the others' rows of its slots are nothing."""
-
-    def __init__(self, plan: Plan, ways: Ways) -> None:
-        # Not a plan of its own: only what compile_local asks for.
-        self._whole, self._ways = plan, ways
-        self.names = plan.names
-        self._slots = Slots(plan)
-
-    def wire_dtype(self, tensor: int) -> torch.dtype:
-        return self._whole.wire_dtype(tensor)
-
-    def for_rank(self, side: str, rank: int) -> RankPlan:
-        rp = self._whole.for_rank(side, rank)
-        ways = self._ways
-        role, kind = np.full_like(rp.role, RECV), rp.kind.copy()
-        near = np.array([ways.reach(ways.me, agent) for agent in ways.source], bool)
-        own = np.array([agent == ways.me for agent in ways.target], bool)
-        moves = np.flatnonzero(rp.kind == MOVE)
-        moves = moves[near[rp.source[moves]] & own[rp.target[moves]]]
-        role[moves] = LOCAL
-        done: dict[tuple[int, int, int], bool] = {}
-        for row in np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT)).tolist():
-            slot = rp.slots[int(rp.slot[row])]
-            key = (slot.owner, slot.tensor, slot.number)
-            if key not in done:
-                done[key] = self._alone(*key)
-            if done[key] and (rp.kind[row] == CONTRIBUTE or own[int(rp.target[row])]):
-                role[row] = LOCAL
-            else:
-                kind[row] = _NOTHING
-        return replace(rp, role=role, kind=kind)
-
-    def _alone(self, owner: int, tensor: int, number: int) -> bool:
-        """Whether this agent reduces a slot for itself."""
-        ways = self._ways
-        gives, takes = self._slots.of(owner)[tensor, number]
-        givers, takers = {ways.source[r] for r in gives}, {ways.target[r] for r in takes}
-        return ways.me in takers and ways.me not in ways.served(ways.source[owner], givers, takers)

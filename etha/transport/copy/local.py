@@ -22,7 +22,8 @@ from etha.transport.copy.device_memory import DeviceMemory, dense_on
 from etha.transport.copy.device_reduce import part_numel
 from etha.transport.copy.layout import Geometry, check, scratch
 from etha.transport.copy.program import PIECE, Columns, Member, Pair, Piece, Program
-from etha.transport.copy.reduce import PART, Reduced, Step, clip, parts
+from etha.transport.copy.reduce import PART, Reduced, Step
+from etha.transport.geometry.bounds import clip, parts
 from etha.transport.geometry.overlap import Written, packed, same_place
 
 Views = Mapping[int, Mapping[int, View]]

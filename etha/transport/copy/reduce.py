@@ -8,12 +8,9 @@ than 1 and 2 of a norm, is not cut. On a device the same operations run over lar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from etha.memory.views import View
@@ -25,7 +22,6 @@ from etha.transport.copy.device_reduce import Compiled, prepare_on_device, room,
 from etha.transport.copy.layout import scratch
 from etha.transport.copy.staging import dense_view
 from etha.transport.geometry import iovec
-from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import BOUNCE_BYTES, Tile
 
@@ -34,9 +30,6 @@ if TYPE_CHECKING:
 
 #: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
 PART = 256 << 10
-
-#: Bounds of a part of a slot: (first, last) per dim.
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,42 +116,3 @@ class Reduced:
         """As of ``Work``."""
         while self.launches:
             self.launches.popitem()[1].release()
-
-
-def parts(slot: Slot, limit: int) -> Iterator[Bounds]:
-    """A slot's bounds cut into parts of at most ``limit`` elements, in order; one part where cutting would show."""
-    shape = slot.shape
-    if 0 in shape:
-        return
-    if slot.op == "norm" and slot.p not in (1.0, 2.0):
-        limit = prod(shape)
-    inner = len(shape)
-    while inner > 0 and prod(shape[inner - 1 :]) <= limit:
-        inner -= 1
-    if inner == 0:
-        yield tuple((0, n) for n in shape)
-        return
-    d = inner - 1
-    step = max(1, limit // prod(shape[d + 1 :]))
-    for outer in np.ndindex(*shape[:d]):
-        for first in range(0, shape[d], step):
-            head = tuple((i, i + 1) for i in outer)
-            yield (*head, (first, min(first + step, shape[d])), *((0, n) for n in shape[d + 1 :]))
-
-
-def clip(dims: Sequence[Ints], bounds: Bounds, end: int) -> tuple[Ints, ...] | None:
-    """The runs that lie within ``bounds`` of the slot's end (0: source, 1: target), counted from there."""
-    clipped = []
-    for runs, (first, last) in zip(dims, bounds, strict=True):
-        skip = np.maximum(0, first - runs[:, end])
-        stop = np.minimum(runs[:, 2], last - runs[:, end])
-        kept = stop > skip
-        if not kept.any():
-            return None
-        out = runs[kept].copy()
-        out[:, 0] += skip[kept]
-        out[:, 1] += skip[kept]
-        out[:, 2] = (stop - skip)[kept]
-        out[:, end] -= first
-        clipped.append(out)
-    return tuple(clipped)

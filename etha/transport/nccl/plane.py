@@ -10,6 +10,7 @@ from etha.config import STAGING
 from etha.cuda.driver import Device, Driver
 from etha.cuda.nccl import Nccl
 from etha.memory.revocation import THREADS
+from etha.transport.base import Traffic, WireRun
 from etha.transport.copy.device import Copier
 from etha.transport.copy.staging import Budget
 from etha.transport.nccl.communicator import Communicators
@@ -18,7 +19,6 @@ from etha.transport.nccl.pipeline import ABORTING, Conveyor, Unquiet
 from etha.transport.nccl.schedule import Rounds, make_rounds
 from etha.transport.nccl.staging_ring import Ring
 from etha.transport.nccl.thread import NcclThread, Task
-from etha.transport.tcp.data_plane import Traffic, WireRun
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 

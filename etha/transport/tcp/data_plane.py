@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 
 from etha.config import STAGING
 from etha.errors import ConfigError, PeerLostError, ProtocolError
-from etha.memory.revocation import Guard
-from etha.transport.base import Progress, StreamLost
-from etha.transport.copy.program import Member
+from etha.transport.base import Progress, StreamLost, Traffic, WireRun
 from etha.transport.copy.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
 from etha.transport.geometry.iovec import Op
-from etha.transport.tcp.header import KEY_BYTES, Header
+from etha.transport.tcp.header import Header
 from etha.transport.tcp.inlets import Inlet
 from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, Door, knock
 from etha.transport.tcp.outlets import Outlet
@@ -37,31 +35,6 @@ log = logging.getLogger(__name__)
 #: Sets of streams that are kept open although no run has them, over all peers.
 SPARE_SETS = 64
 _SLOT_BYTES = 2
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Payload exchanged with one peer, in bytes."""
-
-    sent: int = 0
-    received: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class WireRun:
-    """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
-
-    ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
-    transfer that failed, 0 for none. ``touched`` tells afterwards whether targets may have been written.
-    """
-
-    program: WireProgram
-    guards: Mapping[Member, Guard] = field(default_factory=dict)
-    key: bytes = bytes(KEY_BYTES)
-    seq: int
-    prepared: bool = False
-    after: int = 0
-    touched: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from etha.errors import ProtocolError
 from etha.transport.wire.flows import Flow
 
-KEY_BYTES = 32
 _MAGIC = b"etha-w1\0"
 #: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow here.
 _HEADER = struct.Struct("<8s32s32sQIIQQ")

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 
 from etha.errors import PeerLostError, ProtocolError
-from etha.transport.base import Peer, Progress
-from etha.transport.tcp.data_plane import DataPlane, StreamSet, WireRun
+from etha.transport.base import Peer, Progress, WireRun
+from etha.transport.tcp.data_plane import DataPlane, StreamSet
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.run import Exchange
 from etha.transport.wire.flows import WireProgram

@@ -23,9 +23,9 @@ from etha.plan.proof.simulate import combine, finish, pack
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.layout import scratch
 from etha.transport.copy.program import Member
-from etha.transport.copy.reduce import clip
 from etha.transport.copy.staging import Budget, Desk, StagingMemory, dense_view
 from etha.transport.copy.staging import Chunk as Buffer
+from etha.transport.geometry.bounds import clip
 from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import packed

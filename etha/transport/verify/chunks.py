@@ -25,8 +25,8 @@ import numpy as np
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, Region, Slot
 from etha.transport.copy.program import Member
-from etha.transport.copy.reduce import PART, Bounds, clip, parts
-from etha.transport.geometry.bounds import blocks
+from etha.transport.copy.reduce import PART
+from etha.transport.geometry.bounds import Bounds, blocks, clip, parts
 from etha.transport.wire.crossings import Crossings
 from etha.transport.wire.crossings import Part as Reduction
 from etha.transport.wire.forwarding import Relays

@@ -13,7 +13,7 @@ import torch
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import Region
 from etha.plan.proof.simulate import pack
-from etha.transport.copy.reduce import clip
+from etha.transport.geometry.bounds import clip
 from etha.transport.verify.checksums import checksum
 from etha.transport.verify.chunks import Chunk, Kind
 from etha.transport.wire.crossings import Part

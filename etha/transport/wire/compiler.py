@@ -21,9 +21,8 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import Region
 from etha.transport.copy.layout import scratch
 from etha.transport.copy.program import Member
-from etha.transport.copy.reduce import Bounds, clip
 from etha.transport.geometry import iovec
-from etha.transport.geometry.bounds import blocks
+from etha.transport.geometry.bounds import Bounds, blocks, clip
 from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import packed

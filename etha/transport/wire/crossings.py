@@ -22,7 +22,7 @@ import numpy as np
 from etha.errors import ConfigError
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, RankPlan, Region, Slot
-from etha.transport.copy.reduce import Bounds, parts
+from etha.transport.geometry.bounds import Bounds, parts
 from etha.transport.geometry.boxes import Ints
 from etha.transport.wire.forwarding import Relays
 from etha.transport.wire.routing import Ways

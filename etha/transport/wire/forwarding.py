@@ -20,7 +20,7 @@ import numpy as np
 from etha.plan import Plan
 from etha.plan.planner.pieces import joined
 from etha.plan.planner.rank_plan import CARRY, DELIVER, FORWARD, Region
-from etha.transport.copy.reduce import Bounds
+from etha.transport.geometry.bounds import Bounds
 from etha.transport.wire.routing import Ways
 
 #: Stages of passed pieces: behind every other, by tensor and hop (a hop is less than 1 << 16).

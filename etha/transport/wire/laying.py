@@ -14,8 +14,8 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import Region
 from etha.transport.copy.layout import Geometry, check, scratch
 from etha.transport.copy.program import Columns, Member
-from etha.transport.copy.reduce import Bounds, clip
 from etha.transport.geometry import boxes
+from etha.transport.geometry.bounds import Bounds, clip
 from etha.transport.geometry.boxes import Axis, Ints
 from etha.transport.geometry.overlap import Written, packed
 from etha.transport.geometry.tiles import Tile

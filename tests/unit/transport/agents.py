@@ -21,15 +21,15 @@ from etha.memory.process import start_time
 from etha.memory.revocation import Guard
 from etha.memory.views import View, view_of
 from etha.plan import Plan, TensorSpec, build_plan, simulate
-from etha.transport.base import Peer
+from etha.transport.base import Peer, WireRun
 from etha.transport.copy.cpu import Workspace
-from etha.transport.copy.host import compile_host
 from etha.transport.copy.program import Member, Program
-from etha.transport.tcp.data_plane import DataPlane, WireRun
+from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import STAGING, compile_wire
 from etha.transport.wire.flows import BUCKET, STREAMS, WireProgram
+from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Ways
 
 TOKEN = 40

@@ -14,14 +14,13 @@ import torch
 from etha.config import STAGING
 from etha.memory.revocation import Guard
 from etha.memory.views import View, view_of
-from etha.transport.base import Peer
-from etha.transport.copy.host import compile_host
+from etha.transport.base import Peer, WireRun
 from etha.transport.copy.program import Member
 from etha.transport.nccl.communicator import Communicator
 from etha.transport.nccl.transport import NcclPlane, NcclTransport
-from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.nccl_messages import Cut, device_cut
 from tests.fakes.cuda import FakeDriver
 from tests.fakes.nccl import World

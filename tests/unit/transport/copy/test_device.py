@@ -269,7 +269,7 @@ def test_the_cpu_path_loads_no_kernels() -> None:
             "-c",
             "import sys, torch\n"
             "before = set(sys.modules)\n"  # torch looks itself whether there are bindings
-            "import etha.transport.copy.host, etha.transport.copy.staging\n"
+            "import etha.transport.copy.host, etha.transport.copy.staging, etha.transport.wire.host_reads\n"
             "print([m for m in set(sys.modules) - before if m.split('.')[0] in ('triton', 'cuda')"
             " or m.startswith(('etha.cuda.triton', 'etha.cuda.runtime', 'etha.cuda.kernels'))])",
         ],

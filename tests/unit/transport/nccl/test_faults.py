@@ -15,12 +15,11 @@ from etha.cuda.driver import DeviceError
 from etha.errors import ConfigError, PeerLostError, ProtocolError, TransferError, TransferTimeoutError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import Guard, LentPage, RevocationPage
-from etha.transport.base import Peer
+from etha.transport.base import Peer, WireRun
 from etha.transport.copy.device_memory import CardError
 from etha.transport.copy.program import Member
 from etha.transport.nccl import communicator, pipeline
 from etha.transport.nccl.transport import NcclTransport
-from etha.transport.tcp.data_plane import WireRun
 from tests.unit.transport.agents import Job, same
 from tests.unit.transport.cards import Fleet, Placed, fleet
 from tests.unit.transport.nccl.test_schedule import small

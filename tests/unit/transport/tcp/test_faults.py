@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard
 from etha.errors import PeerLostError, ProtocolError
 from etha.memory.reach import RevokedError, WorkerGoneError
 from etha.memory.revocation import LentPage, RevocationPage
-from etha.transport.base import Peer, Transport
-from etha.transport.tcp.data_plane import WireRun
+from etha.transport.base import Peer, Transport, WireRun
 from etha.transport.tcp.listener import Door
 from etha.transport.tcp.transport import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer

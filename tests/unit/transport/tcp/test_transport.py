@@ -12,9 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
-from etha.transport.base import Peer
+from etha.transport.base import Peer, WireRun
 from etha.transport.copy.program import PIECE
-from etha.transport.tcp.data_plane import WireRun
 from etha.transport.wire.routing import account
 from tests.examples import examples
 from tests.unit.transport.agents import Job, Local, agents, bits, make_plan, same, transfer

@@ -14,8 +14,7 @@ from torch.distributed.tensor import Shard
 from etha.errors import PeerLostError
 from etha.plan import Layout, TensorSpec, build_plan
 from etha.plan.planner.rank_plan import FORWARD
-from etha.transport.base import Peer
-from etha.transport.tcp.data_plane import WireRun
+from etha.transport.base import Peer, WireRun
 from etha.transport.wire.forwarding import Arrivals, Ledger, Place, Relays
 from etha.transport.wire.routing import account
 from tests.examples import examples
