@@ -75,8 +75,8 @@ def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list
     # One process is one driver and one NCCL elsewhere; here each agent's task has its own.
     world, mine = World(), ContextVar[FakeDriver]("mine")
     fakes = [FakeDriver((uuid,)) for uuid in uuids]
-    daemon.driver = mine.get  # type: ignore[assignment]
-    device.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment]
+    daemon.driver = mine.get  # type: ignore[assignment, attr-defined]
+    device.nccl = lambda: world.join(mine.get().devices()[0].uuid, mine.get())  # type: ignore[assignment, attr-defined]
 
     async def both() -> None:
         stop = asyncio.Event()

@@ -90,7 +90,7 @@ def parse(text: str) -> list[ClientCell]:
             if (client, event, moment) in cells:
                 raise ValueError(f"{DOCUMENT.name}: {(client, event, moment)} stands there twice")
             within = float(columns[6].removesuffix(" s"))
-            cells[client, event, moment] = ClientCell(client, event, moment, *columns[3:6], within)
+            cells[client, event, moment] = ClientCell(client, event, moment, columns[3], columns[4], columns[5], within)
     if unknown := cells.keys() - expected_keys():
         raise ValueError(f"{DOCUMENT.name}: no test knows {sorted(unknown)}")
     if missing := expected_keys() - cells.keys():

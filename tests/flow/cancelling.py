@@ -66,7 +66,7 @@ class Link:
 
     def quiet(self, *handles: etha.BatchHandle) -> bool:
         """No lane thread of an agent is inside the tensors of these workers, whose calls have returned."""
-        pages = [handle._registration.connection.page for handle in handles]
+        pages = [handle._registration.connection.page for handle in handles]  # type: ignore[attr-defined]
         return not any(page._inside(slot) for page in pages for slot in range(1, SLOTS))
 
     async def settled(self, task: asyncio.Task[Any]) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
-import etha
+from etha.client.results import Pair as AsyncPair
 from etha.errors import EthaError
 
 from .sites import Site
@@ -37,7 +37,7 @@ class Sides:
         self.worlds = {"trainer": trainer, "inference": inference}
         self.members = [(side, rank) for side, world in self.worlds.items() for rank in range(world)]
         self.clients = {member: site.client(*member, place=where(*member), timeout=timeout) for member in self.members}
-        self.pairs: dict[Member, etha.Pair] = {}
+        self.pairs: dict[Member, AsyncPair] = {}
 
     async def __aenter__(self) -> Self:
         # Starting an agent takes long on a busy machine; the deadlines of a test are for what comes after.
@@ -51,7 +51,7 @@ class Sides:
         """One round trip to every agent: what they were told before has been taken note of."""
         await asyncio.gather(*(client.status() for client in self.clients.values()))
 
-    def init(self, member: Member, **options: Any) -> Coroutine[Any, Any, etha.Pair]:
+    def init(self, member: Member, **options: Any) -> Coroutine[Any, Any, AsyncPair]:
         """The ``init_pair`` of one rank, not awaited yet."""
         side, rank = member
         other = "inference" if side == "trainer" else "trainer"

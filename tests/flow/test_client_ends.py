@@ -51,8 +51,8 @@ def loops_end_without_close(pair: str, how: str) -> str:
     gc.collect()
     for client in kept:
         asyncio.run(client.close())
-    with etha.TensorBusClient() as client:
-        client.status()
+    with etha.TensorBusClient() as blocking:
+        blocking.status()
     tell("went on")
     wait_for("stop")
     return "alive"

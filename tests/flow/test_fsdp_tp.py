@@ -55,7 +55,7 @@ NAMES = ("embedding.weight", "norm.weight", "norm.bias", "up.weight", "up.bias",
 
 def join_world(rank: int, world: int, store: str) -> None:
     """A gloo process group of this side's own."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)  # type: ignore[attr-defined]
 
 
 def shard_model(model: Model, mesh: DeviceMesh) -> Model:

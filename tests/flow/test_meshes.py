@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bench.footprint import Footprint, forget_peak
 from bench.mesh_cases import CASES, MeshCase, held, ideal_bytes, numbers, part
+from etha.config import STAGING
 from etha.plan import Layout, TensorSpec
-from etha.transport.wire.compiler import STAGING
 
 from .sides import Member, Sides
 from .sites import Site

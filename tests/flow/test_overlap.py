@@ -55,16 +55,16 @@ class Traffic:
 
     async def worker(self, member: Any) -> list[tuple[int, Any]]:
         """All transfers of the pair as one worker calls them, each at a moment of its own."""
-        dice = random.Random(f"{self.seed}{member}")
+        dice, (side, rank) = random.Random(f"{self.seed}{member}"), member
         seen = []
         for version, source in enumerate(self.sources):
             await asyncio.sleep(dice.choice([0, dice.uniform(0, 0.03)]))
             if member[0] == source:
-                self.tensors[member].copy_(self.mine(*member, version))
+                self.tensors[member].copy_(self.mine(side, rank, version))
                 result = await self.handles[member].transfer("send", version=version)
             else:
                 result = await self.handles[member].transfer("recv")
-                assert torch.equal(self.tensors[member], self.mine(*member, version)), (self.sides.pair, member)
+                assert torch.equal(self.tensors[member], self.mine(side, rank, version)), (self.sides.pair, member)
             seen.append((result.seq, result.version))
         return seen
 

@@ -346,7 +346,11 @@ def refused(rank: int) -> dict[str, str]:
 def world(rank: int, size: int, store: str, sections: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     """One rank of a world: what each section found."""
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     try:
         return {name: globals()[name](rank, *args) for name, args in sections.items()}

@@ -185,7 +185,7 @@ def forbidden() -> None:
         raise AssertionError("nobody has asked for checksums")
 
     Inspection.__init__ = never  # type: ignore[method-assign]
-    checksums.checksum = reduction_sums.checksum = never  # type: ignore[assignment]
+    checksums.checksum = reduction_sums.checksum = never  # type: ignore[assignment, attr-defined]
 
 
 def agent(harm: Callable[[], None]) -> int:

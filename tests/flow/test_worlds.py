@@ -19,7 +19,7 @@ from .truth import cut, whole
 
 def one_world(rank: int, world: int, store: str, pair: str) -> Any:
     """Rank 0 trains; ranks 1 and 2 are ranks 0 and 1 of the inference side, on a mesh that names them 1 and 2."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)  # type: ignore[attr-defined]
     mesh = DeviceMesh("cpu", [1, 2])
     full = {"w": whole((5, 3), 1), "b": whole((7,), 2)}
     with etha.TensorBusClient(timeout=20) as client:
@@ -35,7 +35,7 @@ def one_world(rank: int, world: int, store: str, pair: str) -> Any:
             }
             with client.register_tensors("b", tensors, pair_name=pair) as handle:
                 peers = handle.transfer("recv").peers
-            assert torch.equal(tensors["w"].to_local(), cut(full["w"], 1, 2, rank - 1))
+            assert torch.equal(tensors["w"].to_local(), cut(full["w"], 1, 2, rank - 1))  # type: ignore[attr-defined]
             assert torch.equal(tensors["b"], cut(full["b"], 0, 2, rank - 1))
     dist.destroy_process_group()
     return peers
@@ -52,7 +52,7 @@ def test_both_sides_in_one_torch_world(guests: Job, pair: str, tmp_path: Path) -
 
 def turned(rank: int, world: int, store: str, pair: str) -> None:
     """``ranks`` turns the sides' order around: torch rank 0 is the side's rank 1."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)  # type: ignore[attr-defined]
     mesh = DeviceMesh("cpu", [0, 1])
     full = whole((5, 4), 3)
     tensor = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)], src_data_rank=None)

@@ -27,7 +27,7 @@ class Happenings:
         while left:
             found = self._redis.xread({self._key: self._after}, count=1, block=int(PATIENCE * 1000))
             assert found, f"no event in {PATIENCE} s, of {left}"
-            ((_, ((self._after, event),)),) = found
+            ((_, ((self._after, event),)),) = found  # type: ignore[str-unpack]
             left = [fields for fields in left if not event.items() >= fields.items()]
 
 

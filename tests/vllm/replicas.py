@@ -224,7 +224,7 @@ def _fsdp2(path: Path) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     model = _module(path, torch.float32)
     mesh = init_device_mesh("cpu", (1,))
     for layers in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:

@@ -73,7 +73,7 @@ class Model(nn.Module):
             stem, _, leaf = name.rpartition(".")
             part = () if stem == "down" else (int(stem[-1]),)
             param = params[f"{stem.partition('.')[0]}.{leaf}"]
-            param.weight_loader(param, tensor, *part)
+            param.weight_loader(param, tensor, *part)  # type: ignore[attr-defined]
 
     def first(self, tensors: dict[str, Tensor]) -> Model:
         """As vLLM loads it from a file."""

@@ -96,12 +96,12 @@ def test_a_dtensor_with_a_history_of_autograd_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         mesh, leaf = init_device_mesh("cpu", (1,)), torch.nn.Parameter(torch.ones(4, 2))
         wrapped = DTensor.from_local(leaf, mesh, [Shard(0)])
         parameter = torch.nn.Parameter(wrapped.detach())
-        kept = {"wrapped": wrapped, "parameter": parameter, "local": parameter.to_local()}
+        kept = {"wrapped": wrapped, "parameter": parameter, "local": parameter.to_local()}  # type: ignore[attr-defined]
         assert list(EthaSource(kept).tensors()) == list(kept)
         for made in (parameter * 2, DTensor.from_local(leaf * 2, mesh, [Shard(0)])):
             with pytest.raises(ConfigError, match="'made' of the source has a history of autograd"):

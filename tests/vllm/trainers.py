@@ -123,8 +123,8 @@ def _train(
         path_of_version, version = arguments
         tensors = engine.source.weights if stages == "iterated" else engine._weights.tensors()
         _take(int8[0].plain if int8 else dict(tensors), Checkpoint(Path(path_of_version)))
-        for one in int8:
-            one.refresh()
+        for quantized in int8:
+            quantized.refresh()
         forget_peak()
         before = memory("VmRSS")
         result = engine.send_weights(version)
@@ -215,7 +215,7 @@ def _model(path: str, shape: tuple[int, ...], rank: int, meeting: str, adapted: 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     model: Any = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
     if adapted is not None:
-        return fully_shard(Adapted(model, Checkpoint(adapted).tensors()))
+        return fully_shard(Adapted(model, Checkpoint(adapted).tensors()))  # type: ignore[return-value]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     for layer in model.model.layers:
         if len(shape) == 2:
@@ -272,7 +272,7 @@ def _say_when_it_waits(engine: Any, pipe: Connection) -> None:
 
 def _die_at(route: str, number: int, moment: str) -> None:
     """SIGKILL to this rank when its ``number``th request from now to ``route`` is "sent", or "answered"."""
-    from urllib3.connection import HTTPConnection
+    from urllib3.connection import HTTPConnection  # type: ignore[import-not-found]
 
     asked, answered = HTTPConnection.request, HTTPConnection.getresponse
     seen: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ Weights = Iterable[tuple[str, Tensor]]
 CPU = torch.device("cpu")
 
 
-def record(load, params: dict[str, Tensor], *metas: Meta) -> dict[str, Kept]:
+def record(load: Callable[[Weights], object], params: dict[str, Tensor], *metas: Meta) -> dict[str, Kept]:
     return Recording(params, CPU).of(metas, load).kept
 
 
@@ -47,7 +47,7 @@ def test_what_nobody_reads_is_left_out() -> None:
 def test_a_conversion_by_copy_is_made_on_the_way_where_that_saves_bytes() -> None:
     low, high = torch.empty(8, 6, dtype=torch.bfloat16, device="meta"), torch.empty(8, 6, device="meta")
 
-    def into(param: Tensor):
+    def into(param: Tensor) -> Callable[[Weights], object]:
         return lambda weights: [param.copy_(tensor) for _, tensor in weights]
 
     assert record(into(low), {"p": low}, weight())["w"].dtype is torch.bfloat16
@@ -96,7 +96,7 @@ def test_live_parameters_are_not_written() -> None:
     assert torch.equal(live, torch.ones(8, 6))
 
 
-def scaled(param: Tensor):
+def scaled(param: Tensor) -> Callable[[Weights], None]:
     """A loader that looks at values of one tensor; of others it keeps the upper half."""
 
     def load(weights: Weights) -> None:

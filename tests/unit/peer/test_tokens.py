@@ -63,7 +63,7 @@ def test_secrets_are_compared_in_constant_time_known_or_not(monkeypatch: pytest.
 
     given = Tokens()
     token = given.issue("b", "x", 0.0)
-    monkeypatch.setattr(tokens.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     given.redeem(bytes(TOKEN_BYTES), 0.0)
     given.redeem(token, 0.0)
     assert compared == [(32, 32), (32, 32)]

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
@@ -50,7 +51,7 @@ class Truth:
 
     mesh: tuple[int, ...]
     ranks: list[int]  # C-order over the mesh
-    placements: list[object]
+    placements: list[Any]
     reading: str = "auto"
 
     def layout(self) -> Layout:
@@ -253,7 +254,7 @@ def contributions(truth: Truth, full: torch.Tensor, rng: random.Random) -> list[
     return [torch.where(where == k, full, full + sign * noise()) for k in range(count)]
 
 
-def random_truth(rng: random.Random, ranks: list[int], ndim: int, partial: list[object] | None) -> Truth:
+def random_truth(rng: random.Random, ranks: list[int], ndim: int, partial: list[Any] | None) -> Truth:
     """A random mesh over all of ``ranks`` with random placements."""
     left, mesh = len(ranks), []
     while left > 1 and len(mesh) < 4:
@@ -264,7 +265,7 @@ def random_truth(rng: random.Random, ranks: list[int], ndim: int, partial: list[
     if left == 1 and len(mesh) > 1 and rng.random() < 0.7:
         mesh.pop()
     rng.shuffle(mesh)
-    placements: list[object] = []
+    placements: list[Any] = []
     for _ in mesh:
         kind = rng.random()
         if partial and kind < 0.35:
@@ -279,7 +280,7 @@ def random_truth(rng: random.Random, ranks: list[int], ndim: int, partial: list[
     return Truth(tuple(mesh), ranks, placements, rng.choice(["auto", "order", "literal"]))
 
 
-def random_side(rng: random.Random, ndim: int, partial: list[object] | None) -> tuple[list[Truth], int]:
+def random_side(rng: random.Random, ndim: int, partial: list[Any] | None) -> tuple[list[Truth], int]:
     """One or several layouts over some of the ranks of a side; and its world size."""
     count = rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 8, 8, 9, 12, 16])
     world = count + rng.choice([0, 0, 0, 1, 3])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from etha.config import STAGING
 from etha.memory.handles import describe
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import start_time
@@ -27,7 +28,7 @@ from etha.transport.copy.program import Member, Program
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
-from etha.transport.wire.compiler import STAGING, compile_wire
+from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import BUCKET, STREAMS, WireProgram
 from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Ways

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from etha.agent.protocol.effects import (
     BeginLane,
@@ -46,7 +47,7 @@ class World:
     running: dict[str, int] = field(default_factory=dict)
     stopping: set[str] = field(default_factory=set)
     results: dict[tuple[str, int], int] = field(default_factory=dict)
-    errors: dict[tuple[str, int], EthaError] = field(default_factory=dict)
+    errors: dict[tuple[str, int], Any] = field(default_factory=dict)
     calls: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
     waiting: set[tuple[str, int]] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)

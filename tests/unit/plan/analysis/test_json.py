@@ -151,7 +151,7 @@ def test_regions_are_told_by_their_runs_and_ranks() -> None:
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.syspath_prepend(str(BENCH))
-    import pairs
+    import pairs  # type: ignore[import-not-found]
 
     yield pairs
     for name in ("pairs", "models"):

@@ -34,7 +34,7 @@ async def move(source: Layout, target: Layout, ranks: tuple[int, int], private: 
     specs = [{n: TensorSpec(s, torch.float32, layout) for n, s in SHAPES.items()} for layout in (source, target)]
     right, received = targets(target, ranks[1])
     job = Job(
-        plan=make_plan(*specs, here, there), source_agents=here, target_agents=there, staging=STAGING,
+        plan=make_plan(specs[0], specs[1], here, there), source_agents=here, target_agents=there, staging=STAGING,
         source=sources(source, ranks[0]), target=received, private=(private, private),
     )  # fmt: skip
     async with agents("ab", staging=STAGING) as at:
