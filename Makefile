@@ -64,13 +64,15 @@ test-tools: install
 	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -m "not proof and not faults and not chaos and not soak" \
 		tests --ways local,tcp,three --needing $(NEEDING) $(PYTEST)
 
-# What of etha/ the tests reach, in all processes that they start; fails below the threshold of pyproject.toml. COVERED
-# chooses other tests: what they reach is printed all the same.
-COVERED ?= tests/unit tests/cards tests/flow
+# How much of etha/ the fast tests and some stories of real jobs reach, in all processes that they start; fails below the
+# threshold of pyproject.toml. COVERED=tests/flow takes all stories.
+COVERED ?= $(patsubst %,tests/flow/test_%.py,transfer tcp snapshot cli rendezvous_again named_tensors)
 coverage: install
 	@$(PRIVATE) export COVERAGE_FILE="$$tmp/coverage"; \
-	$(BIN)/python -m coverage run -m pytest -p no:cacheprovider --ways local,tcp \
-		-m "not proof and not faults and not chaos and not soak" $(COVERED) $(PYTEST) || exit 1; \
+	run="$(BIN)/python -m coverage run -m pytest -p no:cacheprovider -q --timeout 600"; \
+	select="not proof and not faults and not chaos and not soak and not families"; \
+	$$run --hypothesis-profile dev -m "$$select and not slow" tests/unit $(PYTEST) && \
+	$$run -m "$$select" --ways local,tcp $(COVERED) $(PYTEST) || exit 1; \
 	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report
 
 ways: install

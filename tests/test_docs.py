@@ -84,6 +84,7 @@ def test_the_python_on_a_page_can_be_compiled(page: str) -> None:
         compile(text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.slow
 def test_readmes_two_programs_run_as_they_stand_and_have_twelve_lines(tmp_path: Path) -> None:
     programs = {}
     for text in blocks("README.md"):
