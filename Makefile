@@ -42,19 +42,25 @@ lint: install
 
 # The contributor's loop, under a minute on two idle cores: the fast tests, and a tenth of the random examples.
 check: lint
-	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --hypothesis-profile dev \
+	@$(PRIVATE) export OMP_NUM_THREADS=1; \
+	$(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --hypothesis-profile dev \
 		-m "not slow and not proof and not faults and not chaos and not soak and not families" \
 		tests/unit tests/test_*.py $(PYTEST)
 
 # Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too. What
 # starts no jobs runs beside them, in the time that they leave: they wait for processes more than they compute, and
-# some say within how long. (5: no test was selected here.)
+# some say within how long. (5: no test was selected here.) JOBS and PURE: processes of pytest for each of the two, which
+# take file after file; 0 is none beside the one that reports.
+JOBS ?= 0
+PURE ?= 0
 test: lint
 	@$(PRIVATE) \
-	run="$(BIN)/python -m pytest -p no:cacheprovider -m" select="not proof and not faults and not chaos and not soak"; \
-	nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults $(PYTEST) >"$$tmp/pure" 2>&1 & pure=$$!; \
+	run="$(BIN)/python -m pytest -p no:cacheprovider --dist loadfile -m"; \
+	select="not proof and not faults and not chaos and not soak"; \
+	nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults --numprocesses $(PURE) $(PYTEST) \
+		>"$$tmp/pure" 2>&1 & pure=$$!; \
 	trap 'kill $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
-	jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three $(PYTEST) || jobs=$$?; \
+	jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three --numprocesses $(JOBS) $(PYTEST) || jobs=$$?; \
 	rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
 	[ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -28,8 +29,12 @@ HALF = 8192
 
 
 def free_port() -> int:
-    """Nobody listens there now; below those that the kernel gives to who names none."""
-    for port in range(21_000, 30_000):
+    """Nobody listens there now; below those that the kernel gives to who names none.
+
+    Where the search begins depends on the process, because tests in other processes look for ports at the same time.
+    """
+    begin = os.getpid() * 97 % 9000
+    for port in (21_000 + (begin + number) % 9000 for number in range(9000)):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
