@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from etha.client.future import TransferFuture
     from etha.client.memory.tensors import empty, empty_like, share_module
     from etha.client.results import Offer, TransferResult
-    from etha.client.sync import TensorBusClient
-    from etha.client.sync_handle import BatchHandle
-    from etha.client.sync_pair import Pair
+    from etha.client.sync import BatchHandle, Pair, TensorBusClient
     from etha.errors import (
         AgentLostError,
         AgentUnavailableError,
@@ -75,9 +73,7 @@ _NAMES = {
     "etha.client.aio": ("AsyncTensorBusClient",),
     "etha.client.future": ("TransferFuture",),
     "etha.client.results": ("Offer", "TransferResult"),
-    "etha.client.sync": ("TensorBusClient",),
-    "etha.client.sync_handle": ("BatchHandle",),
-    "etha.client.sync_pair": ("Pair",),
+    "etha.client.sync": ("BatchHandle", "Pair", "TensorBusClient"),
     "etha.client.memory.tensors": ("empty", "empty_like", "share_module"),
     "etha.errors": (
         "AgentLostError",

@@ -20,7 +20,7 @@ from etha.bus.link import AgentLink
 from etha.errors import ConfigError, EthaError, TransferAbortedError
 
 if TYPE_CHECKING:
-    from etha.client.batch import Registration
+    from etha.client.registration import Registration
 
 #: The call whose callback this code runs in, if any.
 _callback_of: ContextVar[ActiveCall | None] = ContextVar("etha_callback_of", default=None)

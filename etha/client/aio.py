@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 from weakref import WeakMethod, finalize
 
 import torch
@@ -41,24 +41,34 @@ from etha.client.arguments import (
     check_timeout,
     shown,
 )
-from etha.client.batch import Registration
 from etha.client.connection import Connection
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
-from etha.client.handle import BatchHandle
-from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.manifest import PairDefaults, Runs, build_manifest
 from etha.client.memory.base import Mark, agent_of
-from etha.client.options import OnCommit, OnProgress, Options
-from etha.client.products import Runs
-from etha.client.registration import check_options, register
-from etha.client.report import OnError, check_on_error, reported
-from etha.client.results import Offer, Pair, TransferResult, Version
+from etha.client.registration import Registration, check_options, register
+from etha.client.results import (
+    AsyncPair,
+    Offer,
+    OnCommit,
+    OnError,
+    OnProgress,
+    TransferOptions,
+    TransferResult,
+    Version,
+    check_on_error,
+    reported,
+)
 from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
 from etha.client.world import Place, check_takeover, device_of
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
 from etha.memory.room import check_staging
+
+if TYPE_CHECKING:
+    from etha.client.registration import Registration
+
 
 #: Seconds within which the kernel's word of a process's death has come.
 _NEWS = 1.0
@@ -107,7 +117,7 @@ class AsyncTensorBusClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Lock | None = None
         self._connection: Connection | None = None
-        self._pairs: dict[str, tuple[Pair, PairDefaults]] = {}
+        self._pairs: dict[str, tuple[AsyncPair, PairDefaults]] = {}
         #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet: the agent's answer and the loss
         #: may be read in one go, before the task that waits for the answer runs.
         self._early_losses: dict[str, PairLost] = {}
@@ -145,7 +155,7 @@ class AsyncTensorBusClient:
         takeover: bool | None = None,
         give_up: bool = False,
         timeout: float | None = None,
-    ) -> Pair:
+    ) -> AsyncPair:
         """Meet the other side: returns once both sides are complete, in any order of arrival.
 
         Collective over all workers of both sides. ``expected_world_size`` and ``rank`` are of the local
@@ -190,7 +200,7 @@ class AsyncTensorBusClient:
         if known is not None:
             known[0].lose("relaunched", f"pair {pair_name!r} is at epoch {formed.epoch} now")
             self._lost(known[0])
-        pair = Pair(
+        pair = AsyncPair(
             name=pair_name,
             local_name=local_name,
             remote_name=remote_name,
@@ -218,7 +228,7 @@ class AsyncTensorBusClient:
         atomic: bool = False,
         verify: Literal["sample", "full"] | None = None,
         timeout: float | None = None,
-    ) -> BatchHandle:
+    ) -> AsyncBatchHandle:
         """Name the tensors that move together. Collective over all workers of both sides.
 
         ``tensors``: (tensor, pair name) in the same order on all ranks, or name -> tensor with
@@ -254,7 +264,7 @@ class AsyncTensorBusClient:
                     f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
                 )
             if await self._confirmed(known, deadline):
-                return BatchHandle(self, known)
+                return AsyncBatchHandle(self, known)
         if known is not None:  # its memory is given back before more is taken
             await self._retire(known)
             known.left = True  # a call of it that has not ended must not close what is registered now
@@ -276,7 +286,7 @@ class AsyncTensorBusClient:
         early = self._early_ends.pop(batch_id, None)
         if early is not None and registration.hear(early):
             self._look_after(registration)
-        return BatchHandle(self, registration)
+        return AsyncBatchHandle(self, registration)
 
     @overload
     def transfer(
@@ -285,7 +295,7 @@ class AsyncTensorBusClient:
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, TransferResult]: ...
 
     @overload
@@ -295,7 +305,7 @@ class AsyncTensorBusClient:
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: Literal[True],
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, TransferFuture]: ...
 
     def transfer(
@@ -353,9 +363,9 @@ class AsyncTensorBusClient:
         *,
         snapshot: bool = False,
         mark: Mark | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, Any]:
-        """What ``transfer`` and ``BatchHandle.transfer`` share; ``mark``: of the thread that has called, if another."""
+        """What ``transfer`` and ``AsyncBatchHandle.transfer`` share; ``mark``: of the calling thread, if another."""
         point = self.mark_of(registration) if mark is None else mark
 
         async def call() -> TransferResult | TransferFuture:
@@ -448,7 +458,7 @@ class AsyncTensorBusClient:
         return await self.wait_offer_of(self._registration(batch_id), timeout=timeout)
 
     async def wait_offer_of(self, registration: Registration, *, timeout: float | None = None) -> Offer:
-        """What ``wait_offer`` and ``BatchHandle.wait_offer`` share."""
+        """What ``wait_offer`` and ``AsyncBatchHandle.wait_offer`` share."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         self._check_open(registration)
         self._check_served(registration)
@@ -532,12 +542,12 @@ class AsyncTensorBusClient:
         if self._dropped is not None:
             self._dropped.detach()
 
-    def handle_of(self, batch_id: str) -> BatchHandle:
+    def handle_of(self, batch_id: str) -> AsyncBatchHandle:
         """The handle of an open batch; RegistrationError when there is none."""
-        return BatchHandle(self, self._registration(batch_id))
+        return AsyncBatchHandle(self, self._registration(batch_id))
 
     async def close_batch(self, registration: Registration) -> None:
-        """What ``BatchHandle.close`` does; local and idempotent."""
+        """What ``AsyncBatchHandle.close`` does; local and idempotent."""
         mine = self._calls.calling_back()
         if registration.open:
             registration.open = False
@@ -706,7 +716,7 @@ class AsyncTensorBusClient:
 
     # ---- giving memory back -------------------------------------------------------------------
 
-    def _lost(self, pair: Pair) -> None:
+    def _lost(self, pair: AsyncPair) -> None:
         """A pair's epoch is over, and its batches with it."""
         for registration in list(self._batches.values()):
             if any(one is pair for one in registration.pairs):
@@ -740,3 +750,98 @@ def _call(method: WeakMethod[Any], argument: Any) -> None:
     found = method()
     if found is not None:
         found(argument)
+
+
+class AsyncBatchHandle:
+    """A registered batch; ``async with`` closes it. Returned by ``register_tensors``."""
+
+    def __init__(self, client: AsyncTensorBusClient, registration: Registration) -> None:
+        self._client, self._registration = client, registration
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's name."""
+        return self._registration.batch
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan in short: tensors, and per possible direction its bytes and digest."""
+        return self._registration.plan
+
+    @property
+    def version(self) -> Version:
+        """The label of the last transfer that this worker sent or received: what the tensors hold."""
+        return self._registration.version
+
+    @property
+    def atomic(self) -> bool:
+        """Whether receivers keep the old version until commit."""
+        return self._registration.atomic
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: Literal[False] = False,
+        **options: Unpack[TransferOptions],
+    ) -> Coroutine[Any, Any, TransferResult]: ...
+
+    @overload
+    def transfer(
+        self, transfer_type: Literal["send", "recv"], *, snapshot: Literal[True], **options: Unpack[TransferOptions]
+    ) -> Coroutine[Any, Any, TransferFuture]: ...
+
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+        on_error: OnError | None = None,
+        snapshot: bool = False,
+    ) -> Coroutine[Any, Any, Any]:
+        """Move this batch once; see ``AsyncTensorBusClient.transfer``."""
+        return self._client.transfer_of(
+            self._registration,
+            transfer_type,
+            version=version,
+            on_commit=on_commit,
+            timeout=timeout,
+            progress=progress,
+            on_error=on_error,
+            snapshot=snapshot,
+        )
+
+    def mark(self) -> Mark:
+        """What the calling thread has queued on this batch's device by now."""
+        return self._client.mark_of(self._registration)
+
+    def transfer_after(
+        self,
+        mark: Mark,
+        transfer_type: Literal["send", "recv"],
+        *,
+        snapshot: bool = False,
+        **options: Unpack[TransferOptions],
+    ) -> Coroutine[Any, Any, Any]:
+        """As ``transfer``, of another thread, whose device work by ``mark`` comes first."""
+        return self._client.transfer_of(self._registration, transfer_type, snapshot=snapshot, mark=mark, **options)
+
+    async def wait_offer(self, *, timeout: float | None = None) -> Offer:
+        """Wait until the other side waits to send this batch."""
+        return await self._client.wait_offer_of(self._registration, timeout=timeout)
+
+    async def close(self) -> None:
+        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
+        await self._client.close_batch(self._registration)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

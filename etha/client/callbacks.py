@@ -17,7 +17,7 @@ from typing import Any
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments import shown
 from etha.client.deadline import Deadline
-from etha.client.options import OnCommit, OnProgress
+from etha.client.results import OnCommit, OnProgress
 from etha.client.shield import Shield
 from etha.errors import ConfigError, TransferTimeoutError
 

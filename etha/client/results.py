@@ -1,16 +1,22 @@
-"""What the calls of a client return."""
+"""What the calls of a client take and return.
+
+With ``on_error="report"`` a transfer that failed is a result that says so, and what follows it is skipped. So a
+training loop needs no error handling around each transfer: it goes on, and forms the pair again where that fits
+(``docs/recovery.md``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict, cast
 
 from etha.bus.process import check_not_forked
-from etha.errors import EthaError, PeerLostError
+from etha.client.arguments import shown
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, PeerLostError, TransferError
 
 Version = int | str | None
 
@@ -69,7 +75,7 @@ class Offer:
     bytes: int
 
 
-class Lost:
+class AsyncLossEvent:
     """Set once a pair's epoch is over: ``await pair.lost`` returns the reason, ``is_set()`` asks.
 
     ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch stands. A forked child,
@@ -116,7 +122,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class AsyncPair:
     """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
 
     name: str
@@ -125,7 +131,7 @@ class Pair:
     local_world_size: int
     remote_world_size: int
     epoch: int
-    lost: Lost = field(default_factory=Lost, compare=False, repr=False)
+    lost: AsyncLossEvent = field(default_factory=AsyncLossEvent, compare=False, repr=False)
     _errors: list[EthaError] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @property
@@ -155,3 +161,61 @@ class Pair:
     def stands(self) -> None:
         """``init_pair`` has found it formed: what failed before is over."""
         self._errors.clear()
+
+
+OnError = Literal["raise", "report"]
+
+#: What says how a transfer failed. All others are mistakes of the caller, which are raised whatever was asked for.
+FAILURES = (TransferError, AgentLostError, AgentUnavailableError)
+
+
+def check_on_error(value: Any) -> OnError:
+    """``value`` itself; ConfigError when it is none of the two."""
+    if not isinstance(value, str) or value not in ("raise", "report"):
+        raise ConfigError(f"on_error={shown(value)} must be 'raise' or 'report'")
+    return cast(OnError, value)
+
+
+async def reported(
+    on_error: OnError,
+    pairs: Sequence[AsyncPair],
+    verb: Literal["send", "recv"],
+    move: Callable[[], Awaitable[TransferResult]],
+) -> TransferResult:
+    """The result of ``move()``, or of its failure; without calling it where one of the pairs has failed already."""
+    if on_error == "report":
+        for pair in pairs:
+            if (earlier := pair.errored) is not None:
+                return TransferResult.failed(verb, earlier, skipped=True)
+    try:
+        return await move()
+    except FAILURES as error:
+        kept = _bare(error)
+        for pair in pairs:
+            pair.fail(kept)
+        if on_error == "raise":
+            raise
+    return TransferResult.failed(verb, kept)
+
+
+def _bare(error: EthaError) -> EthaError:
+    """The same error without its traceback: whoever keeps it does not keep the frames, and the tensors in them."""
+    bare = type(error)(error.message, **error.data())
+    bare.remote_traceback = error.remote_traceback
+    return bare
+
+
+#: Called after COMMIT, before this worker's tensors change.
+OnCommit = Callable[[], Awaitable[None] | None]
+#: (bytes done, bytes total) of this worker.
+OnProgress = Callable[[int, int], None]
+
+
+class TransferOptions(TypedDict, total=False):
+    """See ``AsyncTensorBusClient.transfer``."""
+
+    version: Version
+    on_commit: OnCommit | None
+    timeout: float | None
+    progress: OnProgress | None
+    on_error: OnError | None

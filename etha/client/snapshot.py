@@ -13,13 +13,11 @@ from typing import Any
 
 from etha.bus.messages import AttachSnapshot, Supersede
 from etha.client.active_calls import ActiveCall, ActiveCalls
-from etha.client.batch import Registration, Snapshot
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture, contain
 from etha.client.memory.base import Mark
-from etha.client.registration import stage
-from etha.client.report import OnError, reported
-from etha.client.results import TransferResult, Version
+from etha.client.registration import Registration, Snapshot, stage
+from etha.client.results import OnError, TransferResult, Version, reported
 from etha.client.transfer import caught_up, check_state, pull, turn
 from etha.errors import TransferAbortedError, TransferTimeoutError
 

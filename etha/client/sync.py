@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
@@ -20,21 +21,25 @@ from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.process import check_not_forked
 from etha.client.active_calls import in_callback
-from etha.client.aio import AsyncTensorBusClient
+from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.arguments import check_flag
 from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
-from etha.client.handle import BatchHandle as AsyncBatchHandle
 from etha.client.loop_thread import Membership, Portal
+from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
-from etha.client.options import OnCommit, OnProgress, Options
-from etha.client.products import Runs
-from etha.client.report import OnError
-from etha.client.results import Offer, TransferResult, Version
-from etha.client.results import Pair as AsyncPair
-from etha.client.sync_handle import BatchHandle
-from etha.client.sync_pair import Lost, Pair
-from etha.errors import AgentLostError, ConfigError
+from etha.client.results import (
+    AsyncLossEvent,
+    AsyncPair,
+    Offer,
+    OnCommit,
+    OnError,
+    OnProgress,
+    TransferOptions,
+    TransferResult,
+    Version,
+)
+from etha.errors import AgentLostError, ConfigError, EthaError
 
 T = TypeVar("T")
 
@@ -126,7 +131,7 @@ class TensorBusClient:
                 local_world_size=inner.local_world_size,
                 remote_world_size=inner.remote_world_size,
                 epoch=inner.epoch,
-                lost=Lost(inner.lost, self._run),
+                lost=LossEvent(inner.lost, self._run),
                 _inner=inner,
             )
         return known
@@ -172,7 +177,7 @@ class TensorBusClient:
         *,
         blocking: Literal[True] = True,
         snapshot: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> TransferResult: ...
 
     @overload
@@ -183,7 +188,7 @@ class TensorBusClient:
         *,
         blocking: Literal[False],
         snapshot: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> TransferFuture: ...
 
     @overload
@@ -194,7 +199,7 @@ class TensorBusClient:
         *,
         blocking: bool = True,
         snapshot: Literal[True],
-        **options: Unpack[Options],
+        **options: Unpack[TransferOptions],
     ) -> TransferFuture: ...
 
     def transfer(
@@ -301,7 +306,7 @@ class TensorBusClient:
         inner: AsyncBatchHandle,
         verb: Literal["send", "recv"],
         blocking: bool,
-        options: Options,
+        options: TransferOptions,
         snapshot: bool,
     ) -> TransferResult | TransferFuture:
         check_flag("blocking", blocking)
@@ -319,3 +324,146 @@ class TensorBusClient:
             work.close()
             raise
         return entered.submit(work)
+
+
+class BatchHandle:
+    """A registered batch; ``with`` closes it. Returned by ``register_tensors``."""
+
+    def __init__(self, client: TensorBusClient, inner: AsyncBatchHandle) -> None:
+        self._client, self._inner = client, inner
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's name."""
+        return self._inner.batch_id
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan in short: tensors, and per possible direction its bytes and digest."""
+        return self._inner.plan
+
+    @property
+    def version(self) -> Version:
+        """The label of the last transfer that this worker sent or received: what the tensors hold."""
+        return self._inner.version
+
+    @property
+    def atomic(self) -> bool:
+        """Whether receivers keep the old version until commit."""
+        return self._inner.atomic
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[True] = True,
+        snapshot: Literal[False] = False,
+        **options: Unpack[TransferOptions],
+    ) -> TransferResult: ...
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: Literal[False],
+        snapshot: bool = False,
+        **options: Unpack[TransferOptions],
+    ) -> TransferFuture: ...
+
+    @overload
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        snapshot: Literal[True],
+        **options: Unpack[TransferOptions],
+    ) -> TransferFuture: ...
+
+    def transfer(
+        self,
+        transfer_type: Literal["send", "recv"],
+        *,
+        blocking: bool = True,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        timeout: float | None = None,
+        progress: OnProgress | None = None,
+        on_error: OnError | None = None,
+        snapshot: bool = False,
+    ) -> TransferResult | TransferFuture:
+        """Move this batch once; see ``TensorBusClient.transfer``."""
+        return self._client._move(
+            self._inner,
+            transfer_type,
+            blocking,
+            {
+                "version": version,
+                "on_commit": on_commit,
+                "timeout": timeout,
+                "progress": progress,
+                "on_error": on_error,
+            },
+            snapshot,
+        )
+
+    def wait_offer(self, *, timeout: float | None = None) -> Offer:
+        """Wait until the other side waits to send this batch."""
+        return self._client._run(self._inner.wait_offer(timeout=timeout))
+
+    def close(self) -> None:
+        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
+        self._client._run_closing(self._inner.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LossEvent:
+    """Set once a pair's epoch is over; as ``threading.Event``, with a ``reason``."""
+
+    def __init__(self, inner: AsyncLossEvent, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._inner, self._run = inner, run
+
+    @property
+    def reason(self) -> str | None:
+        """ "relaunched", "closed" or "died"; None while the epoch stands."""
+        return self._inner.reason if self._inner.is_set() else None
+
+    def is_set(self) -> bool:
+        """Whether the epoch is over."""
+        return self._inner.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is, at most ``timeout`` seconds; tells whether it is."""
+        self._inner.check_process()
+        return bool(self._run(self._inner.heard(timeout)))
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class Pair:
+    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
+
+    name: str
+    local_name: str
+    remote_name: str
+    local_world_size: int
+    remote_world_size: int
+    epoch: int
+    lost: LossEvent
+    _inner: AsyncPair = field(compare=False, repr=False)
+
+    @property
+    def errored(self) -> EthaError | None:
+        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None: there is none.
+
+        With ``on_error="report"`` transfers are skipped while there is one.
+        """
+        return self._inner.errored

@@ -16,13 +16,11 @@ from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.client.active_calls import ActiveCall
 from etha.client.arguments import check_callback, check_flag, check_version, shown
-from etha.client.batch import Registration
 from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
 from etha.client.memory.base import Mark, Stage
-from etha.client.options import OnCommit, OnProgress
-from etha.client.registration import attach_shadows, leave, no_place
-from etha.client.results import TransferResult, Version
+from etha.client.registration import Registration, attach_shadows, leave, no_place
+from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.shield import Shield
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
 

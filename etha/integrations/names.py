@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from etha.client.inspect import check_tensor_name
+from etha.client.manifest import check_tensor_name
 from etha.errors import ConfigError
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from etha import AsyncTensorBusClient, TransferFuture
-from etha.client.handle import BatchHandle
+from etha.client.aio import AsyncBatchHandle
 from etha.client.loop_thread import Membership
-from etha.client.results import Pair
+from etha.client.results import AsyncPair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 from etha.integrations.vllm.control import STRANGER
 from etha.integrations.vllm.lease import say_gone
@@ -39,8 +39,8 @@ _SOON = 10.0
 class Met:
     """A trainer that was met: the pair, the batch that it sends, and what is received of it."""
 
-    pair: Pair
-    batch: BatchHandle
+    pair: AsyncPair
+    batch: AsyncBatchHandle
     received: Incoming
 
 
@@ -152,7 +152,7 @@ class Meetings:
             await met.batch.close()
             self._met = await self._registered(met.pair, info, received)
 
-    async def _registered(self, pair: Pair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
+    async def _registered(self, pair: AsyncPair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
         batch = await self._bus.register_tensors(
             info.batch,
             await asyncio.to_thread(received.room),
@@ -164,7 +164,7 @@ class Meetings:
         )
         return Met(pair=pair, batch=batch, received=received)
 
-    async def _tell_when_lost(self, pair: Pair, info: EthaWeightTransferInitInfo) -> None:
+    async def _tell_when_lost(self, pair: AsyncPair, info: EthaWeightTransferInitInfo) -> None:
         """Say to the engine that holds a pause of the trainer that this one has gone."""
         await pair.lost
         say_gone(info.news, info.holder)

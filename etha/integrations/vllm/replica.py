@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import Replicate
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 
 from etha import AsyncTensorBusClient, TransferResult
-from etha.client.handle import BatchHandle
-from etha.client.results import Pair
+from etha.client.aio import AsyncBatchHandle
+from etha.client.results import AsyncPair
 from etha.client.world import Place
 from etha.config import LaunchEnv
 from etha.errors import (
@@ -70,14 +70,14 @@ class Replica:
         self._team = Team(
             bus, info.pair, info.local_name, rank=info.rank, world=place_of(info).world_size, timeout=info.timeout
         )
-        self.pair: Pair | None = None
+        self.pair: AsyncPair | None = None
         # When a call of the engine is given up, by the loop's clock; None: the client has a limit of its own.
         self._until: float | None = None
         self._metas: Sequence[ParamMeta] = ()
         self._spread = False
         # Whether the model of the engine may be of two versions: then nothing may be computed with it.
         self._torn = False
-        self._batch: BatchHandle | None = None
+        self._batch: AsyncBatchHandle | None = None
         # Where the tensors lay that are registered.
         self._lay: dict[str, tuple[Any, ...]] = {}
 
@@ -201,7 +201,7 @@ class Replica:
         await self._cancel()
         return ""
 
-    async def _join(self) -> Pair:
+    async def _join(self) -> AsyncPair:
         info = self.info
         place = place_of(self.info)
         # Of plain tensors every rank has all, or each has some: then each is a replica by itself.

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.tensor.placement_types import Replicate
 
 from etha import AsyncTensorBusClient, TransferResult
-from etha.client.handle import BatchHandle
-from etha.client.results import Pair
+from etha.client.aio import AsyncBatchHandle
+from etha.client.results import AsyncPair
 from etha.client.world import device_of
 from etha.errors import (
     HELD_HERE,
@@ -50,8 +50,8 @@ class Team:
         self._of = pair
         self._rank, self._world, self._alone = rank, world, world == 1
         self._word = torch.zeros(_SIZE, dtype=torch.uint8, device=device_of(None))
-        self._pair: Pair | None = None
-        self._batch: BatchHandle | None = None
+        self._pair: AsyncPair | None = None
+        self._batch: AsyncBatchHandle | None = None
         #: Calls of all ranks since they met: a rank that is one behind does not do what is meant for the next call.
         self._call = 0
 

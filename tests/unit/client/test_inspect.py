@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etha.client.inspect import aliases, check_tensor_name, overlaps_itself, refusals_of
+from etha.client.manifest import aliases, check_tensor_name, overlaps_itself, refusals_of
 from etha.client.memory.base import CpuHome
 from etha.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_overlap_is_neither_missed_nor_invented(shape: list[int], strides: list[
     for size, stride in zip(shape, strides, strict=False):
         places = [place + i * stride for place in places for i in range(size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("etha.client.inspect._OVERLAP_WORK", work)  # 1: too hard for the solver, so places are listed
+        patch.setattr("etha.client.manifest._OVERLAP_WORK", work)  # 1: too hard for the solver, so places are listed
         assert overlaps_itself(tensor) == (len(set(places)) < len(places))
 
 
@@ -56,8 +56,8 @@ def test_strides_that_interleave_are_legal() -> None:
 
 
 def test_what_takes_too_long_is_called_overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.client.inspect._OVERLAP_WORK", 1)
-    monkeypatch.setattr("etha.client.inspect._LISTED", 5)
+    monkeypatch.setattr("etha.client.manifest._OVERLAP_WORK", 1)
+    monkeypatch.setattr("etha.client.manifest._LISTED", 5)
     assert overlaps_itself(torch.zeros(2000).as_strided((3, 4, 3), (391, 53, 321)))
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from etha.client.report import check_on_error, reported
-from etha.client.results import Pair, TransferResult
+from etha.client.results import AsyncPair, TransferResult, check_on_error, reported
 from etha.errors import (
     AgentLostError,
     AgentUnavailableError,
@@ -27,8 +26,8 @@ from etha.errors import (
 RESULT = TransferResult(seq=3, version=7, bytes=8, seconds=0.5, direction="send", peers=(), peak_staging=0)
 
 
-def pair(name: str = "weights") -> Pair:
-    return Pair(name=name, local_name="a", remote_name="b", local_world_size=1, remote_world_size=1, epoch=1)
+def pair(name: str = "weights") -> AsyncPair:
+    return AsyncPair(name=name, local_name="a", remote_name="b", local_world_size=1, remote_world_size=1, epoch=1)
 
 
 class Calls:

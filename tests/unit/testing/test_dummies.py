@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import etha
-from etha.client.handle import BatchHandle
+from etha.client.aio import AsyncBatchHandle
 from etha.testing import AsyncDummyTensorBusClient, DummyTensorBusClient
 
 MESH: dict[str, Any] = {"device_mesh": (1,), "placements": [Replicate()]}
@@ -55,11 +55,11 @@ def test_signatures_are_those_of_the_real_clients(real: type, dummy: type) -> No
 
 @pytest.mark.parametrize("name", ["transfer", "wait_offer", "close", "batch_id", "plan", "version", "atomic"])
 def test_both_clients_say_the_same_of_transfers_and_handles(name: str) -> None:
-    assert hasattr(etha.BatchHandle, name) and hasattr(BatchHandle, name)
+    assert hasattr(etha.BatchHandle, name) and hasattr(AsyncBatchHandle, name)
     if name == "transfer":
         for one, other in (
             (etha.TensorBusClient.transfer, etha.AsyncTensorBusClient.transfer),
-            (etha.BatchHandle.transfer, BatchHandle.transfer),
+            (etha.BatchHandle.transfer, AsyncBatchHandle.transfer),
         ):
             blocking, coroutine = inspect.signature(one).parameters, inspect.signature(other).parameters
             assert set(blocking) - {"blocking"} == set(coroutine)
