@@ -35,17 +35,19 @@ from etha.bus.messages import (
 )
 from etha.bus.process import check_not_forked
 from etha.client.active_calls import ActiveCall, ActiveCalls
-from etha.client.arguments import (
+from etha.client.arguments.checks import (
     check_flag,
     check_optional_text,
     check_timeout,
     shown,
 )
+from etha.client.arguments.world import Place, check_takeover, device_of
 from etha.client.connection import Connection
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
 from etha.client.manifest import PairDefaults, Runs, build_manifest
-from etha.client.memory.base import Mark, agent_of
+from etha.client.memory.base import Mark
+from etha.client.memory.select import agent_of
 from etha.client.registration import Registration, check_options, register
 from etha.client.results import (
     AsyncPair,
@@ -61,7 +63,6 @@ from etha.client.results import (
 )
 from etha.client.snapshot import send_snapshot
 from etha.client.transfer import check_call, transfer
-from etha.client.world import Place, check_takeover, device_of
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
 from etha.memory.room import check_staging

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from etha.client.active_calls import ActiveCall, callback_of
-from etha.client.arguments import shown
+from etha.client.arguments.checks import shown
 from etha.client.deadline import Deadline
 from etha.client.results import OnCommit, OnProgress
 from etha.client.shield import Shield

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
-from etha.client.arguments import (
+from etha.client.arguments.checks import (
     check_each,
     check_mapping,
     check_placements,
@@ -34,8 +34,8 @@ from etha.client.arguments import (
     impossible,
     shown,
 )
+from etha.client.arguments.world import Place, check_mesh
 from etha.client.memory.base import Home
-from etha.client.world import Place, check_mesh
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.memory.handles import fingerprint

@@ -13,7 +13,7 @@ import torch
 from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Register, Registered, Verify
-from etha.client.arguments import check_bucket_size, check_flag, shown
+from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import Connection
 from etha.client.manifest import Manifest, memory_of
 from etha.client.memory.base import Home, Stage

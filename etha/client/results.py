@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypedDict, cast
 
 from etha.bus.process import check_not_forked
-from etha.client.arguments import shown
+from etha.client.arguments.checks import shown
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, PeerLostError, TransferError
 
 Version = int | str | None

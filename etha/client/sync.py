@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from etha.bus.process import check_not_forked
 from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
-from etha.client.arguments import check_flag
+from etha.client.arguments.checks import check_flag
 from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
 from etha.client.loop_thread import Membership, Portal

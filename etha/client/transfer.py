@@ -15,7 +15,7 @@ from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.client.active_calls import ActiveCall
-from etha.client.arguments import check_callback, check_flag, check_version, shown
+from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
 from etha.client.memory.base import Mark, Stage

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha.client.memory.base import CpuHome
+from etha.client.memory.cpu import CpuHome
 from etha.errors import EthaError
 from tests.flow.jobs import tell, wait_for
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha.client.memory.base import CpuHome
+from etha.client.memory.cpu import CpuHome
 from etha.errors import ConfigError, TransferAbortedError, TransferTimeoutError
 from etha.testing import DummyTensorBusClient
 

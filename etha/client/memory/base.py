@@ -17,16 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from etha.client.memory.tensors import empty
-from etha.config import CUDA_AGENT
 from etha.cuda.driver import DeviceError, driver, installed
-from etha.errors import ConfigError, ProtocolError, RegistrationError, TransferError
-from etha.memory import shared
-from etha.memory.handles import TensorHandle, describe
-from etha.memory.room import check_room
-
-#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
-_SMALL = 1 << 18
+from etha.errors import RegistrationError, TransferError
+from etha.memory.handles import TensorHandle
 
 
 def _nothing() -> None:
@@ -151,62 +144,6 @@ class Home(Protocol):
         ...
 
 
-class CpuHome:
-    """The host's memory."""
-
-    name = agent = "cpu"
-    refused = ""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """As of any home."""
-        return home_name(tensor) == self.name
-
-    def describe(self, tensor: torch.Tensor) -> TensorHandle:
-        """A segment's where the tensor lies in one, else the process's, which the agent reads and writes in place."""
-        return describe(tensor)
-
-    def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
-        """The sealed memfd."""
-        found = shared.segment(segment)
-        if found is None:
-            raise ProtocolError(f"segment {segment} is gone while one of its tensors is registered")
-        return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
-
-    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
-        """Pages are touched here, once all of them fit."""
-        needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
-        if needed:
-            check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
-        made = [empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)]
-        return Stage(home=self, tensors=made)
-
-    def mark(self) -> Mark:
-        """The host's memory is never behind."""
-        return Mark()
-
-    def reach(self, mark: Mark, stop: threading.Event) -> bool:
-        """At once."""
-        return True
-
-    def backed(self, tensor: torch.Tensor) -> bool:
-        """The tensor keeps it."""
-        return True
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
-        """As of any home."""
-        for target, source in pairs:
-            target.copy_(source)
-
-    def quick(self, nbytes: int) -> bool:
-        """Some ten microseconds."""
-        return nbytes < _SMALL
-
-    lends = False
-
-    def close(self, *, released: bool) -> None:
-        """Nothing to do: a memfd is mapped by who has it open."""
-
-
 def home_name(tensor: torch.Tensor) -> str:
     """ "cpu", the uuid of the GPU that a plain tensor's memory is on, or another device's own name.
 
@@ -219,32 +156,3 @@ def home_name(tensor: torch.Tensor) -> str:
         return (one.holds(tensor) if one is not None else None) or "cpu"
     except DeviceError as error:
         raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
-
-
-def agent_of(device: torch.device) -> str:
-    """What the agent of a device is called: "cpu" or "cuda-GPU-<uuid>"; ConfigError for one that is not there."""
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        raise ConfigError(f"device={str(device)!r}: Etha serves cpu and cuda devices")
-    try:
-        devices = driver().devices()
-    except DeviceError as error:
-        raise ConfigError(f"device={str(device)!r}: {error}; `etha doctor` says more") from error
-    index = torch.cuda.current_device() if device.index is None else device.index
-    for found in devices:
-        if found.ordinal == index:
-            return f"{CUDA_AGENT}{found.uuid}"
-    raise ConfigError(f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees")
-
-
-def home_of(agent: str) -> Home:
-    """The home that the agent of this name serves."""
-    if not agent.startswith(CUDA_AGENT):
-        return CpuHome()
-    from etha.client.memory.cuda import GpuHome
-
-    try:
-        return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
-    except DeviceError as error:
-        raise ConfigError(f"the agent serves {agent}: {error}; `etha doctor` says more") from error

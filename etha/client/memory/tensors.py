@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from etha.client.arguments import check_shape, shown
-from etha.client.world import device_of
+from etha.client.arguments.checks import check_shape, shown
+from etha.client.arguments.world import device_of
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.plan.layouts import dtypes

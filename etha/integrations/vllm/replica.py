@@ -26,8 +26,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.aio import AsyncBatchHandle
+from etha.client.arguments.world import Place
 from etha.client.results import AsyncPair
-from etha.client.world import Place
 from etha.config import LaunchEnv
 from etha.errors import (
     ConfigError,

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.aio import AsyncBatchHandle
+from etha.client.arguments.world import device_of
 from etha.client.results import AsyncPair
-from etha.client.world import device_of
 from etha.errors import (
     HELD_HERE,
     ConfigError,

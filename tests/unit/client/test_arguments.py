@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import etha
-from etha.client.arguments import MAX_VERSION, check_shape, check_timeout, shown
+from etha.client.arguments.checks import MAX_VERSION, check_shape, check_timeout, shown
 from etha.errors import ConfigError, RegistrationError
 from etha.testing import AsyncDummyTensorBusClient, DummyTensorBusClient
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etha.client.manifest import aliases, check_tensor_name, overlaps_itself, refusals_of
-from etha.client.memory.base import CpuHome
+from etha.client.memory.cpu import CpuHome
 from etha.errors import ConfigError
 
 CPU = CpuHome()

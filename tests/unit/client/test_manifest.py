@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from etha.client.arguments.world import Place
 from etha.client.manifest import Manifest, PairDefaults, build_manifest
-from etha.client.memory.base import CpuHome
-from etha.client.world import Place
+from etha.client.memory.cpu import CpuHome
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from etha.client.arguments import check_timeout
+from etha.client.arguments.checks import check_timeout
+from etha.client.arguments.world import Place
 from etha.client.deadline import Deadline
-from etha.client.world import Place
 from etha.config import LaunchEnv
 from etha.errors import ConfigError
 

@@ -12,10 +12,10 @@ import torch
 from etha.agent.protocol.evaluation import Where, evaluate
 from etha.agent.protocol.records import Manifest, Record
 from etha.bus.messages import Entry, Register
+from etha.client.arguments.world import Place
 from etha.client.manifest import Manifest as Handed
 from etha.client.manifest import PairDefaults, build_manifest
-from etha.client.memory.base import CpuHome
-from etha.client.world import Place
+from etha.client.memory.cpu import CpuHome
 from etha.memory.handles import describe
 from etha.plan import simulate
 from tests.unit.plan.truth import Truth, random_dim, random_truth, runs_of, take

@@ -15,8 +15,10 @@ import torch
 
 from etha.bus.messages import LetGo
 from etha.client.connection import Connection
-from etha.client.memory.base import CpuHome, agent_of, home_name, home_of
+from etha.client.memory.base import home_name
+from etha.client.memory.cpu import CpuHome
 from etha.client.memory.cuda import GpuHome
+from etha.client.memory.select import agent_of, home_of
 from etha.cuda import driver as cuda
 from etha.cuda.driver import DeviceError
 from etha.cuda.reaper import reaper

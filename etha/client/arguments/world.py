@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from etha.client.arguments import check_rank, check_ranks, shown
+from etha.client.arguments.checks import check_rank, check_ranks, shown
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout

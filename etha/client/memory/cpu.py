@@ -1,0 +1,75 @@
+"""A client's home on the host: memory that an agent maps, or that it reads and writes in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from etha.client.memory.base import Mark, Stage, home_name
+from etha.client.memory.tensors import empty
+from etha.errors import ProtocolError
+from etha.memory import shared
+from etha.memory.handles import TensorHandle, describe
+from etha.memory.room import check_room
+
+#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
+_SMALL = 1 << 18
+
+
+class CpuHome:
+    """The host's memory."""
+
+    name = agent = "cpu"
+    refused = ""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As of any home."""
+        return home_name(tensor) == self.name
+
+    def describe(self, tensor: torch.Tensor) -> TensorHandle:
+        """A segment's where the tensor lies in one, else the process's, which the agent reads and writes in place."""
+        return describe(tensor)
+
+    def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
+        """The sealed memfd."""
+        found = shared.segment(segment)
+        if found is None:
+            raise ProtocolError(f"segment {segment} is gone while one of its tensors is registered")
+        return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
+
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+        """Pages are touched here, once all of them fit."""
+        needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
+        if needed:
+            check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
+        made = [empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)]
+        return Stage(home=self, tensors=made)
+
+    def mark(self) -> Mark:
+        """The host's memory is never behind."""
+        return Mark()
+
+    def reach(self, mark: Mark, stop: threading.Event) -> bool:
+        """At once."""
+        return True
+
+    def backed(self, tensor: torch.Tensor) -> bool:
+        """The tensor keeps it."""
+        return True
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
+        """As of any home."""
+        for target, source in pairs:
+            target.copy_(source)
+
+    def quick(self, nbytes: int) -> bool:
+        """Some ten microseconds."""
+        return nbytes < _SMALL
+
+    lends = False
+
+    def close(self, *, released: bool) -> None:
+        """Nothing to do: a memfd is mapped by who has it open."""

@@ -1,0 +1,40 @@
+"""Which home serves a device or an agent: the host's, or a GPU's."""
+
+from __future__ import annotations
+
+import torch
+
+from etha.client.memory.base import Home
+from etha.client.memory.cpu import CpuHome
+from etha.config import CUDA_AGENT
+from etha.cuda.driver import DeviceError, driver
+from etha.errors import ConfigError
+
+
+def agent_of(device: torch.device) -> str:
+    """What the agent of a device is called: "cpu" or "cuda-GPU-<uuid>"; ConfigError for one that is not there."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ConfigError(f"device={str(device)!r}: Etha serves cpu and cuda devices")
+    try:
+        devices = driver().devices()
+    except DeviceError as error:
+        raise ConfigError(f"device={str(device)!r}: {error}; `etha doctor` says more") from error
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for found in devices:
+        if found.ordinal == index:
+            return f"{CUDA_AGENT}{found.uuid}"
+    raise ConfigError(f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees")
+
+
+def home_of(agent: str) -> Home:
+    """The home that the agent of this name serves."""
+    if not agent.startswith(CUDA_AGENT):
+        return CpuHome()
+    from etha.client.memory.cuda import GpuHome
+
+    try:
+        return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
+    except DeviceError as error:
+        raise ConfigError(f"the agent serves {agent}: {error}; `etha doctor` says more") from error
