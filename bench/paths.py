@@ -29,8 +29,8 @@ from torch.distributed.tensor import Replicate
 import etha
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.flow.paths import LINKS, Paths, paths
-from tests.flow.tun import enter
+from tests.flow.networks.paths import LINKS, Paths, paths
+from tests.flow.networks.tun import enter
 
 BAD, BIG, SMALL, LITTLE = 16 << 20, 32 << 20, 1 << 20, 4 << 10
 SIDES = ("source", "target")

@@ -12,9 +12,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 import etha
-
-from .jobs import tell
-from .truth import cut, stale, whole
+from tests.flow.jobs import tell
+from tests.flow.truth import cut, stale, whole
 
 SHAPE = (7, 6)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import Job
-from .puppets import Stage
-from .sites import Commons, Site, private_directory
-from .team import Team
-from .ways import WAYS, Way
+from tests.flow.jobs import Job
+from tests.flow.puppets import Stage
+from tests.flow.sites import Commons, Site, private_directory
+from tests.flow.team import Team
+from tests.flow.ways import WAYS, Way
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

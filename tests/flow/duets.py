@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-
-from .sites import Site
+from tests.flow.sites import Site
 
 #: For every wait of a test: far beyond what a busy machine takes.
 PATIENCE = 30.0

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from etha.errors import EthaError
-
-from .jobs import Job, Worker, tell, wait_for
+from tests.flow.jobs import Job, Worker, tell, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from typing import Any, Self
 
 from etha.client.results import Pair as AsyncPair
 from etha.errors import EthaError
-
-from .sites import Site
+from tests.flow.sites import Site
 
 Member = tuple[str, int]
 

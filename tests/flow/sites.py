@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import etha
+from tests.flow.jobs import Job, wait_gone
+from tests.flow.team import Team
+from tests.flow.ways import Way
 from tests.unit.store.server import served
-
-from .jobs import Job, wait_gone
-from .team import Team
-from .ways import Way
 
 
 def started_in(directory: str) -> dict[int, str]:

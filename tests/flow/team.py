@@ -18,8 +18,7 @@ import torch
 
 import etha
 from etha.errors import EthaError, PeerLostError
-
-from .jobs import Job, Worker, WorkerFailed, tell, wait_for
+from tests.flow.jobs import Job, Worker, WorkerFailed, tell, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

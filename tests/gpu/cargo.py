@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tests.flow.cargo import plain, spaced, turned
+from tests.flow.endurance.cargo import plain, spaced, turned
 from tests.flow.truth import cut
 
 Form = Callable[[torch.Tensor], torch.Tensor]

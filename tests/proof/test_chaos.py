@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.flow.chaos import Chaos
+from tests.flow.endurance.chaos import Chaos
 from tests.flow.sides import Sides
 from tests.flow.sites import open_site
 from tests.flow.ways import Way

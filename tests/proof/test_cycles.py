@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.flow.cycles import SIDES, Cycles
+from tests.flow.endurance.cycles import SIDES, Cycles
 from tests.flow.jobs import Job
 from tests.flow.sites import open_site
 from tests.flow.ways import Way

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from tests.flow.sharing import BATCHES, TURNS, play
+from tests.flow.endurance.sharing import BATCHES, TURNS, play
 from tests.flow.sites import open_site
 from tests.flow.ways import Way
 

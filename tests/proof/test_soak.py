@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.flow.endurance.soak import Soak
 from tests.flow.jobs import Job
 from tests.flow.sites import open_site
-from tests.flow.soak import Soak
 from tests.flow.ways import Way
 
 pytestmark = pytest.mark.soak

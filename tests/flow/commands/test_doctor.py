@@ -1,0 +1,247 @@
+"""``etha doctor --redis``: agents in a real Redis, real ports, and what it says of each."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etha.config import Settings
+from etha.doctor import Failing, Finding, hosts
+from etha.doctor.addresses import is_loopback, own_addresses, split_address
+from etha.doctor.finding import Noteworthy, found
+from etha.peer.ports import Ports
+from etha.store.records import AgentRecord
+from etha.store.registry import Store
+from tests.flow.commands.test_cli import etha
+from tests.unit.store.server import Server, fresh_namespace, served
+
+FAR = "another-host"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def settings(server: Server, runtime: Path) -> Settings:
+    return replace(Settings.from_env(), redis_url=server.url, namespace=fresh_namespace())
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take loopback addresses for addresses of a network: a machine without one can try these, too."""
+    monkeypatch.setattr(hosts, "is_loopback", lambda host: False)
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[Ports]:
+    """The two ports of an agent."""
+    ports = Ports.bind(f"{host}:0")
+    try:
+        yield ports
+    finally:
+        ports.close()
+
+
+@asynccontextmanager
+async def published(settings: Settings, address: str, host: str = FAR, agent: str = "a1") -> AsyncIterator[None]:
+    """An agent that says it takes links at ``address``."""
+    assert settings.redis_url is not None
+    record = AgentRecord(
+        id=agent, host=host, device="cpu", pid=4711, address=address, public_key="", started_at=1.0, version="test"
+    )
+    async with await Store.open(settings.redis_url, settings.namespace, timeout=10) as store:
+        await store.publish_agent(record)
+        yield
+        await store.withdraw_agent()
+
+
+async def the_one(settings: Settings) -> Finding:
+    (finding,) = await hosts.try_agents(settings)
+    return finding
+
+
+@pytest.mark.usefixtures("anywhere")
+async def test_an_agent_whose_ports_both_answer_is_reached(settings: Settings) -> None:
+    with listening() as ports:
+        async with published(settings, ports.address):
+            finding = await the_one(settings)
+    assert finding.ok and finding.mend == ""
+    assert f"host {FAR}" in finding.text and "pid 4711" in finding.text
+    assert ports.address in finding.text and ports.data_address in finding.text
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("missing", ["links", "data"])
+async def test_a_port_that_refuses_is_named(settings: Settings, missing: str) -> None:
+    with listening() as ports:
+        getattr(ports, missing).close()
+        async with published(settings, ports.address):
+            finding = await the_one(settings)
+    assert not finding.ok and "run the doctor on host another-host" in finding.mend
+    refused = ports.address if missing == "links" else ports.data_address
+    assert f"{missing} {refused}: refused" in finding.text
+    assert finding.text.count("refused") == 1
+
+
+@pytest.mark.usefixtures("anywhere")
+async def test_silence_is_a_matter_for_the_firewall(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as first:
+        host, port = full.getsockname()
+        first.connect((host, port))  # nobody accepts it, and one more does not fit: the kernel drops what comes
+        async with published(settings, f"{host}:{port}"):
+            finding = await the_one(settings)
+    assert not finding.ok and f"links {host}:{port}: no answer in 0.2 s" in finding.text
+    assert "firewall" in finding.mend and f"{port} and {port + 1}" in finding.mend
+
+
+@pytest.mark.parametrize(("answers", "says"), [(True, "it answers"), (False, "nothing answers")])
+async def test_a_loopback_address_is_no_way_between_hosts(settings: Settings, answers: bool, says: str) -> None:
+    with listening() as ports:
+        if not answers:
+            ports.close()
+        async with published(settings, ports.address):
+            finding = await the_one(settings)
+    assert not finding.ok and "is loopback: another host cannot reach it" in finding.text and says in finding.text
+    assert f"on host {FAR}" in finding.mend and "ETHA_LISTEN=HOST:PORT" in finding.mend
+
+
+async def test_an_agent_of_this_host_on_loopback_is_told_an_address(settings: Settings) -> None:
+    with listening() as ports:
+        async with published(settings, ports.address, host=settings.host_id):
+            finding = await the_one(settings)
+    assert not finding.ok and "this host" in finding.text
+    own = own_addresses()
+    assert f"ETHA_LISTEN={own[0].host}:PORT" in finding.mend or not own or ":" in own[0].host
+
+
+async def test_an_agent_without_an_address_takes_no_links(settings: Settings) -> None:
+    async with published(settings, ""):
+        finding = await the_one(settings)
+    assert not finding.ok and "takes no links" in finding.text and "ETHA_LISTEN" in finding.mend
+
+
+@pytest.mark.usefixtures("anywhere")
+async def test_every_agent_has_a_line_this_hosts_first(settings: Settings) -> None:
+    with listening() as near, listening() as far:
+        async with (
+            published(settings, far.address, agent="a1"),
+            published(settings, near.address, host=settings.host_id, agent="b2"),
+            published(settings, "", agent="c3"),
+        ):
+            found = await hosts.try_agents(settings)
+    assert [(f.name, f.ok) for f in found] == [("agent b2", True), ("agent a1", True), ("agent c3", False)]
+
+
+async def test_without_agents_nothing_can_be_said(settings: Settings) -> None:
+    finding = await the_one(settings)
+    assert not finding.ok and settings.namespace in finding.text and "--listen" in finding.mend
+
+
+# ---- where this host could listen ---------------------------------------------------------------
+
+
+def test_addresses_to_listen_on_are_no_loopback_and_can_be_bound() -> None:
+    for address in own_addresses():
+        assert not is_loopback(address.host)
+        with socket.create_server((address.host, 0), family=socket.AF_INET6 if ":" in address.host else socket.AF_INET):
+            pass
+
+
+def test_loopback_is_known_under_all_its_names() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("192.0.2.2", "fd00::2", "gpu-7.example.org")))
+    assert split_address("[fd00::2]:7000") == ("fd00::2", 7000)
+
+
+@pytest.mark.parametrize(
+    ("listen", "reason"),
+    [
+        ("127.0.0.1:7000", "is loopback"),
+        ("0.0.0.0:7000", "names no one address"),
+        ("203.0.113.77:7000", "cannot listen there"),
+        ("nonsense", "cannot listen there"),
+    ],
+)
+def test_a_listen_address_that_cannot_serve_others_is_told(settings: Settings, listen: str, reason: str) -> None:
+    with pytest.raises(Failing, match=reason) as caught:
+        hosts.check_listen(replace(settings, listen=listen))
+    assert "ETHA_LISTEN=HOST:PORT" in caught.value.mend
+
+
+def test_without_a_listen_address_the_suitable_ones_are_listed(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = own_addresses()
+    if own:
+        with pytest.raises(Noteworthy, match="on loopback") as note:
+            hosts.check_listen(settings)
+        assert all(address.host in str(note.value) for address in own) and "ETHA_LISTEN=" in note.value.mend
+    monkeypatch.setattr(hosts, "own_addresses", list)
+    with pytest.raises(Failing, match="loopback addresses only"):
+        hosts.check_listen(settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("unix:///run/redis.sock", "is a socket of this host"),
+        ("redis://:secret@localhost:6379/0", "is loopback"),
+    ],
+)
+def test_a_redis_that_others_cannot_reach_by_this_url_is_noted(settings: Settings, url: str, says: str) -> None:
+    finding = found("Redis from elsewhere", lambda: hosts.check_redis_place(replace(settings, redis_url=url)))
+    assert finding.ok and finding.verdict == "note", "this host may well use it"
+    assert says in finding.text and "another host needs a URL" in finding.mend
+    assert "secret" not in finding.text + finding.mend
+
+
+def test_a_redis_that_others_can_reach_is_told(settings: Settings) -> None:
+    text = hosts.check_redis_place(replace(settings, redis_url="redis://:secret@10.1.2.3:6379/0"))
+    assert "another host uses the same" in text and "secret" not in text
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+async def command(settings: Settings) -> subprocess.CompletedProcess[str]:
+    """Run it, in a thread: the agents' leases go on being renewed."""
+    words = ("doctor", "--redis", str(settings.redis_url), "--namespace", settings.namespace)
+    return await asyncio.to_thread(etha, *words)
+
+
+async def test_the_command_names_agents_and_cures_and_fails(settings: Settings) -> None:
+    with listening() as ports:
+        async with published(settings, ports.address):
+            shown = await command(settings)
+    assert shown.returncode == 1 and "Traceback" not in shown.stderr
+    text = " ".join(shown.stdout.split())
+    assert "agent a1" in text and "is loopback" in text and "agent a1: start it again on host another-host" in text
+    assert "listen address" in text
+
+
+async def test_the_command_succeeds_where_every_agent_is_reached(settings: Settings) -> None:
+    own = [address.host for address in own_addresses() if ":" not in address.host]
+    if not own:
+        pytest.skip("this machine has loopback addresses only")
+    with listening(own[0]) as ports:
+        async with published(settings, ports.address):
+            shown = await command(settings)
+    assert shown.returncode == 0, shown.stdout
+    assert "fails" not in shown.stdout and "agent a1" in shown.stdout
+
+
+def test_without_redis_the_agents_are_not_tried(runtime: Path) -> None:
+    shown = etha("doctor", "--redis", "redis://:secret@127.0.0.1:1/0")
+    assert shown.returncode == 1 and "secret" not in shown.stdout + shown.stderr
+    assert "not tried" in shown.stdout and "mend Redis first" in shown.stdout
