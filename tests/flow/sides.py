@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
-from etha.client.results import Pair as AsyncPair
+from etha.client.results import AsyncPair
 from etha.errors import EthaError
 from tests.flow.sites import Site
 
