@@ -15,10 +15,9 @@ from torch.distributed.tensor import Shard
 from etha.errors import ProtocolError
 from etha.plan import Layout, TensorSpec
 from etha.transport.base import WireRun
-from etha.transport.tcp.header import Header
-from etha.transport.tcp.inlets import Inlet
 from etha.transport.tcp.listener import OPENING_BYTES
 from etha.transport.tcp.run import Exchange
+from etha.transport.tcp.streams import Header, Inlet
 from tests.unit.peer.agents import complaints, until
 from tests.unit.transport.agents import Agent, Job, agents, make_plan, same, transfer
 
@@ -71,7 +70,7 @@ async def test_tokens_that_are_not_good() -> None:
     async with agents(["a", "b"]) as at:
         await good(at, 1)
         todo = seeds("data port")
-        with bounded(), Lines("etha.transport.tcp.listener", "etha.transport.tcp.inlets") as lines:
+        with bounded(), Lines("etha.transport.tcp.listener", "etha.transport.tcp.streams") as lines:
             while some := list(itertools.islice(todo, BURST)):
                 given = await at["b"].address_for("a").tokens(len(some))
                 knocks = []
@@ -103,7 +102,7 @@ async def test_headers_and_spans_after_a_good_token() -> None:
 
         at["b"].plane.match = matched  # type: ignore[method-assign]
         todo = seeds("data stream")
-        with bounded(), Lines("etha.transport.tcp.listener", "etha.transport.tcp.inlets") as lines:
+        with bounded(), Lines("etha.transport.tcp.listener", "etha.transport.tcp.streams") as lines:
             while some := list(itertools.islice(todo, BURST)):
                 given = await at["b"].address_for("evil").tokens(len(some))
                 opening, knocks = secrets.token_bytes(OPENING_BYTES), []

@@ -16,7 +16,7 @@ from etha.transport.geometry.bounds import clip
 from etha.transport.verify.checksums import Read, Reader, Reads
 from etha.transport.verify.chunks import MAX_SUMS, Chunk, Kind, Scheme, derive
 from etha.transport.verify.reduction_sums import Witness, key_of
-from etha.transport.wire.laying import Views
+from etha.transport.wire.compiler import Views
 from etha.transport.wire.routing import Ways
 
 #: Elements and lines of one piece of work: after each an abort is heard.

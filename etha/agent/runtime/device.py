@@ -23,6 +23,7 @@ from etha.memory.views import View
 from etha.transport.copy.cpu import Buffer, Workspace
 from etha.transport.copy.device import Copier
 from etha.transport.copy.device_memory import CardError, PinnedMemory
+from etha.transport.copy.device_warmup import prepare
 from etha.transport.copy.program import Program
 from etha.transport.copy.staging import Budget, StagingMemory
 from etha.transport.nccl.plane import NcclPlane
@@ -136,7 +137,7 @@ class Card:
             with self._preparing:
                 if self._copier is None:
                     self._copier = self.workspaces.make().device
-                program.prepare(self._copier)
+                prepare(program, self._copier)
         except CardError as error:
             if error.sticky:
                 self._loop.call_soon_threadsafe(self.spoil, str(error))

@@ -20,8 +20,7 @@ from etha.cuda.driver import DeviceError, Driver
 from etha.cuda.kernels import Fused, Kernels, choose
 from etha.transport.copy.device_bounce import BYTES, Bounce
 from etha.transport.copy.device_memory import DeviceMemory, PinnedMemory, reaching
-from etha.transport.copy.device_table import Tables, build
-from etha.transport.copy.device_warmup import Kind
+from etha.transport.copy.device_table import Kind, Tables, build
 from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Tile

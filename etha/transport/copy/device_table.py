@@ -34,6 +34,10 @@ from etha.transport.geometry import boxes
 from etha.transport.geometry.boxes import Axes, Axis, Ints, Placed
 from etha.transport.geometry.tiles import Tile
 
+#: What one implementation or another has a kernel of its own for: source and target dtype (None where bits travel),
+#: log2 of a unit's bytes, and whether there are strides.
+Kind = tuple[torch.dtype | None, torch.dtype | None, int, bool]
+
 #: From so many contiguous bytes on a copy of its own is as fast as the kernel.
 LONG = 1 << 20
 #: Most bytes (units, where bytes travel one by one) of one descriptor: its numbers are 32 bits wide in the kernel.

@@ -1,4 +1,4 @@
-"""Kernels launched once before they are needed, over scratch memory.
+"""Launch kernels once before a program needs them, over scratch memory; ``prepare`` does so for a whole program.
 
 CUDA loads a kernel when it is first launched, and may wait for all work of the context to do so. Behind an NCCL kernel,
 which waits for another host, that is too late: who would abort it may be the one who waits.
@@ -26,15 +26,13 @@ from etha.cuda.kernels import (
     WIDTH,
     Fused,
 )
-from etha.transport.copy.device_table import Table, Tables
+from etha.transport.copy.device_table import Kind, Table, Tables
 from etha.transport.geometry.boxes import Ints
+from etha.transport.geometry.tiles import Path
 
 if TYPE_CHECKING:
     from etha.transport.copy.device import Copier, Launch
-
-#: What one implementation or another has a kernel of its own for: source and target dtype (None where bits travel),
-#: log2 of a unit's bytes, and whether there are strides.
-Kind = tuple[torch.dtype | None, torch.dtype | None, int, bool]
+    from etha.transport.copy.program import Program
 
 _HALF = 2048
 _WIDTHS = range(5)
@@ -89,3 +87,31 @@ def _ints(rows: list[list[int]]) -> Ints:
 
 def _pieces(count: int) -> Ints:
     return np.arange(count, dtype=np.int64) << 32
+
+
+def prepare(program: Program, copier: Copier) -> None:
+    """Have all that runs with this copier need on its device, and wait for that: the first takes no more memory.
+
+    On the copier's thread, while no piece runs; for each copier that may run some, for scratch memory is its own.
+    """
+    works = [piece.other for piece in program.pieces if piece.other is not None and piece.other.room]
+    if works:  # the most at once: what is compiled lies over it
+        copier.scratch(max(work.room for work in works))
+    for work in works:
+        work.prepare(copier)
+    launches: list[Launch] = []
+    needed: set[Kind] = set()
+    bounced = False
+    for index, piece in enumerate(program.pieces):
+        if piece.other is not None or program.tiles[program.tile[piece.first]].path is not Path.DEVICE:
+            continue
+        if (launch := program.launch(index, copier)) is not None:
+            launches.append(launch)
+            continue
+        bounced = True
+        for tile in np.unique(program.tile[piece.first : piece.last]).tolist():
+            ends = program.tiles[tile].ends
+            needed |= kinds_between(ends.source, ends.target)
+    rehearse(copier, needed | kinds(launches))
+    if bounced:
+        copier.provide_bounce()

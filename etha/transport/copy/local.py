@@ -19,10 +19,9 @@ from etha.memory.views import View, view_of
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.copy.device_memory import DeviceMemory, dense_on
-from etha.transport.copy.device_reduce import part_numel
 from etha.transport.copy.layout import Geometry, check, scratch
 from etha.transport.copy.program import PIECE, Columns, Member, Pair, Piece, Program
-from etha.transport.copy.reduce import PART, Reduced, Step
+from etha.transport.copy.reduce import PART, Reduced, Step, part_numel
 from etha.transport.geometry.bounds import clip, parts
 from etha.transport.geometry.overlap import Written, packed, same_place
 

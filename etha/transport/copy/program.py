@@ -168,15 +168,6 @@ class Program:
             found = self.launches[index] = copier.compile_tiles(tiles, tile.astype(np.int64), source, target)
         return found
 
-    def prepare(self, copier: Copier) -> None:
-        """Have all that runs with this copier need on its device, and wait for that: the first takes no more memory.
-
-        On the copier's thread, while no piece runs; for each copier that may run some, for scratch memory is its own.
-        """
-        from etha.transport.copy.device_program import prepare  # who has no device loads none of it
-
-        prepare(self, copier)
-
     def release(self) -> None:
         """Give back what its pieces hold on a device, which else goes with the program; none of them may be running."""
         for index in list(self.launches):

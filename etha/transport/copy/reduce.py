@@ -2,14 +2,19 @@
 
 The arithmetic is ``etha.plan.proof.simulate``'s own ``combine`` and ``finish``, tile by tile: every operation
 is exactly rounded element by element, so the cutting does not show. The one exception, powers other
-than 1 and 2 of a norm, is not cut. On a device the same operations run over larger parts (device_reduce.py).
+than 1 and 2 of a norm, is not cut.
+
+On a device the same operations run over larger parts, on the copier's stream: contributions are gathered by one
+launch, combined by torch, and scattered by another. Terms and totals are torch's memory, what is gathered and what is
+scattered lies in the copier's scratch.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,7 +23,7 @@ from etha.plan.planner.rank_plan import Slot
 from etha.plan.proof.simulate import combine, finish
 from etha.transport.copy import cpu
 from etha.transport.copy.cpu import Buffer, Workspace
-from etha.transport.copy.device_reduce import Compiled, prepare_on_device, room, run_on_device, scratch_nbytes
+from etha.transport.copy.device_memory import DeviceMemory, dense_on
 from etha.transport.copy.layout import scratch
 from etha.transport.copy.staging import dense_view
 from etha.transport.geometry import iovec
@@ -26,7 +31,7 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import BOUNCE_BYTES, Tile
 
 if TYPE_CHECKING:
-    from etha.transport.copy.device import Copier
+    from etha.transport.copy.device import Copier, Launch
 
 #: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
 PART = 256 << 10
@@ -116,3 +121,150 @@ class Reduced:
         """As of ``Work``."""
         while self.launches:
             self.launches.popitem()[1].release()
+
+
+#: Bytes of the accumulator of one part: an operation costs some microseconds however small it is.
+DEVICE_PART = 32 << 20
+#: Most bytes of contributions that are gathered at once.
+DEVICE_GATHER = 256 << 20
+_ALIGN = 256
+
+
+class Compiled(NamedTuple):
+    """The launches of one ``Reduced`` over one copier's scratch: waves of contributions, then the results."""
+
+    memory: DeviceMemory
+    waves: tuple[Launch, ...]
+    results: Launch
+
+    def release(self) -> None:
+        """Give their tables back."""
+        for launch in (*self.waves, self.results):
+            launch.release()
+
+
+def part_numel(count: int, source: torch.dtype, accumulate: torch.dtype) -> int:
+    """Elements of a part with ``count`` contributions, all of which are gathered at once if they can be."""
+    return max(1, min(DEVICE_PART // accumulate.itemsize, DEVICE_GATHER // (count * source.itemsize)))
+
+
+def scratch_nbytes(reduced: Reduced) -> int:
+    """Device memory that a run takes: what is gathered, the result, and torch's terms and totals."""
+    given, result, _ = _places(reduced)
+    return given + result + 3 * reduced.numel * reduced.slot.accumulate.itemsize
+
+
+def room(reduced: Reduced) -> int:
+    """Bytes of it that are a copier's scratch memory."""
+    given, result, _ = _places(reduced)
+    return given + result
+
+
+def prepare_on_device(reduced: Reduced, copier: Copier) -> None:
+    """Compile it, load its kernels, and do its arithmetic once with what lies there: torch has the memory then."""
+    from etha.transport.copy.device_warmup import kinds, rehearse  # who has no device loads no kernels
+
+    compiled = _compiled(reduced, copier)
+    launches = (*compiled.waves, compiled.results)
+    rehearse(copier, kinds(launches))
+    if any(launch.bounced for launch in launches):
+        copier.provide_bounce()
+    slot, count = reduced.slot, len(reduced.contributions)
+    kind = ("reduction", reduced.numel, count, reduced.source, reduced.wire, slot.accumulate, slot.op, slot.p)
+    if kind in copier.rehearsed:
+        return
+    arithmetic = _Arithmetic(reduced, copier, compiled.memory)
+    try:
+        for number in range(len(compiled.waves)):
+            copier.queue(partial(arithmetic.add, number))
+        copier.queue(arithmetic.finish)
+    finally:
+        copier.finish()
+    copier.rehearsed.add(kind)
+
+
+def run_on_device(reduced: Reduced, copier: Copier) -> None:
+    """As of ``Reduced.run``; nothing touches the targets any more once this has returned or raised."""
+    compiled = _compiled(reduced, copier)
+    arithmetic = _Arithmetic(reduced, copier, compiled.memory)
+    try:
+        for number, launch in enumerate(compiled.waves):
+            _queue(copier, launch)
+            copier.queue(partial(arithmetic.add, number))
+        copier.queue(arithmetic.finish)
+        _queue(copier, compiled.results)
+    finally:
+        copier.finish()
+
+
+class _Arithmetic:
+    """What is done with waves that were gathered, until the result lies behind them."""
+
+    def __init__(self, reduced: Reduced, copier: Copier, memory: DeviceMemory) -> None:
+        self._reduced, self._copier, self._memory = reduced, copier, memory
+        self._total: torch.Tensor | None = None
+
+    def add(self, number: int) -> None:
+        reduced, count = self._reduced, len(self._reduced.contributions)
+        wave = _places(reduced)[2]
+        with torch.no_grad():
+            for place in range(min(wave, count - number * wave)):
+                part = self._tensor(place * _row(reduced), reduced.numel * reduced.source.itemsize)
+                self._total = reduced.add(self._total, part.view(reduced.source))
+
+    def finish(self) -> None:
+        reduced, given = self._reduced, _places(self._reduced)[0]
+        with torch.no_grad():
+            done = self._tensor(given, reduced.numel * reduced.wire.itemsize)
+            done.view(reduced.wire).copy_(reduced.value(self._total))
+            self._total = None
+
+    def _tensor(self, place: int, nbytes: int) -> torch.Tensor:
+        copier = self._copier
+        return copier.driver.tensor(copier.uuid, self._memory.address + place, nbytes)
+
+
+def _compiled(reduced: Reduced, copier: Copier) -> Compiled:
+    memory = copier.scratch(room(reduced))
+    found = reduced.launches.get(copier)
+    if found is None or found.memory is not memory:
+        if found is not None:
+            # Scratch memory that has grown is other memory, and what was compiled over the former is of no use.
+            del reduced.launches[copier]
+            found.release()
+        found = reduced.launches[copier] = _compile(reduced, copier)
+    return found
+
+
+def _queue(copier: Copier, launch: Launch) -> None:
+    if launch.bounced:  # plain host memory: the CPU has to wait in between
+        copier.run(launch)
+    else:
+        copier.enqueue(launch, copier.stream)
+
+
+def _row(reduced: Reduced) -> int:
+    return -(-reduced.numel * reduced.source.itemsize // _ALIGN) * _ALIGN
+
+
+def _places(reduced: Reduced) -> tuple[int, int, int]:
+    """(bytes that are gathered at once, bytes of the result, contributions of one wave)."""
+    row, count = _row(reduced), len(reduced.contributions)
+    wave = max(1, min(count, DEVICE_GATHER // row))
+    return wave * row, -(-reduced.numel * reduced.wire.itemsize // _ALIGN) * _ALIGN, wave
+
+
+def _compile(reduced: Reduced, copier: Copier) -> Compiled:
+    given, result, wave = _places(reduced)
+    memory, row = copier.scratch(given + result), _row(reduced)
+    waves = []
+    for first in range(0, len(reduced.contributions), wave):
+        ops = []
+        for place, steps in enumerate(reduced.contributions[first : first + wave]):
+            part = dense_on(memory, (reduced.numel,), reduced.source, place * row)
+            ops += [Op(s.tile, s.view, part, s.offset, s.at) for s in steps]
+        waves.append(copier.compile(ops))
+    done = dense_on(memory, (reduced.numel,), reduced.wire, given)
+    return Compiled(
+        memory, tuple(waves), copier.compile([Op(s.tile, done, s.view, s.at, s.offset) for s in reduced.results])
+    )

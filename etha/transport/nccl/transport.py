@@ -31,8 +31,7 @@ from functools import partial
 from etha.errors import PeerLostError, ProtocolError
 from etha.transport.base import Peer, Progress, WireRun
 from etha.transport.nccl.communicator import Communicator
-from etha.transport.nccl.errand import Errand
-from etha.transport.nccl.plane import NcclPlane
+from etha.transport.nccl.plane import Errand, NcclPlane
 from etha.transport.nccl.thread import Task
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import device_cut

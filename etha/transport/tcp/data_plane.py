@@ -22,11 +22,9 @@ from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.transport.base import Progress, StreamLost, Traffic, WireRun
 from etha.transport.copy.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
 from etha.transport.geometry.iovec import Op
-from etha.transport.tcp.header import Header
-from etha.transport.tcp.inlets import Inlet
 from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, Door, knock
-from etha.transport.tcp.outlets import Outlet
 from etha.transport.tcp.run import Exchange
+from etha.transport.tcp.streams import Header, Inlet, Outlet
 from etha.transport.tcp.tls import Identity
 from etha.transport.wire.flows import STREAMS, WireProgram
 

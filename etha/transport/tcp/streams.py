@@ -1,5 +1,8 @@
 """Streams: one thread and one blocking socket each, data in one direction; the GIL is free while bytes move.
 
+    inlet     header -> its run -> span by span: straight into memory | receive, unpack
+    outlet    job -> header, then span by span: straight from memory | pack, send
+
 A worker's memory is touched without waiting only: a thread waits for the socket outside of the call's
 guard, and each system call inside moves what is there. ``shut`` wakes a thread wherever it waits.
 """
@@ -8,16 +11,61 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import select
 import socket
+import struct
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol
 
-from etha.errors import TransferError
+from etha.errors import ProtocolError, TransferError
 from etha.transport.base import StreamLost
-from etha.transport.copy.staging import Chunk, Desks, Pool
+from etha.transport.copy.staging import Chunk, Desks, Pool, dense_view
+from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, Exchange
+from etha.transport.wire.flows import Flow, Piece, Span
+
+_MAGIC = b"etha-w1\0"
+#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow here.
+_HEADER = struct.Struct("<8s32s32sQIIQQ")
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a stream says before a run's bytes, for the other end to agree with."""
+
+    key: bytes
+    digest: bytes
+    seq: int
+    lane: int
+    lanes: int
+    nbytes: int
+    wire: int
+
+    @classmethod
+    def of(cls, flow: Flow, lane: int, label: tuple[bytes, int]) -> Header:
+        """Of one lane of a flow."""
+        return cls(
+            key=label[0], digest=flow.digest, seq=label[1], lane=lane, lanes=len(flow.lanes), nbytes=flow.nbytes,
+            wire=sum(span.wire for span in flow.lanes[lane]),
+        )  # fmt: skip
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _HEADER.pack(_MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> Header:
+        """The inverse; ProtocolError for anything else."""
+        magic, key, digest, seq, lane, lanes, nbytes, wire = _HEADER.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError(f"the other agent's data begin with {magic!r}: use one version of etha")
+        return cls(key=key, digest=digest, seq=seq, lane=lane, lanes=lanes, nbytes=nbytes, wire=wire)
+
 
 #: Most bytes of one system call inside a worker's memory.
 CALL = 2 << 20
@@ -147,3 +195,285 @@ class _Part:
         if error is not None:
             self._stream.shut()
         return True
+
+
+log = logging.getLogger(__name__)
+
+#: Bytes that are worth waking up for, where so many are still to come.
+WORTH = 256 << 10
+
+
+class Lobby(Hall, Protocol):
+    """A hall that knows the runs which inlets are for."""
+
+    def match(self, inlet: Inlet, header: Header) -> Exchange | None:
+        """The run that a header belongs to, waited for; None when the inlet is shut first."""
+        ...
+
+    def left(self, inlet: Inlet, error: Exception) -> None:
+        """The other end has closed the inlet between two runs."""
+        ...
+
+    def forget(self, inlet: Inlet) -> None:
+        """The inlet's thread ends."""
+        ...
+
+
+class Inlet(Stream):
+    """Receives what its header announces, run after run."""
+
+    def __init__(self, conn: socket.socket, peer: str, lobby: Lobby, opening: bytes) -> None:
+        super().__init__(conn, peer, lobby, "recv")
+        self._lobby = lobby
+        self.opening = opening
+
+    def work(self) -> None:
+        """Header, run, header, run, until the stream ends."""
+        data = memoryview(bytearray(HEADER_BYTES))
+        while True:
+            try:
+                self._fill(data)
+                header = Header.unpack(bytes(data))
+            except (OSError, TransferError, ProtocolError) as error:
+                if not self.closed:
+                    self._left(error)
+                return
+            exchange = self._lobby.match(self, header)
+            if exchange is None or not exchange.begin(self):
+                return
+            with self.part(exchange):
+                self._run(exchange, self._agree(exchange, header), header.lane)
+            if self.closed:
+                return
+            del exchange
+
+    def _left(self, error: Exception) -> None:
+        """The other end has closed an idle stream, or talks nonsense: runs that it has yet to begin never will."""
+        if isinstance(error, ProtocolError):
+            log.warning("a data stream from agent %s was closed: %s", self.peer, error)
+        self._lobby.left(self, self.lost(error) if isinstance(error, OSError) else error)
+
+    def _agree(self, exchange: Exchange, header: Header) -> Flow:
+        """The flow that a header announces; ProtocolError before anything is written where it differs."""
+        flow = exchange.program.receives.get(self.peer)
+        lanes = () if flow is None else flow.lanes
+        mine = Header.of(flow, header.lane, exchange.label) if flow and header.lane < len(lanes) else None
+        if flow is None or header != mine:
+            raise ProtocolError(
+                f"agent {self.peer} is about to send {header.nbytes} bytes in {header.lanes} streams "
+                f"(stream {header.lane}: {header.wire} bytes, digest {header.digest.hex()[:12]}), planned here are "
+                f"{flow.nbytes if flow else 0} in {len(lanes)} (digest {flow.digest.hex()[:12] if flow else 'none'}): "
+                f"both agents must have the same plan, bucket size, streams and staging"
+            )
+        return flow
+
+    def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+        for span in flow.lanes[lane]:
+            if span.index >= 0:
+                self._contribution(exchange, span)
+            elif span.memory is not None:
+                self._straight(exchange, span, span.memory)
+            else:
+                self._unpacked(exchange, span)
+            if span.arrivals:
+                exchange.laid(span.arrivals)
+            exchange.moved(span.nbytes)
+            self.hall.count(self.peer, 0, span.nbytes)
+
+    def _contribution(self, exchange: Exchange, span: Span) -> None:
+        part = span.parts[0]
+        exchange.admit(part)
+        room = exchange.room(part, part.far.index(span.index), span.nbytes)
+        self._fill(memoryview(room.numpy()))  # type: ignore[arg-type, unused-ignore]
+        self._skip(span)
+        exchange.arrived(part)
+
+    def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
+        at, lowest = 0, 1
+        while at < len(memory):
+            worth = min(WORTH, len(memory) - at)
+            if worth != lowest:
+                lowest = worth
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, worth)
+            self.wait(select.POLLIN)
+            with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+                try:
+                    n = self.sock.recv_into(memory[at : at + CALL], 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+                exchange.touched = exchange.touched or n > 0
+            if n == 0:
+                raise self.lost()
+            at += n
+        if lowest != 1:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        self._skip(span)
+
+    def _unpacked(self, exchange: Exchange, span: Span) -> None:
+        chunk = self.chunk(exchange)
+        self._fill(chunk.reserve(exchange.program.chunk)[: span.wire])
+        ops = []
+        for place, piece in span.pieces:
+            dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
+            for end in piece.ends:
+                assert end.view is not None, "a target that lies nowhere"
+                ops += [Op(tile, dense, end.view, base + at, offset) for tile, offset, at in end.steps]
+        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners), exchange.writing(desk):
+            desk.run(ops)
+
+    def gone(self) -> None:
+        self._lobby.forget(self)
+
+    def _fill(self, memory: memoryview) -> None:
+        """Receive exactly ``memory``, which is this agent's own; PeerLostError at the end of the stream."""
+        at = 0
+        while at < len(memory):
+            n = self.sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
+            if n == 0:
+                raise self.lost()
+            at += n
+
+    def _skip(self, span: Span) -> None:
+        if span.wire > span.nbytes:
+            self._fill(memoryview(bytearray(span.wire - span.nbytes)))
+
+
+#: So little is sent at once by who asks for it: one socket buffer takes it, and two threads need not meet.
+LITTLE = 8 << 10
+
+
+class Outlet(Stream):
+    """Sends the lanes that it is given, one after the other."""
+
+    def __init__(self, conn: socket.socket, peer: str, hall: Hall) -> None:
+        super().__init__(conn, peer, hall, "send")
+        self._jobs: SimpleQueue[tuple[Exchange, Flow, int] | None] = SimpleQueue()
+        self._queued = 0
+
+    def send(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+        """Queue a lane of a run; from one thread only. What is little and can go at once has gone."""
+        with self._lock:
+            idle = self._queued == 0
+            self._queued += 1
+        if not (idle and self._at_once(exchange, flow, lane)):
+            self._jobs.put((exchange, flow, lane))
+
+    def _at_once(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+        """Send without waiting for anything; False where that cannot be."""
+        with self.using:
+            return not self.closed and self._try(exchange, flow, lane)
+
+    def _try(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+        span = flow.lanes[lane][0]
+        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or not self._writable():
+            return False
+        desk = self.hall.desks.free()
+        if desk is None:
+            return False
+        try:
+            if exchange.begin(self):
+                with self.part(exchange):
+                    memory, ops = self._pack(exchange, span)
+                    with desk.inside(exchange.guards, span.owners):
+                        desk.run(ops)
+                    self.sock.sendall(Header.of(flow, lane, exchange.label).pack() + memory)
+                    self._sent(exchange, span)
+        finally:
+            self.hall.desks.leave(desk)
+            self._done()
+        return True
+
+    def _writable(self) -> bool:
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return [event for _, event in poll.poll(0)] == [select.POLLOUT]
+
+    def _done(self) -> None:
+        with self._lock:
+            self._queued -= 1
+
+    def shut(self) -> None:
+        """As of any stream; also ends the wait for jobs."""
+        super().shut()
+        self._jobs.put(None)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the other end still listens, as far as the kernel knows."""
+        if self.closed:
+            return False
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def work(self) -> None:
+        """Job after job until the stream is shut."""
+        while (job := self._jobs.get()) is not None:
+            exchange, flow, lane = job
+            if exchange.begin(self):
+                with self.part(exchange):
+                    self._run(exchange, flow, lane)
+            self._done()
+            if self.closed:
+                return
+            del job, exchange, flow
+
+    def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+        spans = flow.lanes[lane]
+        # Held back for the first bytes, unless these have to wait for a reduction, or to come in.
+        more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
+        self.sock.sendall(Header.of(flow, lane, exchange.label).pack(), more)
+        for span in spans:
+            if span.after:
+                exchange.await_laid(span.after)
+            if span.memory is not None:
+                self._straight(exchange, span, span.memory)
+            else:
+                self._packed(exchange, span)
+            self._sent(exchange, span)
+
+    def _sent(self, exchange: Exchange, span: Span) -> None:
+        exchange.moved(span.nbytes)
+        self.hall.count(self.peer, span.nbytes, 0)
+        for part in span.parts:
+            exchange.sent(part)
+
+    def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
+        at = 0
+        while at < len(memory):
+            n = 0
+            with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+                with contextlib.suppress(BlockingIOError):
+                    n = self.sock.send(memory[at : at + CALL], socket.MSG_DONTWAIT)
+            at += n
+            if at < len(memory):
+                self.wait(select.POLLOUT)
+        if span.wire > span.nbytes:
+            self.sock.sendall(bytes(span.wire - span.nbytes))
+
+    def _packed(self, exchange: Exchange, span: Span) -> None:
+        memory, ops = self._pack(exchange, span)
+        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+            desk.run(ops)
+        self.sock.sendall(memory)
+
+    def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
+        """Where the span's bytes go, and the copies that fill them; waits for the parts whose values it sends."""
+        values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
+        chunk = self.chunk(exchange)
+        memory = chunk.reserve(exchange.program.chunk)[: span.wire]
+        ops = []
+        for place, piece in span.pieces:
+            end = piece.ends[0]
+            source = end.view if end.view is not None else values[_part_of(piece)]
+            dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
+            ops += [Op(tile, source, dense, offset, base + at) for tile, offset, at in end.steps]
+        return memory, ops
+
+
+def _part_of(piece: Piece) -> int:
+    assert piece.part is not None, "a piece without a source"
+    return piece.part.number

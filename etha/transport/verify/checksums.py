@@ -31,8 +31,8 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import packed
 from etha.transport.geometry.tiles import BOUNCE_BYTES
 from etha.transport.verify.chunks import Chunk, Fold, Kind
+from etha.transport.wire.compiler import Laid, Laying, Views
 from etha.transport.wire.flows import span_memory
-from etha.transport.wire.laying import Laid, Laying, Views
 from etha.transport.wire.routing import Ways
 
 #: Bytes that are gathered before they are summed.

@@ -151,7 +151,7 @@ def in_memory() -> None:
 
 def on_the_wire() -> None:
     """This agent sends one bit wrong."""
-    from etha.transport.tcp.outlets import Outlet
+    from etha.transport.tcp.streams import Outlet
 
     straight = Outlet._straight
     harmed: list[Outlet] = []

@@ -13,7 +13,7 @@ from etha.agent.protocol.verification import Book, Checks, Line
 from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.staging import Budget
-from etha.transport.tcp.outlets import Outlet
+from etha.transport.tcp.streams import Outlet
 from etha.transport.verify.checksums import Reader, checksum
 from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
 from etha.transport.wire.flows import WireProgram

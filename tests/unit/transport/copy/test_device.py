@@ -111,7 +111,7 @@ def test_a_reduction_is_one_gathering_its_arithmetic_and_one_scattering_launch()
 
 
 def test_contributions_that_are_too_many_come_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.transport.copy.device_reduce.DEVICE_GATHER", 3 << 14)
+    monkeypatch.setattr("etha.transport.copy.reduce.DEVICE_GATHER", 3 << 14)
     # A norm's odd power is not cut, so its contributions do not shrink with their number.
     for placement in (_NormPartial(3.0), Partial("sum")):
         spec = TensorSpec((64, 64), torch.float32, Layout((7,), [placement]))

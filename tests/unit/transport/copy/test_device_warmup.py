@@ -18,6 +18,7 @@ from etha.memory.views import view_of
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.device import Copier
+from etha.transport.copy.device_warmup import prepare
 from etha.transport.copy.local import compile_local
 from tests.fakes.cuda import GPU0
 from tests.fakes.nccl import FakeNccl
@@ -126,7 +127,7 @@ def test_a_program_that_was_prepared_takes_no_memory_in_its_first_run(
         else:
             program = compiled(plan, {r: {n: on_card(driver, t) for n, t in h.items()} for r, h in here.items()}, there)
         for one in (copier, other):
-            program.prepare(one)
+            prepare(program, one)
         assert reaper.drain()
         before, loaded = dict(driver.calls), set(seen)
         assert all(not t.any() for held in there.values() for t in held.values()), "nothing of it was run"
@@ -138,7 +139,7 @@ def test_a_program_that_was_prepared_takes_no_memory_in_its_first_run(
         assert [driver.calls[name] - before.get(name, 0) for name in MEMORY] == [0] * 4
         assert set(seen) <= loaded
         assert all(t.any() for held in there.values() for t in held.values())
-        program.prepare(copier)
+        prepare(program, copier)
         assert [driver.calls[name] - before.get(name, 0) for name in MEMORY] == [0] * 4
         program.release()
         other.close()
