@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from etha.client.memory import tensors
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
@@ -91,7 +91,7 @@ async def host(number: int, args: argparse.Namespace, ports: Any, barrier: Barri
             transport = TcpTransport(plane)
             for peer in program.sends:
                 address = DataAddress(host="127.0.0.1", port=ports[everybody.index(peer)], tokens=tokens)
-                await transport.open([Peer(agent=peer, address=address)])
+                await transport.open([TransportPeer(agent=peer, address=address)])
             pace(plane, program.sends, args.nic)
             before = [(t.sent, t.received) for t in plane.traffic.values()]
             spans = []

@@ -34,7 +34,7 @@ from etha.memory.mapping import WorkerMemory
 from etha.memory.process import allow_reading, start_time
 from etha.memory.views import View
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.host import Exhibit, HostMemory
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
@@ -199,7 +199,7 @@ async def measure(
     lane = Lane()
     transport = TcpTransport(plane)
     if me == "a":
-        await transport.open([Peer(agent="b", address=address)])
+        await transport.open([TransportPeer(agent="b", address=address)])
     await meet()
     conns = await bare(me, streams, meet)
     found: dict[str, list[Interval]] = {}

@@ -50,7 +50,7 @@ class Met:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSegment:
-    """A mapped segment of a worker: see ``transport.host.Segment``."""
+    """A mapped segment of a worker: see ``transport.copy.host.SegmentClaim``."""
 
     id: Annotated[str, Bounds(max=64)]
     nbytes: int

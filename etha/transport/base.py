@@ -30,7 +30,7 @@ class StreamLost(PeerLostError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class TransportPeer:
     """The other end of a transport: an agent, and how this kind of transport reaches it."""
 
     agent: str
@@ -65,7 +65,7 @@ class WireRun:
 class Transport(Protocol[Bucket_contra]):
     """Moves buckets of its kind between this agent and its peers."""
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Get ready to exchange with exactly these peers."""
         ...
 

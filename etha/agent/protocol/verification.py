@@ -13,8 +13,8 @@ from typing import NamedTuple
 from etha.errors import ConfigError, TransferError
 from etha.plan import Plan
 from etha.transport.geometry.bounds import clip
-from etha.transport.verify.checksums import Read, Reader, Reads
-from etha.transport.verify.chunks import MAX_SUMS, Chunk, Kind, Scheme, derive
+from etha.transport.verify.checksums import ChecksumReader, Read, Reads
+from etha.transport.verify.chunks import MAX_SUMS, CheckChunk, Kind, Scheme, derive
 from etha.transport.verify.reduction_sums import Witness, key_of
 from etha.transport.wire.compiler import Views
 from etha.transport.wire.routing import Ways
@@ -27,7 +27,7 @@ _PIECE, _MAX_LINES = 1 << 20, 128
 class Line:
     """``gives``, ``takes``: this agent finds out the source's sum, the targets' sums."""
 
-    chunk: Chunk
+    chunk: CheckChunk
     gives: bool
     takes: bool
     expected: list[int] = field(default_factory=list)
@@ -106,11 +106,11 @@ class Checks:
             then=list(_pieces([Step(x, x.gives and id(x) not in done, x.takes) for x in lines])),
         )
 
-    def _early(self, chunk: Chunk) -> bool:
+    def _early(self, chunk: CheckChunk) -> bool:
         subject = chunk.subject
         return subject.kind is not Kind.RESULT and subject.source[0] == "source" and self._reads.overwritten(chunk)
 
-    def run(self, piece: Piece, reader: Reader) -> None:
+    def run(self, piece: Piece, reader: ChecksumReader) -> None:
         """Find out the sums of a piece and compare those of which both ends are here; TransferError names the first
         difference."""
         wanted: list[tuple[list[int], int]] = []

@@ -19,7 +19,7 @@ from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
 from etha.memory.reach import ReachError
 from etha.peer.introductions import MAX_TENSORS, Exhibits, ShownSegment
-from etha.transport.copy.host import Exhibit, HostMemory, Segment
+from etha.transport.copy.host import Exhibit, HostMemory, SegmentClaim
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,6 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
     return Exhibit(
         pid=part.pid,
         started=part.started,
-        segments=tuple(Segment(**asdict(segment)) for segment in segments),
+        segments=tuple(SegmentClaim(**asdict(segment)) for segment in segments),
         tensors=handles,
     )

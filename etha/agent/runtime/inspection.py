@@ -20,7 +20,7 @@ from etha.memory.revocation import Guard
 from etha.peer.introductions import MAX_SUMS, Sums
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, StagingMemory
-from etha.transport.verify.checksums import Reader
+from etha.transport.verify.checksums import ChecksumReader
 
 
 class _Pass:
@@ -28,7 +28,7 @@ class _Pass:
 
     barriers: tuple[int, ...] = ()
 
-    def __init__(self, checks: Checks, pieces: Sequence[Piece], reader: Callable[[int], Reader]) -> None:
+    def __init__(self, checks: Checks, pieces: Sequence[Piece], reader: Callable[[int], ChecksumReader]) -> None:
         self._checks, self._pieces, self._reader = checks, pieces, reader
 
     @property
@@ -48,15 +48,15 @@ class Readers:
     def __init__(self, lane: Lane, budget: Budget, memory: StagingMemory | None = None) -> None:
         self.lane, self._budget, self._memory = lane, budget, memory
         self._passes = 0
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, ChecksumReader] = {}
 
-    def of(self, thread: int, guards: Mapping[Member, Guard]) -> Reader:
+    def of(self, thread: int, guards: Mapping[Member, Guard]) -> ChecksumReader:
         """The calling lane thread's, for one piece of a transfer with these guards."""
         found = self._readers.get(thread)
         if found is None:
             # Streams and device memory are the thread's, not made anew for each transfer.
             work = self.lane.workspaces.mine() if self.lane.workspaces.device else None
-            found = self._readers[thread] = Reader(thread, self._budget, guards, self._memory, work)
+            found = self._readers[thread] = ChecksumReader(thread, self._budget, guards, self._memory, work)
         found.guards = guards
         return found
 

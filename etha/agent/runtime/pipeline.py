@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from etha.agent.runtime.workspaces import Workspaces
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
-from etha.transport.copy.program import Member, Piece, Program
+from etha.transport.copy.program import CopyPiece, Member, Program
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Execution:
                 guard.leave(thread)
 
 
-def _owner(program: Program, piece: Piece, pid: int | None) -> Member | None:
+def _owner(program: Program, piece: CopyPiece, pid: int | None) -> Member | None:
     """The member of a piece whose memory is process ``pid``'s."""
     for pair in program.pairs:
         for member in pair.owners:

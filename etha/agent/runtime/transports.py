@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from etha.errors import TransferTimeoutError
 from etha.peer.introductions import UniqueId
-from etha.transport.base import Peer, Progress, WireRun
+from etha.transport.base import Progress, TransportPeer, WireRun
 from etha.transport.nccl.communicator import FORMING
 from etha.transport.nccl.transport import NcclPlane, NcclTransport
 from etha.transport.wire.flows import WireProgram
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Wire(Protocol):
     """One batch's: a ``Transport[WireRun]`` whose runs may be stopped."""
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Get ready to send to these peers."""
         ...
 
@@ -78,7 +78,7 @@ class NcclWire:
             self._ids[message.edition] = message.id
             self._news.set()
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Nothing to do: the communicator reaches all agents of the batch, and is formed by the first run."""
 
     async def prepare(self, run: WireRun) -> None:

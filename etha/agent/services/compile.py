@@ -19,7 +19,7 @@ from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
 from etha.memory.views import View
-from etha.transport.base import Peer
+from etha.transport.base import TransportPeer
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Member
 from etha.transport.tcp.transport import TcpTransport
@@ -56,7 +56,8 @@ class Parts:
         if part.wire is not None and part.wire.sends:
             assert live.wire is not None
             peers = [
-                Peer(agent=agent, address=self._links.data_address(agent, live.scope)) for agent in part.wire.sends
+                TransportPeer(agent=agent, address=self._links.data_address(agent, live.scope))
+                for agent in part.wire.sends
             ]
             await live.wire.open(peers)
         return part

@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.analysis.demand import Group, demand
+from etha.plan.analysis.demand import DemandGroup, demand
 from etha.plan.analysis.links import Flows, flows
 from etha.plan.analysis.max_density import densest
 from etha.plan.planner.plan import BasePlan
@@ -57,7 +57,7 @@ class PlanStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bounds:
+class LowerBounds:
     """What any plan needs: bytes a host (``ingress`` by host), and bytes a NIC.
 
     ``nic_*`` divide by the NICs that the bytes can come in or go out by; ``nic_aggregate`` is all ingress over all.
@@ -86,7 +86,7 @@ class Bounds:
         return max(named, key=lambda name: named[name])
 
 
-def bounds(plan: BasePlan) -> Bounds:
+def bounds(plan: BasePlan) -> LowerBounds:
     """The lower bounds of what ``plan`` does; O(groups of its demand)."""
     groups = demand(plan)
     nics = nics_of_hosts(plan)
@@ -110,7 +110,7 @@ def bounds(plan: BasePlan) -> Bounds:
     one = dict.fromkeys(nics.every, 1)
     total = sum(ingress.values())
     egress_once = densest(once, one)
-    return Bounds(
+    return LowerBounds(
         ingress=dict(ingress),
         egress_once=egress_once,
         egress_direct=max(densest(direct, one), egress_once),
@@ -121,7 +121,7 @@ def bounds(plan: BasePlan) -> Bounds:
 
 
 def _egress(
-    group: Group, nbytes: int, crossings: int, once: dict[frozenset[int], int], direct: dict[frozenset[int], int]
+    group: DemandGroup, nbytes: int, crossings: int, once: dict[frozenset[int], int], direct: dict[frozenset[int], int]
 ) -> None:
     apart = group.apart()
     for holders in apart:
@@ -203,7 +203,7 @@ class Survey:
 
     flows: Flows
     loads: Loads
-    bounds: Bounds
+    bounds: LowerBounds
     stats: PlanStats
 
 
@@ -214,7 +214,7 @@ def survey(plan: BasePlan) -> Survey:
     return Survey(flows=found, loads=load, bounds=limit, stats=_stats(plan, found, load, limit))
 
 
-def _stats(plan: BasePlan, found: Flows, load: Loads, limit: Bounds) -> PlanStats:
+def _stats(plan: BasePlan, found: Flows, load: Loads, limit: LowerBounds) -> PlanStats:
     busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
     far = found.distance > 0
     rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])
@@ -238,7 +238,7 @@ def _stats(plan: BasePlan, found: Flows, load: Loads, limit: Bounds) -> PlanStat
     )
 
 
-def quality(busiest: int, limit: Bounds) -> float:
+def quality(busiest: int, limit: LowerBounds) -> float:
     """Bytes of the busiest NIC over the largest bound; 1.0 where nothing crosses."""
     if not busiest:
         return 1.0

@@ -22,7 +22,7 @@ Hosts = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DemandGroup:
     """Elements alike: ``holders[k]`` are the hosts with contribution k (one for all that are not Partial).
 
     ``needs`` are the hosts with a target rank that wants them.
@@ -48,11 +48,11 @@ class Group:
         return found
 
 
-def demand(plan: BasePlan) -> dict[Group, int]:
+def demand(plan: BasePlan) -> dict[DemandGroup, int]:
     """Bytes, as they travel, of each group of elements of the whole plan."""
     members = np.bincount(plan.class_of[plan.class_of >= 0], minlength=len(plan.classes))
     sets = _HostSets(plan.topology.source_host, plan.topology.target_host)
-    total: dict[Group, int] = defaultdict(int)
+    total: dict[DemandGroup, int] = defaultdict(int)
     for klass, count in zip(plan.classes, members.tolist(), strict=True):
         for key, elements in _of_class(klass, sets).items():
             total[sets.group(key, len(klass.m2m.target))] += elements * klass.itemsize * count
@@ -93,12 +93,12 @@ class _HostSets:
                 self._sets.append(key)
         return numbers[at.reshape(-1)]
 
-    def group(self, key: tuple[int, ...], targets: int) -> Group:
+    def group(self, key: tuple[int, ...], targets: int) -> DemandGroup:
         """The group of the sets of all source grids and then of ``targets`` target grids."""
         sources = [self._sets[i] for i in key[: len(key) - targets]]
         needs = frozenset[int]().union(*(self._sets[i][0] for i in key[len(key) - targets :]))
         holders = sources[0] if len(sources) == 1 else (frozenset[int]().union(*(s[0] for s in sources)),)
-        return Group(holders, needs)
+        return DemandGroup(holders, needs)
 
 
 def _of_class(klass: TensorClass, sets: _HostSets) -> dict[tuple[int, ...], int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from etha.plan.analysis.bounds import Bounds, Loads, PlanStats, Survey, nics_of_hosts
+from etha.plan.analysis.bounds import Loads, LowerBounds, PlanStats, Survey, nics_of_hosts
 from etha.plan.analysis.links import Flows
 from etha.plan.analysis.packing import ZERO_COPY, packing
 from etha.plan.analysis.predict import Links, predict
@@ -81,7 +81,7 @@ def _lines(plan: BasePlan, seen: Survey, links: Links) -> Iterator[str]:
     yield from _links(found)
 
 
-def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: Bounds, found: Flows) -> Iterator[str]:
+def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: LowerBounds, found: Flows) -> Iterator[str]:
     if not s.wire_bytes:
         return
     yield f"  busiest    rank out {size(s.max_rank_egress)}, in {size(s.max_rank_ingress)}; host out " + (
@@ -118,7 +118,7 @@ def _host(plan: BasePlan, host: int) -> str:
     return " and ".join(named)
 
 
-def _limits(plan: BasePlan, s: PlanStats, limit: Bounds) -> Iterator[str]:
+def _limits(plan: BasePlan, s: PlanStats, limit: LowerBounds) -> Iterator[str]:
     yield f"  bounds     a host in {size(s.bound_host_ingress)}, out once {size(s.bound_host_egress_once)}, " + (
         f"out directly {size(s.bound_host_egress_direct)}"
     )
@@ -129,7 +129,7 @@ def _limits(plan: BasePlan, s: PlanStats, limit: Bounds) -> Iterator[str]:
     yield f"  quality    {s.quality:.3f}: the busiest NIC over its bound"
 
 
-def _time(found: Flows, load: Loads, limit: Bounds, links: Links) -> Iterator[str]:
+def _time(found: Flows, load: Loads, limit: LowerBounds, links: Links) -> Iterator[str]:
     p = predict(found, load, limit, links)
     parts = f"wire {_seconds(p.wire)}, host {_seconds(p.host)}, local {_seconds(p.local)}"
     yield f"  predicted  {_seconds(p.seconds)}: the longest of {parts}, and {_seconds(p.latency)} of latency; " + (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etha.plan.analysis.bounds import Bounds, Loads
+from etha.plan.analysis.bounds import Loads, LowerBounds
 from etha.plan.analysis.links import Flows
 
 
@@ -38,7 +38,7 @@ class Prediction:
         return max(self.wire, self.host, self.local) + self.latency
 
 
-def predict(found: Flows, load: Loads, limit: Bounds, links: Links) -> Prediction:
+def predict(found: Flows, load: Loads, limit: LowerBounds, links: Links) -> Prediction:
     """max(wire, host, local) + latency: the three kinds of links work at the same time.
 
     wire = bytes of the busiest NIC, out or in / nic. host and local = bytes of the busiest rank that stay in

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from etha.errors import LayoutError
 from etha.plan.layouts.placement import Cut, Splits
-from etha.plan.layouts.region import Kept
+from etha.plan.layouts.region import DimRuns
 
 Ints = npt.NDArray[np.int64]
 #: More runs than this in one dim is a mistake, or an attack.
@@ -109,13 +109,13 @@ def _cut(sizes: Ints, parts: int, factor: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 def count(splits: Cut) -> int:
     """Cells of a dim that is cut so."""
-    return 1 if isinstance(splits, Kept) else math.prod(cut[0] for cut in splits)
+    return 1 if isinstance(splits, DimRuns) else math.prod(cut[0] for cut in splits)
 
 
 @lru_cache(maxsize=16384)
 def table(n: int, splits: Cut) -> DimTable:
     """The runs of all cells of a dim of ``n`` elements; cells in C-order of their axes in mesh order."""
-    if isinstance(splits, Kept):
+    if isinstance(splits, DimRuns):
         return _kept(n, splits)
     total = count(splits)
     if total > MAX_RUNS:
@@ -151,7 +151,7 @@ def table(n: int, splits: Cut) -> DimTable:
     return _frozen(DimTable(start=start[order], stop=stop[order], cell=cell[order], offset=offset[order], sizes=sizes))
 
 
-def _kept(n: int, kept: Kept) -> DimTable:
+def _kept(n: int, kept: DimRuns) -> DimTable:
     if kept.end > n:
         raise LayoutError(f"a region reaches to {kept.end} in a dim of {n} elements")
     start, stop = np.array(kept.runs, dtype=np.int64).reshape(-1, 2).T.copy()
@@ -224,7 +224,7 @@ def _cells_at(held: DimTable, row: Ints, points: Ints) -> Ints:
 def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
     """All pairs of one joint source cell and one target cell of a dim, with their runs; the source has no gaps."""
     left, right = joint(n, source), table(n, target)
-    gaps = isinstance(target, Kept)
+    gaps = isinstance(target, DimRuns)
     points = _points(n, left, right) if gaps else np.union1d(left.start, right.start)
     length = np.append(points[1:], n)[: len(points)] - points
     b = np.searchsorted(right.start, points, "right") - 1

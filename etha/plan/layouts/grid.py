@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from etha.errors import LayoutError
 from etha.plan.layouts.placement import Axis, Cut, splits_of
-from etha.plan.layouts.region import Kept
+from etha.plan.layouts.region import DimRuns
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,7 +49,7 @@ def grid_of(axes: tuple[Axis, ...], ranks: Ints, ndim: int, *, literal: bool) ->
     return Grid(splits=splits, ranks=table, partial=tuple((axes[a], ranks.shape[a]) for a in partial))
 
 
-def grid_of_region(product: tuple[Kept, ...], ranks: Ints, ndim: int) -> Grid:
+def grid_of_region(product: tuple[DimRuns, ...], ranks: Ints, ndim: int) -> Grid:
     """All of ``ranks`` hold the same part: one cell, and as many replicas."""
     if len(product) != ndim:
         raise LayoutError(f"a region of {len(product)} dims of a tensor of {ndim} dims")

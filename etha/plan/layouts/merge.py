@@ -16,7 +16,7 @@ from etha.plan.layouts import cells
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.mesh import check_shape
 from etha.plan.layouts.placement import Splits
-from etha.plan.layouts.region import Kept, Product
+from etha.plan.layouts.region import DimRuns, Product
 from etha.plan.layouts.tensor_spec import TensorSpec
 
 #: Sizes tried for one dim before the user is asked for ``shapes=``.
@@ -115,7 +115,7 @@ def _infer(layout: Layout, ndim: int, shapes: Mapping[int, tuple[int, ...]]) -> 
     grid = layout.grid(ndim)
     sizes = []
     for dim, splits in enumerate(grid.splits):
-        assert not isinstance(splits, Kept)
+        assert not isinstance(splits, DimRuns)
         seen: dict[int, tuple[int, int]] = {}  # cell -> (local size, a rank that has it)
         for rank, shape in shapes.items():
             where = layout.cell(ndim, rank)

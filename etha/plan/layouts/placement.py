@@ -14,14 +14,14 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
 from etha.errors import LayoutError
-from etha.plan.layouts.region import Kept
+from etha.plan.layouts.region import DimRuns
 
 #: One cut of a tensor dim: (parts, split factor, place among the dim's axes in mesh order).
 #: Factor 1 is torch.chunk, above 1 ``_StridedShard``, 0 an even cut (torch.tensor_split).
 Split = tuple[int, int, int]
 Splits = tuple[Split, ...]
 #: What becomes of one tensor dim: cut up among all cells, or kept in part by one.
-Cut = Splits | Kept
+Cut = Splits | DimRuns
 
 #: What Partial knows how to reduce; the other names of torch are carried and refused by the check.
 REDUCIBLE = ("sum", "avg", "max", "min", "product")

@@ -1,4 +1,4 @@
-"""Kept: which runs of one tensor dim a rank keeps, whatever they are; a region is a product of them, one a dim.
+"""DimRuns: which runs of one tensor dim a rank keeps. A region is a product of them, one for each dim.
 
 What users and peers give is read and bounded here. Regions are what a loader takes of a tensor: ranks may
 keep the same parts, overlapping ones or none, and nobody has to keep what is between them.
@@ -16,7 +16,7 @@ MAX_RUNS = 1 << 16
 _MAX_INDEX = 1 << 60
 
 
-class Kept:
+class DimRuns:
     """Ascending disjoint (start, stop) runs of one dim; hashed once, as it is a key of many tables."""
 
     __slots__ = ("_hash", "runs")
@@ -36,19 +36,19 @@ class Kept:
         return self.runs[-1][1] if self.runs else 0
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Kept) and self._hash == other._hash and self.runs == other.runs)
+        return self is other or (isinstance(other, DimRuns) and self._hash == other._hash and self.runs == other.runs)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"Kept({self})"
+        return f"Kept({self})"  # in the digest of every plan with regions: not to be renamed
 
     def __str__(self) -> str:
         return ",".join(f"{start}:{stop}" for start, stop in self.runs) or "-"
 
 
-Product = tuple[Kept, ...]
+Product = tuple[DimRuns, ...]
 
 
 def read_product(runs: Any) -> Product:
@@ -65,7 +65,7 @@ def read_product(runs: Any) -> Product:
     return tuple(_read_dim(d, dim) for d, dim in enumerate(given))
 
 
-def _read_dim(dim: int, runs: Sequence[Any]) -> Kept:
+def _read_dim(dim: int, runs: Sequence[Any]) -> DimRuns:
     found: list[tuple[int, int]] = []
     for run in runs:
         match run:
@@ -82,7 +82,7 @@ def _read_dim(dim: int, runs: Sequence[Any]) -> Kept:
             found[-1] = (found[-1][0], stop)
         else:
             found.append((start, stop))
-    return Kept(tuple(found))
+    return DimRuns(tuple(found))
 
 
 def _index(value: object) -> bool:

@@ -12,11 +12,11 @@ import torch
 from etha.plan.layouts import dtypes
 from etha.plan.planner.carriers import Carried, Carriers, carried, packed
 from etha.plan.planner.m2m import M2M
-from etha.plan.planner.pieces import Block, Pieces
+from etha.plan.planner.pieces import CellBlock, Pieces
 from etha.plan.planner.rank_plan import CARRY, DELIVER, FORWARD, MOVE, Region, Template
 from etha.plan.planner.reduction import Reduction
 from etha.plan.planner.relay import brought
-from etha.plan.planner.rows import Rows, merge_rows, taken
+from etha.plan.planner.rows import BlockRows, merge_rows, taken
 from etha.plan.planner.senders import Assignment, always_even, assign, cuts
 
 Ints = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class TensorClass:
         #: Who takes in for whom on a host; None where everybody does so alone.
         self.carriers: Carriers | None = None
         origin = m2m.source if reduction is None else (reduction.slots,)
-        self.blocks = tuple(Block.of(shape, origin, t) for t in m2m.target)
+        self.blocks = tuple(CellBlock.of(shape, origin, t) for t in m2m.target)
 
     @cached_property
     def period(self) -> int:
@@ -130,7 +130,7 @@ class TensorClass:
                         parts.append(dataclasses.replace(made, group=(at, grid)))
         return merge_rows(parts, self.turns) if parts else None
 
-    def _rows(self, block: Block, pieces: Pieces, rank: int, copy: int | None, viewer: int = -1) -> Rows:
+    def _rows(self, block: CellBlock, pieces: Pieces, rank: int, copy: int | None, viewer: int = -1) -> BlockRows:
         """The rows of ``rank``; those that ``viewer`` carries for it, if that is another."""
         ranks, grids, count = self.m2m.sources(pieces.cells)
         holders = block.target.ranks[:, 0, :]
@@ -170,14 +170,14 @@ class TensorClass:
 
     def _columns(
         self,
-        block: Block,
+        block: CellBlock,
         pieces: Pieces,
         found: Assignment,
         ranks: Ints,
         grids: Ints,
         picked: tuple[Ints, ...],
         copy: int | None,
-    ) -> Rows:
+    ) -> BlockRows:
         w, m, s, q = picked
         column = found.column[picked]
         grid, source = grids[m, column], ranks[m, column]
@@ -211,7 +211,7 @@ class TensorClass:
             extent = int(pieces.extents[piece, d])
             return block.region(pieces, piece, g, (d, extent * (part - 1) // k, extent * part // k))
 
-        return Rows(
+        return BlockRows(
             turn=w,
             kind=kind,
             phase=phase,
@@ -226,8 +226,8 @@ class TensorClass:
         )
 
     def _split(
-        self, rows: Rows, block: Block, pieces: Pieces, x: Carried, grid: Ints, who: tuple[bool, int, int]
-    ) -> Rows:
+        self, rows: BlockRows, block: CellBlock, pieces: Pieces, x: Carried, grid: Ints, who: tuple[bool, int, int]
+    ) -> BlockRows:
         """The rows with what others take in split off; for a carrier only what it carries."""
         source_side, rank, viewer = who
         keep = ~x.deliver if source_side else (x.kind != CARRY) if viewer == rank else (x.carrier == viewer)
@@ -251,7 +251,7 @@ class TensorClass:
             region = block.region(pieces, int(m[i]), int(which[i]), (int(d[i]), int(low[i]), int(high[i])))
             return packed(region, int(kind[i]))
 
-        return Rows(
+        return BlockRows(
             turn=rows.turn[row],
             kind=kind,
             phase=np.where(kind == DELIVER, 1, rows.phase[row]),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from etha.plan.layouts import dtypes
 from etha.plan.planner.carriers import carried
 from etha.plan.planner.chunks import TensorClass
-from etha.plan.planner.pieces import Block, Pieces
+from etha.plan.planner.pieces import CellBlock, Pieces
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, MOVE, RESULT
 from etha.plan.planner.reduction import Reduction
 from etha.plan.planner.senders import assign
@@ -37,7 +37,7 @@ def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, Columns, 
             yield from _moves(klass, block, pieces, times)
 
 
-def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
+def all_pieces(block: CellBlock, width: int) -> Iterator[Pieces]:
     """The pieces of every target cell, so many at a time that ``width`` rows each are few."""
     ranges = [np.arange(len(o.size), dtype=np.int64) for o in block.overlays]
     if not ranges:
@@ -50,7 +50,7 @@ def all_pieces(block: Block, width: int) -> Iterator[Pieces]:
         yield block.over([ranges[0][lo : lo + step], *ranges[1:]])
 
 
-def _moves(klass: TensorClass, block: Block, pieces: Pieces, times: Ints) -> Iterator[tuple[int, Columns, int]]:
+def _moves(klass: TensorClass, block: CellBlock, pieces: Pieces, times: Ints) -> Iterator[tuple[int, Columns, int]]:
     ranks, _, count = klass.m2m.sources(pieces.cells)
     copies = block.target.ranks[pieces.copies, 0, :]
     wanted = block.target.count[pieces.copies]

@@ -36,7 +36,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
+class CellBlock:
     """One target grid of a class laid over its source grids."""
 
     overlays: tuple[Overlay, ...]
@@ -47,7 +47,7 @@ class Block:
     target: Holding
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> Block:
+    def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> CellBlock:
         """Overlay the cuts of every dim of ``shape``."""
         grids = [tuple(h.splits[d] for h in source) for d in range(len(shape))]
         joints = [cells.joint(n, g) for n, g in zip(shape, grids, strict=True)]

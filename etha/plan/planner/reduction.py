@@ -17,9 +17,9 @@ import torch
 
 from etha.plan.layouts import cells, dtypes
 from etha.plan.layouts.placement import REDUCIBLE, Axis
-from etha.plan.layouts.region import Kept
+from etha.plan.layouts.region import DimRuns
 from etha.plan.planner.m2m import M2M, MIN_SLICE, Holding
-from etha.plan.planner.pieces import Block, Pieces
+from etha.plan.planner.pieces import CellBlock, Pieces
 from etha.plan.planner.rank_plan import CONTRIBUTE, FORWARD, RESULT, Region, Slot, Template
 from etha.plan.planner.relay import brought, trees
 
@@ -32,7 +32,7 @@ class ReducedClass(Protocol):
     m2m: M2M
     itemsize: int
     chains: int | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[CellBlock, ...]
 
     @property
     def turns(self) -> int:
@@ -78,7 +78,7 @@ class Reduction:
         self.parts = _parts([int(e.max()) for e in self.extents], peers, dtypes.itemsize(dtype))
         self.number = int(np.prod(self.parts, dtype=np.int64))
         self.period = peers // int(np.gcd(peers, self.number)) if self.number else 1
-        splits = [s for s in holding.splits if not isinstance(s, Kept)]  # all of them: no source is a region
+        splits = [s for s in holding.splits if not isinstance(s, DimRuns)]  # all of them: no source is a region
         refined = tuple((*s, (p, 0, len(s))) for s, p in zip(splits, self.parts, strict=True))
         refined = tuple(tuple(cut for cut in s if cut[0] > 1) for s in refined)
         self.slots = Holding(splits=refined, ranks=holding.ranks, count=holding.count, partial=())
@@ -131,7 +131,7 @@ class Reduction:
         return np.arange(len(volume), dtype=np.int64), volume
 
     def results(
-        self, klass: ReducedClass, block: Block, pieces: Pieces, only: int | None
+        self, klass: ReducedClass, block: CellBlock, pieces: Pieces, only: int | None
     ) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints, Ints]:
         """Who sends each result: (owner (W, M), whether there is a copy, who passes it on or -1, its hop, copies).
 
@@ -245,7 +245,7 @@ class SlotRows:
             nbytes=volume[at[n]] * size,
         )  # fmt: skip
 
-    def results(self, grid: int, block: Block, pieces: Pieces, rank: int, copy: int | None) -> None:
+    def results(self, grid: int, block: CellBlock, pieces: Pieces, rank: int, copy: int | None) -> None:
         """Rows slot -> target: those of one owner (copy None), or those that one target holder gets or passes on."""
         slot = pieces.cells[0]
         owner, keep, via, hop, copies = self.r.results(self.klass, block, pieces, copy)

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class BlockRows:
     """MOVE and FORWARD rows of one rank in one block; ``depends`` are places among them."""
 
     turn: Ints
@@ -32,7 +32,7 @@ class Rows:
     group: tuple[int, int] = (0, 0)
 
 
-def taken(rows: Rows, at: Ints) -> Rows:
+def taken(rows: BlockRows, at: Ints) -> BlockRows:
     """Only some of the rows, of which none depends on another."""
     names = ("turn", "kind", "phase", "source", "target", "region", "nbytes", "place")
     return dataclasses.replace(rows, depends=None, **{name: getattr(rows, name)[at] for name in names})
@@ -42,7 +42,7 @@ def _no_slot(_slot: int, _tensor: int) -> Slot:
     raise IndexError("a plan of moves has no reduction slots")
 
 
-def merge_rows(parts: Sequence[Rows], turns: int) -> Template:
+def merge_rows(parts: Sequence[BlockRows], turns: int) -> Template:
     """Blocks one after the other within each phase of each turn."""
     base = np.cumsum([0, *(p.regions for p in parts)])
     turn, phase = (np.concatenate([getattr(p, name) for p in parts]) for name in ("turn", "phase"))

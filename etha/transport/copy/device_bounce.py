@@ -15,7 +15,7 @@ from etha.memory.views import View
 from etha.transport.copy import cpu
 from etha.transport.copy.device_memory import PinnedMemory
 from etha.transport.geometry import boxes
-from etha.transport.geometry.boxes import Axes, Axis, Placed
+from etha.transport.geometry.boxes import Axes, BoxAxis, Placed
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Path, Tile, tiles
 
@@ -107,8 +107,8 @@ class Bounce:
         """(operations between host and buffer, operations between buffer and device) of one part."""
         dense = boxes.dense(part.axes, 2)
         source, target = part.source, part.target
-        into = tuple(Axis(a.steps, a.source, d) for a, d in zip(part.axes, dense, strict=True))
-        out = tuple(Axis(a.steps, d, a.target) for a, d in zip(part.axes, dense, strict=True))
+        into = tuple(BoxAxis(a.steps, a.source, d) for a, d in zip(part.axes, dense, strict=True))
+        out = tuple(BoxAxis(a.steps, d, a.target) for a, d in zip(part.axes, dense, strict=True))
         if inward:
             host = Placed(into, part.source_offset, at)
             near = list(_host(host, source, pinned))

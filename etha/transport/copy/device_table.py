@@ -31,7 +31,7 @@ from etha.cuda.kernels import (
 )
 from etha.memory.reach import ReachError
 from etha.transport.geometry import boxes
-from etha.transport.geometry.boxes import Axes, Axis, Ints, Placed
+from etha.transport.geometry.boxes import Axes, BoxAxis, Ints, Placed
 from etha.transport.geometry.tiles import Tile
 
 #: What one implementation or another has a kernel of its own for: source and target dtype (None where bits travel),
@@ -138,7 +138,7 @@ def _rows(axes: Axes, source: torch.dtype, target: torch.dtype) -> _Rows:
     return tuple(found)
 
 
-def _split(axes: Axes) -> tuple[int, list[Axis]]:
+def _split(axes: Axes) -> tuple[int, list[BoxAxis]]:
     """(elements that are contiguous at both ends, the other axes)."""
     outer, run = list(axes), 1
     while outer and outer[-1].source == run and outer[-1].target == run:

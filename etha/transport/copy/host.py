@@ -50,7 +50,7 @@ def prove(claim: Claim) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class SegmentClaim:
     """A sealed memfd of a worker: its id, its size, and the inode that it is on this host.
 
     Or an allocation of a GPU: its uuid, and its IPC handle in hex.
@@ -70,21 +70,21 @@ class Exhibit:
 
     pid: int
     started: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SegmentClaim, ...]
     tensors: Mapping[str, TensorHandle]
 
     @classmethod
     def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle]) -> Exhibit:
         """Of a worker of this agent, which has the segments of ``tensors`` mapped."""
         used: dict[str, View] = {}
-        found: list[Segment] = []
+        found: list[SegmentClaim] = []
         for handle in tensors.values():
             view = memory.resolve(handle)
             if handle.segment is None or not view.nbytes or handle.segment in used:
                 continue
             used[handle.segment] = view
             if (header := memory.header(handle.segment)) is not None:
-                segment = Segment(
+                segment = SegmentClaim(
                     id=handle.segment, nbytes=header["nbytes"], gpu=header["device"], handle=header["handle"]
                 )
                 found.append(segment)
@@ -92,7 +92,7 @@ class Exhibit:
         lines = _maps() if used else []
         for name, view in sorted(used.items()):
             begin = view.address - view.place
-            found += [Segment(id=name, nbytes=n, device=d, inode=i) for start, n, d, i in lines if start == begin]
+            found += [SegmentClaim(id=name, nbytes=n, device=d, inode=i) for start, n, d, i in lines if start == begin]
         process = memory.process
         return cls(pid=process.pid, started=process.started, segments=tuple(found), tensors=dict(tensors))
 

@@ -20,8 +20,8 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.copy.device_memory import DeviceMemory, dense_on
 from etha.transport.copy.layout import Geometry, check, scratch
-from etha.transport.copy.program import PIECE, Columns, Member, Pair, Piece, Program
-from etha.transport.copy.reduce import PART, Reduced, Step, part_numel
+from etha.transport.copy.program import PIECE, Columns, CopyPiece, Member, Pair, Program
+from etha.transport.copy.reduce import PART, Reduced, TileStep, part_numel
 from etha.transport.geometry.bounds import clip, parts
 from etha.transport.geometry.overlap import Written, packed, same_place
 
@@ -252,10 +252,10 @@ class _Compiler:
         for bounds in parts(slot, limit):
             shape = tuple(last - first for first, last in bounds)
             part, total = scratch(shape, dtype), scratch(shape, wire)
-            terms: list[list[Step]] = [[] for _ in range(slot.count)]
+            terms: list[list[TileStep]] = [[] for _ in range(slot.count)]
             for index, rank, region in given:
                 terms[index] += self._steps(clip(region.dims, bounds, 1), sources[rank], part, 1)
-            results: list[Step] = []
+            results: list[TileStep] = []
             for rank, region in wanted:
                 results += self._steps(clip(region.dims, bounds, 0), total, targets[rank], 0)
             if results:
@@ -269,10 +269,10 @@ class _Compiler:
                     nbytes=sum(step.tile.nbytes for step in results),
                 )
                 self._columns.others.append(
-                    Piece(phase=phase, nbytes=work.nbytes, owners=tuple(sorted(owners)), other=work)
+                    CopyPiece(phase=phase, nbytes=work.nbytes, owners=tuple(sorted(owners)), other=work)
                 )
 
-    def _steps(self, dims: Sequence[np.ndarray] | None, here: View, there: View, dense: int) -> list[Step]:
+    def _steps(self, dims: Sequence[np.ndarray] | None, here: View, there: View, dense: int) -> list[TileStep]:
         """The clipped runs as steps; ``dense`` tells which end (0: source, 1: target) is the scratch."""
         if dims is None:
             return []
@@ -282,5 +282,5 @@ class _Compiler:
         for tile, _, at, to in found:
             for a, b in zip((at + source).tolist(), (to + target).tolist(), strict=True):
                 offset, place = (b, a) if dense == 0 else (a, b)
-                steps.append(Step(tile=tile, view=view, offset=offset, at=place))
+                steps.append(TileStep(tile=tile, view=view, offset=offset, at=place))
         return steps

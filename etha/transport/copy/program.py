@@ -77,7 +77,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CopyPiece:
     """Operations ``first`` to ``last`` of the program, or other work; ``owners`` is whose memory it touches."""
 
     phase: int
@@ -101,7 +101,7 @@ class Program:
     total: int
     nbytes: Mapping[Member, int]
     peers: Mapping[Member, tuple[Member, ...]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyPiece, ...]
     staged: int
     tiles: tuple[Tile, ...]
     pairs: tuple[Pair, ...]
@@ -126,7 +126,7 @@ class Program:
         """Most bytes of scratch memory that a run on ``threads`` lane threads holds."""
         return self.staged + min(threads, len(self.pieces)) * self.scratch
 
-    def ops(self, piece: Piece) -> list[Op]:
+    def ops(self, piece: CopyPiece) -> list[Op]:
         """The operations of a piece."""
         rows = slice(piece.first, piece.last)
         tiles, pairs = self.tiles, self.pairs
@@ -197,7 +197,7 @@ class Columns:
         self.pairs: list[Pair] = []
         self._numbers: dict[int, int] = {}
         self._parts: list[tuple[int, int, int, Ints, Ints]] = []
-        self.others: list[Piece] = []
+        self.others: list[CopyPiece] = []
 
     def number(self, tile: Tile) -> int:
         """The tile's number; the same object has the same."""
@@ -271,7 +271,7 @@ class Columns:
         # A bounce may read one process and write several, but a piece holds one kind of source and of target.
         return link * 4 + reads * 2 + writes, place
 
-    def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[Piece]:
+    def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[CopyPiece]:
         if not len(size):
             return []
         limit = min(PIECE, max(MIN_PIECE, int(size.sum()) // PIECES))
@@ -286,7 +286,7 @@ class Columns:
             most = len(size) if device[first] else first + MAX_OPS
             last = min(max(last, first + 1), most, int(ends[np.searchsorted(ends, first, "right")]))
             pieces.append(
-                Piece(
+                CopyPiece(
                     phase=int(phase[first]),
                     nbytes=int(total[last - 1]) - before,
                     owners=self.owners(np.unique(pair[first:last]).tolist()),

@@ -38,7 +38,7 @@ PART = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TileStep:
     """One tile between a worker's view and the dense scratch; ``offset`` in the view, ``at`` in the scratch."""
 
     tile: Tile
@@ -55,8 +55,8 @@ class Reduced:
     source: torch.dtype
     wire: torch.dtype
     numel: int
-    contributions: tuple[tuple[Step, ...], ...]
-    results: tuple[Step, ...]
+    contributions: tuple[tuple[TileStep, ...], ...]
+    results: tuple[TileStep, ...]
     nbytes: int
     scratch: int = field(init=False)
     #: Of a device: what was compiled over each copier's scratch memory.

@@ -1,8 +1,8 @@
 """Staging: the memory of an agent's streams besides the workers' own, within a budget and measured.
 
-A desk is what a thread needs to touch workers' memory: a number by which revocation pages tell threads
+A copy slot is what a thread needs to touch workers' memory: a number by which revocation pages tell threads
 apart, and scratch memory. There are few, so that few threads copy at once; nobody waits for the network
-while at a desk.
+while it has the slot.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class StagingMemory:
         return dense_view(buffer.typed(dtype))
 
     def workspace(self) -> Workspace:
-        """What a desk copies with."""
+        """What a copy slot copies with."""
         return Workspace()
 
 
-class Chunk:
+class StagingChunk:
     """A buffer of staging: what a stream packs into before it sends, or receives before it unpacks."""
 
     def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
@@ -154,11 +154,11 @@ class Pool:
     def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
         self._budget, self._memory = budget, memory
         self._lock = threading.Lock()
-        self._spare: deque[Chunk] = deque()
+        self._spare: deque[StagingChunk] = deque()
         self._nbytes = 0
         budget.spares.append(self._give_up)
 
-    def take(self, nbytes: int) -> Chunk:
+    def take(self, nbytes: int) -> StagingChunk:
         """A chunk of ``nbytes``, rounded up; ConfigError where the budget has not so much."""
         wanted = rounded_up(nbytes)
         with self._lock:
@@ -167,11 +167,11 @@ class Pool:
                     self._spare.remove(chunk)
                     self._nbytes -= wanted
                     return chunk
-        chunk = Chunk(self._budget, self._memory)
+        chunk = StagingChunk(self._budget, self._memory)
         chunk.reserve(nbytes)
         return chunk
 
-    def give(self, chunk: Chunk) -> None:
+    def give(self, chunk: StagingChunk) -> None:
         """Back from whoever had it."""
         with self._lock:
             self._spare.append(chunk)
@@ -199,7 +199,7 @@ def rounded_up(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
 
-class Desk:
+class CopySlot:
     """See the module's head. ``work`` is somebody's who closes it; of that only what it grows by here is counted."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Desk:
                 guard.leave(self.number)
 
     def close(self) -> None:
-        """Give a device's memory and stream back; nobody sits here any more. Idempotent."""
+        """Give a device's memory and stream back; nobody has it any more. Idempotent."""
         if self._own and self.work.copier is not None:
             self.work.copier.close()
 
@@ -255,45 +255,45 @@ class Desk:
             self.grown += grown
 
 
-class Desks:
-    """All desks of an agent's streams."""
+class CopySlots:
+    """All copy slots of an agent's streams."""
 
     def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
         most = THREADS - FIRST_NUMBER - 3  # those are NCCL's groups' on a card
         self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
-        self._free: SimpleQueue[Desk] = SimpleQueue()
-        self._all = [Desk(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
-        for desk in self._all:
-            self._free.put(desk)
+        self._free: SimpleQueue[CopySlot] = SimpleQueue()
+        self._all = [CopySlot(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
+        for copy_slot in self._all:
+            self._free.put(copy_slot)
 
     @contextmanager
-    def one(self) -> Iterator[Desk]:
-        """A desk; waits for those at work, who never wait for the network."""
-        desk = self._free.get()
+    def one(self) -> Iterator[CopySlot]:
+        """A copy slot; waits for those at work, who never wait for the network."""
+        copy_slot = self._free.get()
         try:
-            yield desk
+            yield copy_slot
         finally:
-            self._free.put(desk)
+            self._free.put(copy_slot)
 
-    def free(self) -> Desk | None:
-        """A desk if there is one at once; to be given back with ``leave``."""
+    def free(self) -> CopySlot | None:
+        """A copy slot if there is one at once; to be given back with ``leave``."""
         try:
             return self._free.get_nowait()
         except Empty:
             return None
 
-    def leave(self, desk: Desk) -> None:
+    def leave(self, copy_slot: CopySlot) -> None:
         """Give back what ``free`` gave."""
-        self._free.put(desk)
+        self._free.put(copy_slot)
 
     def close(self) -> None:
-        """Give devices' memory and streams back; nobody sits at a desk any more. Idempotent."""
-        for desk in self._all:
-            desk.close()
+        """Give devices' memory and streams back; nobody has a slot any more. Idempotent."""
+        for copy_slot in self._all:
+            copy_slot.close()
 
     @property
     def scratch(self) -> int:
-        """Most bytes that all desks use at once besides reductions."""
+        """Most bytes that all copy slots use at once besides reductions."""
         return self.count * 2 * (BOUNCE_BYTES + 4096)
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-class Axis(NamedTuple):
+class BoxAxis(NamedTuple):
     """``steps`` steps of ``source`` and ``target`` elements each."""
 
     steps: int
@@ -26,7 +26,7 @@ class Axis(NamedTuple):
     target: int
 
 
-Axes = tuple[Axis, ...]
+Axes = tuple[BoxAxis, ...]
 
 
 class Placed(NamedTuple):
@@ -42,12 +42,12 @@ def boxes(dims: Sequence[Ints], source_strides: Sequence[int], target_strides: S
 
     Equal runs at equal distances, as strided shards have them, are one group: mostly there is one box.
     """
-    per_dim: list[list[tuple[tuple[Axis, ...], int, int]]] = []
+    per_dim: list[list[tuple[tuple[BoxAxis, ...], int, int]]] = []
     for runs, s, t in zip(dims, source_strides, target_strides, strict=True):
         groups = []
         for first, count, step in _groups(runs):
             s0, t0, length = first
-            axes = (Axis(count, step[0] * s, step[1] * t), Axis(length, s, t))
+            axes = (BoxAxis(count, step[0] * s, step[1] * t), BoxAxis(length, s, t))
             groups.append((tuple(a for a in axes if a.steps > 1), s0 * s, t0 * t))
         per_dim.append(groups)
     return [
@@ -88,12 +88,12 @@ def ordered(axes: Axes, by: str) -> Axes:
         axes = tuple(sorted(axes, key=lambda a: (-a.source, -a.target)))
     else:
         axes = tuple(sorted(axes, key=lambda a: (-a.target, -a.source)))
-    merged: list[Axis] = []
+    merged: list[BoxAxis] = []
     for axis in axes:
         if merged:
             outer = merged[-1]
             if outer.source == axis.source * axis.steps and outer.target == axis.target * axis.steps:
-                merged[-1] = Axis(outer.steps * axis.steps, axis.source, axis.target)
+                merged[-1] = BoxAxis(outer.steps * axis.steps, axis.source, axis.target)
                 continue
         merged.append(axis)
     return tuple(merged)
@@ -143,7 +143,7 @@ def cut(placed: Placed, limit: int, *, spanning: bool = False) -> list[tuple[Axe
     tail = starts[starts + even > chunked.steps]
     for begin, count in ((whole, even), (tail, int(chunked.steps - tail[0]) if len(tail) else 0)):
         if len(begin):
-            shape = ((Axis(count, chunked.source, chunked.target),) if count > 1 else ()) + rest
+            shape = ((BoxAxis(count, chunked.source, chunked.target),) if count > 1 else ()) + rest
             tiles.append(
                 (
                     shape,

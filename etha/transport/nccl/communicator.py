@@ -157,19 +157,19 @@ class Communicators:
 
     def _end(self, one: Communicator) -> Task[None]:
         until = time.monotonic() + CLOSING
-        gone = PeerLostError(f"the communicator of {', '.join(one.members)} was closed", reason="closed")
+        closed = PeerLostError(f"the communicator of {', '.join(one.members)} was closed", reason="closed")
         try:
             if one.usable and not one.busy and one.ready():
                 self._nccl.finalize(one.handle)
                 yield True
                 while not one.ready():
                     if time.monotonic() >= until:
-                        one.abort(gone)
+                        one.abort(closed)
                         return
                     yield False
                 one.destroy()
-                one.cause = gone
+                one.cause = closed
                 return
         except (NcclError, PeerLostError) as error:
             log.debug("a communicator is aborted instead of closed: %s", error)
-        one.abort(gone)
+        one.abort(closed)

@@ -17,11 +17,11 @@ from etha.transport.copy.device import Copier, Launch
 from etha.transport.copy.device_memory import PinnedMemory, reaching
 from etha.transport.copy.device_warmup import kinds, rehearse
 from etha.transport.geometry.iovec import Op
-from etha.transport.nccl.schedule import Group, Message, Rounds
+from etha.transport.nccl.schedule import Message, MessageGroup, Rounds
 from etha.transport.nccl.staging_ring import GIVEN, VALUE, Ring
 from etha.transport.nccl.thread import Task
-from etha.transport.wire.crossings import ALIGN, Part
-from etha.transport.wire.flows import End, Observer, PartWork, Piece, WireProgram
+from etha.transport.wire.crossings import ALIGN, SlotPart
+from etha.transport.wire.flows import End, FlowObserver, FlowPiece, PartWork, WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 
 #: (rank, address, bytes) of one send or receive.
@@ -29,13 +29,13 @@ Operation = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reduction:
+class ReductionLaunch:
     """How a part is reduced: ``far`` are addresses of contributions, ``near`` fetch theirs to GIVEN, by number.
 
     ``shown``: host memory to which contributions and value are copied for a witness, who sees them later.
     """
 
-    part: Part
+    part: SlotPart
     work: PartWork
     far: Mapping[int, int]
     near: Mapping[int, Launch]
@@ -54,7 +54,7 @@ class Reduction:
         value = -(-self.part.numel * self.work.wire.itemsize // ALIGN) * ALIGN
         return self.part.slot.count * self.width + value
 
-    def tell(self, witness: Observer) -> None:
+    def tell(self, witness: FlowObserver) -> None:
         """Show what was reduced, once the device has passed it."""
         if self.shown is None:
             return
@@ -107,15 +107,15 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
+class LaunchStep:
     """One group. ``pack`` fills its slot, ``unpack`` empties it; None where nothing goes through it."""
 
-    group: Group
+    group: MessageGroup
     sends: tuple[Operation, ...]
     receives: tuple[Operation, ...]
     pack: Launch | None
     unpack: Launch | None
-    makes: tuple[Reduction, ...]
+    makes: tuple[ReductionLaunch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class Steps:
     """All of a program. ``early`` is to be done before anything is written."""
 
     program: WireProgram
-    steps: tuple[Step, ...]
+    steps: tuple[LaunchStep, ...]
     early: Launch | None
     generation: int
     shown: PinnedMemory | None = None
@@ -138,7 +138,7 @@ class Steps:
             self.shown.release()
 
 
-def _launches(steps: Sequence[Step]) -> list[Launch]:
+def _launches(steps: Sequence[LaunchStep]) -> list[Launch]:
     """All but the early one."""
     found = [launch for step in steps for launch in (step.pack, step.unpack)]
     for one in (one for step in steps for one in step.makes):
@@ -175,7 +175,7 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
     )
 
 
-def _witnessed(step: Step, room: torch.Tensor) -> Step:
+def _witnessed(step: LaunchStep, room: torch.Tensor) -> LaunchStep:
     makes, at = [], 0
     for one in step.makes:
         makes.append(replace(one, shown=room[at : at + one.shows]))
@@ -188,12 +188,12 @@ class _Maker:
         self._program, self._ring, self._copier = program, ring, copier
         self._ranks = {name: rank for rank, name in enumerate(program.members)}
 
-    def step(self, number: int, group: Group) -> Step:
+    def step(self, number: int, group: MessageGroup) -> LaunchStep:
         """A group's addresses and launches."""
         slot = self._ring.slot(number)
         packs = [op for m in group.sends if m.at >= 0 for op in self._pack(m, slot + m.at)]
         unpacks = [op for m in group.receives if m.at >= 0 for op in self._unpack(m, slot + m.at)]
-        return Step(
+        return LaunchStep(
             group=group,
             sends=tuple(self._operation(m, slot) for m in group.sends),
             receives=tuple(self._operation(m, slot) for m in group.receives),
@@ -226,7 +226,7 @@ class _Maker:
                 given = ring.address(GIVEN)
                 far = dict.fromkeys(range(slot.count), given)
                 value = ring.address(VALUE)
-                one = Reduction(part=part, work=work, far=far, near={}, value=value, results=None)
+                one = ReductionLaunch(part=part, work=work, far=far, near={}, value=value, results=None)
                 one.enqueue(ring, self._copier)
 
     def _operation(self, message: Message, slot: int) -> Operation:
@@ -240,7 +240,7 @@ class _Maker:
             address = self._room(part, part.far.index(span.index))
         return self._ranks[message.peer], address, span.wire
 
-    def _room(self, part: Part, place: int) -> int:
+    def _room(self, part: SlotPart, place: int) -> int:
         return self._ring.slab(part.wave) + part.places[place]
 
     def _pack(self, message: Message, base: int) -> list[Op]:
@@ -261,15 +261,15 @@ class _Maker:
                 ops += [Op(tile, dense, end.view, at, offset) for tile, offset, at in end.steps]
         return ops
 
-    def _dense(self, piece: Piece, address: int) -> View:
+    def _dense(self, piece: FlowPiece, address: int) -> View:
         return self._ring.view(address, (piece.nbytes // piece.dtype.itemsize,), piece.dtype)
 
-    def _value(self, piece: Piece) -> View:
+    def _value(self, piece: FlowPiece) -> View:
         part = piece.part
         assert part is not None, "a piece without a source"
         return self._ring.view(self._room(part, len(part.far)), (part.numel,), piece.dtype)
 
-    def _reduction(self, part: Part) -> Reduction:
+    def _reduction(self, part: SlotPart) -> ReductionLaunch:
         work, ring = self._program.values[part.number], self._ring
         value = self._room(part, len(part.far)) if work.sends else ring.address(VALUE)
         into = ring.view(ring.address(GIVEN), (part.numel,), work.source)
@@ -277,7 +277,7 @@ class _Maker:
         results = [
             Op(tile, made, end.view, at, offset) for end in work.results if end.view for tile, offset, at in end.steps
         ]
-        return Reduction(
+        return ReductionLaunch(
             part=part,
             work=work,
             far={index: self._room(part, place) for place, index in enumerate(part.far)},

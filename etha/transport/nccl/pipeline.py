@@ -1,4 +1,4 @@
-"""Conveyor: one run of a program's steps over NCCL, as a task of the NCCL thread.
+"""NcclPipeline: one run of a program's steps over NCCL, as a task of the NCCL thread.
 
     pack  k+1 |#####|     |#####|          up to DEPTH groups are queued; a slot is used again once the device has
     wire  k      |########|########|       passed ``done`` of the group that had it, and only then are the calls
@@ -23,9 +23,9 @@ from etha.memory.revocation import Guard
 from etha.transport.copy.device import Copier
 from etha.transport.copy.device_memory import reaching
 from etha.transport.copy.program import Member
-from etha.transport.copy.staging import Budget, Desk
+from etha.transport.copy.staging import Budget, CopySlot
 from etha.transport.nccl.communicator import Communicator
-from etha.transport.nccl.launches import Step, Steps
+from etha.transport.nccl.launches import LaunchStep, Steps
 from etha.transport.nccl.staging_ring import Ring
 from etha.transport.nccl.thread import Task
 from etha.transport.wire.nccl_messages import DEPTH
@@ -38,7 +38,7 @@ PROGRESS_EVERY = 0.1
 Count = Callable[[str, int, int], None]
 
 
-class Unquiet(TransferError):
+class QuiesceTimeout(TransferError):
     """What was queued on the device did not end in time: it may still read and write the workers' memory."""
 
 
@@ -51,7 +51,7 @@ def translated(members: Sequence[str]) -> Iterator[None]:
         raise PeerLostError(f"NCCL between {', '.join(members)}: {error}", reason="died") from error
 
 
-class Conveyor:
+class NcclPipeline:
     """See the module's head. ``stop`` from any thread; the rest on the NCCL thread.
 
     ``numbers`` (DEPTH) are those by which revocation pages tell its groups apart.
@@ -73,9 +73,9 @@ class Conveyor:
         self.cause: BaseException | None = None
         self.done = 0
         self._budget, self._count, self._progress = budget, count, progress
-        self._desks = [Desk(number, budget) for number in numbers[:DEPTH]]
-        self._flight: deque[tuple[int, Step, ExitStack]] = deque()
-        self._told = 0.0
+        self._copy_slots = [CopySlot(number, budget) for number in numbers[:DEPTH]]
+        self._flight: deque[tuple[int, LaunchStep, ExitStack]] = deque()
+        self._progress_at = 0.0
 
     def stop(self, cause: BaseException) -> None:
         """End it with ``cause`` unless it ends before; returns at once."""
@@ -111,7 +111,7 @@ class Conveyor:
         ring, driver = self.ring, self.ring.driver
         owners = sorted({owner for _, _, some in self.steps.program.early for owner in some})
         with ExitStack() as guarded:
-            guarded.enter_context(self._desks[0].inside(self.guards, owners))
+            guarded.enter_context(self._copy_slots[0].inside(self.guards, owners))
             with reaching(ring.uuid):
                 self.copier.enqueue(self.steps.early, ring.pack)
                 driver.record(ring.packed[0], ring.pack)
@@ -129,11 +129,11 @@ class Conveyor:
             raise self.cause
         return comm.ready()
 
-    def _issue(self, comm: Communicator, number: int, step: Step) -> Task[None]:
+    def _issue(self, comm: Communicator, number: int, step: LaunchStep) -> Task[None]:
         ring, driver, slot = self.ring, self.ring.driver, number % DEPTH
         self._check(comm)
         guarded = ExitStack()
-        guarded.enter_context(self._desks[slot].inside(self.guards, step.group.owners))
+        guarded.enter_context(self._copy_slots[slot].inside(self.guards, step.group.owners))
         self._flight.append((number, step, guarded))
         # ``done`` comes in the order of the groups: a younger one stands for those whose events are used again.
         after = max(step.group.after, number - DEPTH)
@@ -155,7 +155,7 @@ class Conveyor:
             one.enqueue(ring, self.copier)
         driver.record(ring.done[slot], ring.unpack)
 
-    def _group(self, comm: Communicator, step: Step) -> None:
+    def _group(self, comm: Communicator, step: LaunchStep) -> None:
         nccl, wire = comm.nccl, self.ring.wire
         nccl.group_start()
         try:
@@ -184,8 +184,8 @@ class Conveyor:
                 self._count(message.peer, nbytes if sent else 0, 0 if sent else nbytes)
         self.done += step.group.nbytes
         now = time.monotonic()
-        if self._progress is not None and now - self._told >= PROGRESS_EVERY:
-            self._told = now
+        if self._progress is not None and now - self._progress_at >= PROGRESS_EVERY:
+            self._progress_at = now
             self._progress(self.done)
         return True
 
@@ -200,7 +200,7 @@ class Conveyor:
                 driver.record(event, stream)
             while not all(map(driver.reached, ring.done)):
                 if time.monotonic() >= until:
-                    raise Unquiet(
+                    raise QuiesceTimeout(
                         f"NCCL between {', '.join(comm.members)} was aborted ({error}), and the device was not done "
                         f"{ABORTING:g} s later: restart this agent before its workers' memory is used again",
                         quiesced=False,

@@ -1,6 +1,6 @@
 """NcclPlane: what one agent has of NCCL: a thread, communicators, a ring, and programs laid over it.
 
-An ``Errand`` is what a task of the NCCL thread is on the loop: how it is stopped, waited for, and given up on.
+An ``NcclJob`` is what a task of the NCCL thread is on the loop: how it is stopped, waited for, and given up on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from etha.transport.copy.device import Copier
 from etha.transport.copy.staging import Budget
 from etha.transport.nccl.communicator import Communicators
 from etha.transport.nccl.launches import Steps, make_steps
-from etha.transport.nccl.pipeline import ABORTING, Conveyor, Unquiet
+from etha.transport.nccl.pipeline import ABORTING, NcclPipeline, QuiesceTimeout
 from etha.transport.nccl.schedule import Rounds, make_rounds
 from etha.transport.nccl.staging_ring import Ring
 from etha.transport.nccl.thread import NcclThread, T, Task
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 
-#: Numbers on revocation pages, the last ones: an agent with a card has at most so many desks fewer.
+#: Numbers on revocation pages, the last ones: an agent with a card has at most so many copy slots fewer.
 NUMBERS = tuple(range(THREADS - DEPTH, THREADS))
 #: Seconds after a stop within which the thread must have come back; it gives up on the device before.
 BOUND = ABORTING + 5.0
@@ -58,9 +58,9 @@ class NcclPlane:
         #: One run at a time has the ring.
         self.turn = asyncio.Lock()
         #: Why nothing can be run any more: the device may still be at work for a run that is over.
-        self.stuck: Unquiet | None = None
+        self.stuck: QuiesceTimeout | None = None
         #: Kept with it: the calls whose memory it may touch are left when it is forgotten, so never.
-        self.unquiet: Conveyor | None = None
+        self.unfinished: NcclPipeline | None = None
         self._ring: Ring | None = None
         self._copier: Copier | None = None
         self._rounds: dict[WireProgram, Rounds] = {}
@@ -88,11 +88,11 @@ class NcclPlane:
             self._steps[program] = found
         return found
 
-    def conveyor(self, run: WireRun, progress: Callable[[int], None] | None) -> Task[Conveyor]:
+    def pipeline(self, run: WireRun, progress: Callable[[int], None] | None) -> Task[NcclPipeline]:
         """A run that may begin; on the NCCL thread."""
         steps = yield from self.steps(run.program)
         assert self._ring is not None and self._copier is not None
-        return Conveyor(
+        return NcclPipeline(
             steps, self._ring, self._copier, run.guards,
             numbers=self.numbers, budget=self.budget, count=self._count, progress=progress,
         )  # fmt: skip
@@ -135,13 +135,13 @@ class NcclPlane:
         self._ring = self._copier = None
 
 
-class Errand:
+class NcclJob:
     """See the module's head. ``cause`` is why it was stopped."""
 
     def __init__(self, plane: NcclPlane) -> None:
         self._plane = plane
         self._loop = asyncio.get_running_loop()
-        self.conveyor: Conveyor | None = None
+        self.pipeline: NcclPipeline | None = None
         self.cause: BaseException | None = None
         self.late: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -151,19 +151,19 @@ class Errand:
         if self.cause is None:
             self.cause = cause
             self._timer = self._loop.call_later(BOUND, self._expire)
-            if self.conveyor is not None:
-                self.conveyor.stop(cause)
+            if self.pipeline is not None:
+                self.pipeline.stop(cause)
             self._plane.thread.nudge()
 
     def _expire(self) -> None:
         if not self.late.done():
             self.late.set_result(None)
 
-    def begun(self, conveyor: Conveyor) -> None:
-        """On the NCCL thread: from now on a stop is the conveyor's."""
-        self.conveyor = conveyor
+    def begun(self, pipeline: NcclPipeline) -> None:
+        """On the NCCL thread: from now on a stop is the pipeline's."""
+        self.pipeline = pipeline
         if self.cause is not None:
-            conveyor.stop(self.cause)
+            pipeline.stop(self.cause)
 
     async def over(self, task: Task[T]) -> T:
         """Run a task to its end; a cancellation stops it and waits for that, as long as it may take."""
@@ -178,16 +178,16 @@ class Errand:
                     cancelled = error
                     self.stop(error)
             if not future.done():
-                self._plane.stuck = Unquiet(
+                self._plane.stuck = QuiesceTimeout(
                     f"agent {self._plane.me}: NCCL did not come back within {BOUND:g} s of a stop ({self.cause}), its "
                     f"device may still be at work: restart this agent before its workers' memory is used for anything",
                     quiesced=False,
                 )
-                self._plane.unquiet = self.conveyor
+                self._plane.unfinished = self.pipeline
                 raise self._plane.stuck from self.cause
             failed = future.exception()
-            if isinstance(failed, Unquiet):
-                self._plane.stuck, self._plane.unquiet = failed, self.conveyor
+            if isinstance(failed, QuiesceTimeout):
+                self._plane.stuck, self._plane.unfinished = failed, self.pipeline
             if cancelled is not None and self._plane.stuck is None:
                 raise cancelled
             return future.result()

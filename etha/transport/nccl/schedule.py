@@ -10,7 +10,7 @@ with lower keys too; ``make_rounds`` refuses a program where it does not. So bot
 are open until all of their messages have gone: it goes. As the messages of two agents are issued in the order of
 the same keys, and in one key in the order of the flow, the n-th send of one meets the n-th receive of the other.
 
-Groups hold at most GROUP operations: a key ends with a colour of the two agents (``messages.Cut``). Pure.
+Groups hold at most GROUP operations: a key ends with a colour of the two agents (``nccl_messages.MessageCut``). Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from etha.transport.copy.program import Member
-from etha.transport.wire.crossings import ALIGN, Part
+from etha.transport.wire.crossings import ALIGN, SlotPart
 from etha.transport.wire.flows import Span, WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 
@@ -36,7 +36,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class MessageGroup:
     """``after`` is the last group that has to be laid down before this one is packed (-1: none).
 
     ``makes`` are reduced once this one is laid down. ``owners`` is whose memory all of it touches.
@@ -46,7 +46,7 @@ class Group:
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     after: int = -1
-    makes: tuple[Part, ...] = ()
+    makes: tuple[SlotPart, ...] = ()
     owners: tuple[Member, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ class Group:
 class Rounds:
     """``groups`` in order; ``slot`` is the most bytes of one that go through the ring. The first group only makes."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[MessageGroup, ...]
     slot: int
 
     @property
@@ -73,7 +73,7 @@ class _Draft:
     key: Key
     sends: list[tuple[str, Span]] = field(default_factory=list)
     receives: list[tuple[str, Span]] = field(default_factory=list)
-    makes: list[Part] = field(default_factory=list)
+    makes: list[SlotPart] = field(default_factory=list)
 
 
 def make_rounds(program: WireProgram) -> Rounds:
@@ -104,7 +104,7 @@ def make_rounds(program: WireProgram) -> Rounds:
         owners = {owner for _, span in (*draft.sends, *draft.receives) for owner in span.owners}
         owners |= {owner for part in draft.makes for owner in program.values[part.number].owners}
         groups.append(
-            Group(
+            MessageGroup(
                 key=draft.key, sends=tuple(placed[0]), receives=tuple(placed[1]), after=after,
                 makes=tuple(draft.makes), owners=tuple(sorted(owners)),
             )

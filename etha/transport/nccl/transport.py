@@ -11,7 +11,7 @@ Of the agents that exchange bytes in an epoch, each (``members`` are their names
     cut = device_cut(members, staging)
     program = compile_wire(plan, ways, sources, targets, staging=staging, cut=cut)      views with ``device`` set
     transport = NcclTransport(plane, comm)
-    await transport.open([Peer(agent=name) for name in peers])
+    await transport.open([TransportPeer(agent=name) for name in peers])
     await transport.prepare(run)                                    where program.aliased, before the lane writes
     nbytes = await transport.run(WireRun(program=program, guards=guards, seq=seq), progress)
 
@@ -29,9 +29,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from etha.errors import PeerLostError, ProtocolError
-from etha.transport.base import Peer, Progress, WireRun
+from etha.transport.base import Progress, TransportPeer, WireRun
 from etha.transport.nccl.communicator import Communicator
-from etha.transport.nccl.plane import Errand, NcclPlane
+from etha.transport.nccl.plane import NcclJob, NcclPlane
 from etha.transport.nccl.thread import Task
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import device_cut
@@ -46,7 +46,7 @@ class NcclTransport:
 
     def __init__(self, plane: NcclPlane, communicator: Communicator) -> None:
         self._plane, self._communicator = plane, communicator
-        self._running: set[Errand] = set()
+        self._running: set[NcclJob] = set()
         self._refused: BaseException | None = None
         self._programs: set[WireProgram] = set()
 
@@ -55,14 +55,14 @@ class NcclTransport:
         """Whether ``run`` may succeed; False once a run was stopped or has failed: a fresh communicator is needed."""
         return self._communicator.usable and self._plane.stuck is None and self._refused is None
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Check that the communicator reaches these peers; ProtocolError where it does not. Addresses are not used."""
         if strange := {peer.agent for peer in peers} - set(self._communicator.members):
             raise ProtocolError(f"the communicator of {self._communicator.members} does not reach {sorted(strange)}")
 
     async def prepare(self, run: WireRun) -> None:
         """Lay the program over the card, and copy what must be read before anything is written, once a run."""
-        await self._errand(run, None, move=False)
+        await self._run_job(run, None, move=False)
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
         """Exchange everything of one transfer; its payload in bytes, sent and received.
@@ -74,40 +74,40 @@ class NcclTransport:
         """
         if bucket.program.empty:
             return 0
-        return await self._errand(bucket, on_progress, move=True)
+        return await self._run_job(bucket, on_progress, move=True)
 
-    async def _errand(self, run: WireRun, on_progress: Progress | None, *, move: bool) -> int:
+    async def _run_job(self, run: WireRun, on_progress: Progress | None, *, move: bool) -> int:
         comm = self._communicator
         if run.program.members and run.program.members != comm.members:
             raise ProtocolError(f"a program for {run.program.members}, a communicator of {comm.members}")
         self._programs.add(run.program)
-        errand = Errand(self._plane)
-        self._running.add(errand)
+        job = NcclJob(self._plane)
+        self._running.add(job)
         try:
             async with self._plane.turn:
-                for cause in (self._plane.stuck, self._refused, errand.cause, comm.cause if move else None):
+                for cause in (self._plane.stuck, self._refused, job.cause, comm.cause if move else None):
                     if cause is not None:
                         raise cause
                 loop = asyncio.get_running_loop()
                 tell = None if on_progress is None else partial(_tell, loop, on_progress)
-                return await errand.over(self._go(errand, run, comm, tell, move))
+                return await job.over(self._go(job, run, comm, tell, move))
         except BaseException as error:
             # Whatever it was, the others' groups wait for this agent's: it must not stay a member that never comes.
             if move:
                 self._plane.communicators.discard(comm, error)
             raise
         finally:
-            self._running.discard(errand)
+            self._running.discard(job)
 
     def _go(
-        self, errand: Errand, run: WireRun, comm: Communicator, tell: Callable[[int], None] | None, move: bool
+        self, job: NcclJob, run: WireRun, comm: Communicator, tell: Callable[[int], None] | None, move: bool
     ) -> Task[int]:
         yield True
         try:
-            conveyor = yield from errand.until_stopped(self._plane.conveyor(run, tell))
-            errand.begun(conveyor)
+            pipeline = yield from job.until_stopped(self._plane.pipeline(run, tell))
+            job.begun(pipeline)
             if not run.prepared:
-                yield from conveyor.copy_early()
+                yield from pipeline.copy_early()
                 run.prepared = True
         except BaseException as error:
             if move:
@@ -116,7 +116,7 @@ class NcclTransport:
         if not move:
             return 0
         run.touched = run.touched or bool(run.program.receives)
-        return (yield from conveyor.run(comm))
+        return (yield from pipeline.run(comm))
 
     def stop(self, cause: BaseException) -> None:
         """The transfer is aborted: end what runs with ``cause``, and the communicator; returns at once, idempotent.
@@ -124,8 +124,8 @@ class NcclTransport:
         Also to be called where the own part is done already: others may have aborted theirs, and a later group would
         wait for them for ever.
         """
-        for errand in self._running:
-            errand.stop(cause)
+        for job in self._running:
+            job.stop(cause)
         if not self._running:
             self._plane.communicators.discard(self._communicator, cause)
 

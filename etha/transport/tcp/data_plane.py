@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from etha.config import STAGING
 from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.transport.base import Progress, StreamLost, Traffic, WireRun
-from etha.transport.copy.staging import Budget, Chunk, Desks, Pool, StagingMemory, rounded_up
+from etha.transport.copy.staging import Budget, CopySlots, Pool, StagingChunk, StagingMemory, rounded_up
 from etha.transport.geometry.iovec import Op
-from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, Door, knock
+from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, DataListener, connect
 from etha.transport.tcp.run import Exchange
 from etha.transport.tcp.streams import Header, Inlet, Outlet
 from etha.transport.tcp.tls import Identity
@@ -53,7 +53,7 @@ class StreamSet:
 class DataPlane:
     """The data half of an agent. ``run()`` accepts streams; ``traffic`` counts per peer; close() in the end.
 
-    ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who knock.
+    ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who connect.
     ``memory``: where staging lies, on a GPU's agent. ``identity``: connections are encrypted, and no other is let in.
     """
 
@@ -65,16 +65,18 @@ class DataPlane:
         admit: Admit,
         staging: int = STAGING,
         streams: int = STREAMS,
-        desks: int | None = None,
+        copy_slots: int | None = None,
         memory: StagingMemory | None = None,
         identity: Identity | None = None,
     ) -> None:
         self.budget = Budget(staging)
         self.memory = StagingMemory() if memory is None else memory
-        self.desks = Desks(self.budget, desks, self.memory)
+        self.copy_slots = CopySlots(self.budget, copy_slots, self.memory)
         self.streams = streams
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
-        self._door = Door(listener, token_bytes=token_bytes, admit=admit, entered=self._entered, identity=identity)
+        self._data_listener = DataListener(
+            listener, token_bytes=token_bytes, admit=admit, entered=self._entered, identity=identity
+        )
         self._changed = threading.Condition(threading.Lock())
         self.pool = Pool(self.budget, self.memory)
         self._slabs = Pool(self.budget)
@@ -87,7 +89,7 @@ class DataPlane:
 
     async def run(self) -> None:
         """Let streams in until cancelled."""
-        await self._door.run()
+        await self._data_listener.run()
 
     @property
     def peak_staging(self) -> int:
@@ -128,7 +130,7 @@ class DataPlane:
 
     async def _open(self, one: StreamSet, address: DataAddress) -> None:
         opening = one.slot.to_bytes(_SLOT_BYTES, "big") + secrets.token_bytes(OPENING_BYTES - _SLOT_BYTES)
-        conns = await knock(one.peer, address, opening, self.streams)
+        conns = await connect(one.peer, address, opening, self.streams)
         with self._changed:
             if not self._closed and one in self._sets[one.peer]:
                 one.outlets = [Outlet(conn, one.peer, self) for conn in conns]
@@ -238,9 +240,9 @@ class DataPlane:
         if (most := self.need(program)) > self.room:
             raise ConfigError(
                 f"this transfer may need {most} bytes of staging, this agent has {self.room} besides what its "
-                f"{self.desks.count} desks use: give it more staging memory, or fewer streams per peer"
+                f"{self.copy_slots.count} copy slots use: give it more staging memory, or fewer streams per peer"
             )
-        slabs: list[Chunk] = []
+        slabs: list[StagingChunk] = []
         try:
             for nbytes in program.slabs:
                 slabs.append(self._slabs.take(nbytes))
@@ -250,7 +252,7 @@ class DataPlane:
                 if label in self._running:
                     raise ProtocolError(f"transfer {run.seq} runs already")
                 exchange = self._running[label] = Exchange(
-                    program, run.guards, label, desks=self.desks, budget=self.budget, slabs=slabs,
+                    program, run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
                 )  # fmt: skip
                 self._changed.notify_all()
@@ -277,14 +279,19 @@ class DataPlane:
             self._slabs.give(slab)
 
     def need(self, program: WireProgram) -> int:
-        """Bytes of staging that a run of it may come to, besides what desks use for anybody."""
+        """Bytes of staging that a run of it may come to, besides what copy slots use for anybody."""
         slabs = sum(map(rounded_up, program.slabs))
-        return program.packed * rounded_up(program.chunk) + slabs + program.staged + self.desks.count * program.scratch
+        return (
+            program.packed * rounded_up(program.chunk)
+            + slabs
+            + program.staged
+            + self.copy_slots.count * program.scratch
+        )
 
     @property
     def room(self) -> int:
         """Bytes of staging for all runs together."""
-        return self.budget.limit - self.desks.scratch
+        return self.budget.limit - self.copy_slots.scratch
 
     async def prepare(self, run: WireRun) -> None:
         """Copy what must be read before anything is written; the rest of the transfer only after it."""
@@ -294,11 +301,11 @@ class DataPlane:
                 await asyncio.to_thread(self._early, run)
 
     def _early(self, run: WireRun) -> None:
-        with self.desks.one() as desk:
+        with self.copy_slots.one() as copy_slot:
             for end, stage, owners in run.program.early:
                 assert end.view is not None
-                with desk.inside(run.guards, owners):
-                    desk.run([Op(tile, end.view, stage, offset, at) for tile, offset, at in end.steps])
+                with copy_slot.inside(run.guards, owners):
+                    copy_slot.run([Op(tile, end.view, stage, offset, at) for tile, offset, at in end.steps])
 
     async def close(self) -> None:
         """End all runs and streams and wait for their threads; idempotent."""
@@ -313,6 +320,6 @@ class DataPlane:
         self._shut(sets, inlets)
         streams: list[Outlet | Inlet] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
         await asyncio.to_thread(lambda: [stream.join() for stream in streams])
-        self.desks.close()
+        self.copy_slots.close()
         self.pool.close()
         self._slabs.close()

@@ -43,7 +43,7 @@ class DataAddress:
     fingerprint: bytes | None = None
 
 
-class _Comer:
+class _Newcomer:
     """Somebody who has shown no token yet."""
 
     def __init__(self, conn: socket.socket, address: str) -> None:
@@ -56,7 +56,7 @@ class _Comer:
         self.spoke = True
 
 
-class Door:
+class DataListener:
     """Lets connections in at a listening, non-blocking socket, which it closes in the end."""
 
     def __init__(
@@ -73,20 +73,20 @@ class Door:
         self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
         self._patience = patience
         #: Who has shown no token yet, in the order in which they came.
-        self._waiting: dict[asyncio.Task[None], _Comer] = {}
+        self._waiting: dict[asyncio.Task[None], _Newcomer] = {}
         self._strangers = limits.WarningLimit(log)
 
     async def run(self) -> None:
         """Accept until cancelled."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.TaskGroup() as knocks:
+            async with asyncio.TaskGroup() as admissions:
                 while True:
                     try:
                         conn, address = await loop.sock_accept(self._listener)
                     except OSError as error:
                         log.error("the data port cannot accept: %s", error)
-                        await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps who knocks
+                        await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps new connections
                         continue
                     if limits.in_reserve(conn.fileno()):
                         self._strangers.warn("closed a data connection: no file descriptors are left")
@@ -96,9 +96,9 @@ class Door:
                     if len(self._waiting) >= limits.max_unproven():
                         self._strangers.warn("closed a data connection: too many show no token")
                         self._evict()
-                    comer = _Comer(conn, str(address))
-                    task = knocks.create_task(self._knock(comer))
-                    self._waiting[task] = comer
+                    newcomer = _Newcomer(conn, str(address))
+                    task = admissions.create_task(self._let_in(newcomer))
+                    self._waiting[task] = newcomer
                     task.add_done_callback(self._over)
         finally:
             self._listener.close()
@@ -106,24 +106,24 @@ class Door:
 
     def _evict(self) -> None:
         """Make room: the oldest goes, first of all one that has said nothing."""
-        oldest = next((task for task, comer in self._waiting.items() if not comer.spoke), None)
+        oldest = next((task for task, newcomer in self._waiting.items() if not newcomer.spoke), None)
         oldest = oldest or next(iter(self._waiting), None)
         if oldest is not None:
             self._waiting.pop(oldest).conn.close()
             oldest.cancel()
 
     def _over(self, task: asyncio.Task[None]) -> None:
-        comer = self._waiting.pop(task, None)
-        if comer is not None and not comer.let_in:
-            comer.conn.close()
+        newcomer = self._waiting.pop(task, None)
+        if newcomer is not None and not newcomer.let_in:
+            newcomer.conn.close()
 
-    async def _knock(self, comer: _Comer) -> None:
-        conn, address = comer.conn, comer.address
+    async def _let_in(self, newcomer: _Newcomer) -> None:
+        conn, address = newcomer.conn, newcomer.address
         try:
             async with asyncio.timeout(self._patience):
                 if self._identity is not None:
-                    return await self._secured(comer, self._identity)
-                token = await read_exactly(conn, self._token_bytes, comer.speak)
+                    return await self._secured(newcomer, self._identity)
+                token = await read_exactly(conn, self._token_bytes, newcomer.speak)
                 agent = self._admit(token)
                 if agent is None:
                     self._strangers.warn("closed a data connection from %s: its token is not good", address)
@@ -131,22 +131,22 @@ class Door:
                 opening = await read_exactly(conn, OPENING_BYTES)
                 await asyncio.get_running_loop().sock_sendall(conn, _WELCOME)
             self._entered(conn, agent, opening)
-            comer.let_in = True
+            newcomer.let_in = True
         except TimeoutError:
             self._strangers.warn("closed a data connection from %s: no token in %.1f s", address, self._patience)
         except (OSError, EOFError, EthaError) as error:
             why = str(error) or "it ended before its token"
             self._strangers.warn("closed a data connection from %s: %s", address, why)
 
-    async def _secured(self, comer: _Comer, identity: Identity) -> None:
+    async def _secured(self, newcomer: _Newcomer, identity: Identity) -> None:
         """As above, inside TLS."""
-        secured = await Secured.accepted(comer.conn, identity)
+        secured = await Secured.accepted(newcomer.conn, identity)
         try:
-            comer.speak()
+            newcomer.speak()
             token = await secured.read_exactly(self._token_bytes)
             agent = self._admit(token)
             if agent is None:
-                self._strangers.warn("closed a data connection from %s: its token is not good", comer.address)
+                self._strangers.warn("closed a data connection from %s: its token is not good", newcomer.address)
                 return secured.close()
             opening = await secured.read_exactly(OPENING_BYTES)
             await secured.send_all(_WELCOME)
@@ -154,7 +154,7 @@ class Door:
             secured.close()
             raise
         self._entered(secured.inward(), agent, opening)
-        comer.let_in = True
+        newcomer.let_in = True
 
 
 async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], None] = lambda: None) -> bytes:
@@ -169,7 +169,7 @@ async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], Non
     return data
 
 
-async def knock(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
+async def connect(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
     """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
     if (short := limits.shortage(count * (1 if address.fingerprint is None else DESCRIPTORS))) is not None:
         raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")

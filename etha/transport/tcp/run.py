@@ -23,11 +23,11 @@ from etha.memory.revocation import Guard
 from etha.plan.proof.simulate import combine, finish
 from etha.transport.base import Progress
 from etha.transport.copy.program import Member
-from etha.transport.copy.staging import Budget, Chunk, Desk, Desks, dense_view
+from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
-from etha.transport.wire.crossings import Part
+from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.flows import WireProgram
-from etha.transport.wire.forwarding import Ledger
+from etha.transport.wire.forwarding import ForwardingProgress
 
 #: Least seconds between two progress callbacks of one run.
 PROGRESS_EVERY = 0.1
@@ -64,9 +64,9 @@ class Exchange:
         guards: Mapping[Member, Guard],
         label: tuple[bytes, int],
         *,
-        desks: Desks,
+        copy_slots: CopySlots,
         budget: Budget,
-        slabs: Sequence[Chunk],
+        slabs: Sequence[StagingChunk],
         on_progress: Progress | None,
         on_fail: Callable[[], None],
     ) -> None:
@@ -76,15 +76,15 @@ class Exchange:
         self.touched = False
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self.loop.create_future()
-        self._desks, self._budget, self.slabs = desks, budget, slabs
+        self._copy_slots, self._budget, self.slabs = copy_slots, budget, slabs
         self._on_progress, self._on_fail = on_progress, on_fail
         self._changed = threading.Condition(threading.Lock())
         self._streams: set[Shuttable] = set()
         self._planned = sum(len(f.lanes) for flows in (program.sends, program.receives) for f in flows.values())
         self._ended = self.done = 0
         self._finished = False
-        self._told = 0.0
-        self._ledger = Ledger()
+        self._progress_at = 0.0
+        self._ledger = ForwardingProgress()
         self._states = {p.number: _State(len(p.far)) for p in program.parts}
         #: Of each wave: values to be made and results to be sent; it is over when none is left.
         self._left: dict[int, int] = defaultdict(int)
@@ -148,18 +148,18 @@ class Exchange:
         with self._changed:
             self.done += nbytes
             now = time.monotonic()
-            if self._on_progress is not None and now - self._told >= PROGRESS_EVERY:
-                self._told = now
+            if self._on_progress is not None and now - self._progress_at >= PROGRESS_EVERY:
+                self._progress_at = now
                 self._call(self._on_progress, self.done)
 
     @contextmanager
-    def writing(self, desk: Desk) -> Iterator[None]:
-        """Around what a desk copies into targets."""
-        desk.work.wrote = False
+    def writing(self, copy_slot: CopySlot) -> Iterator[None]:
+        """Around what a copy slot copies into targets."""
+        copy_slot.work.wrote = False
         try:
             yield
         finally:
-            self.touched = self.touched or desk.work.wrote
+            self.touched = self.touched or copy_slot.work.wrote
 
     # ---- what is passed on --------------------------------------------------------------------
 
@@ -178,19 +178,19 @@ class Exchange:
 
     # ---- reductions ---------------------------------------------------------------------------
 
-    def admit(self, part: Part) -> None:
+    def admit(self, part: SlotPart) -> None:
         """Wait until the part's wave has its memory: all but the last wave before it are over."""
         with self._changed:
             while self.error is None and part.wave > self._wave + 1:
                 self._changed.wait()
             self._check()
 
-    def room(self, part: Part, place: int, nbytes: int) -> torch.Tensor:
+    def room(self, part: SlotPart, place: int, nbytes: int) -> torch.Tensor:
         """The bytes of the part's memory at ``part.places[place]``."""
         at = part.places[place]
         return self.slabs[part.wave % 2].flat[at : at + nbytes]
 
-    def arrived(self, part: Part) -> None:
+    def arrived(self, part: SlotPart) -> None:
         """A contribution is in its place; the last one has this thread reduce the part."""
         state = self._states[part.number]
         with self._changed:
@@ -200,7 +200,7 @@ class Exchange:
         if last:
             self._make(part)
 
-    def value(self, part: Part) -> torch.Tensor:
+    def value(self, part: SlotPart) -> torch.Tensor:
         """The part's value, flat; waits for it, or makes it where nothing comes by wire."""
         state = self._states[part.number]
         self.admit(part)
@@ -223,22 +223,22 @@ class Exchange:
         except Exception as error:
             self.error = self.error or error
 
-    def sent(self, part: Part) -> None:
+    def sent(self, part: SlotPart) -> None:
         """One of the part's results is on its way, its value needed once less."""
         with self._changed:
             self._release(part)
 
-    def _result(self, part: Part) -> torch.Tensor:
+    def _result(self, part: SlotPart) -> torch.Tensor:
         wire = self.program.values[part.number].wire
         return self.room(part, len(part.far), part.numel * wire.itemsize).view(wire)
 
-    def _make(self, part: Part) -> None:
-        with self._desks.one() as desk:
+    def _make(self, part: SlotPart) -> None:
+        with self._copy_slots.one() as copy_slot:
             work = self.program.values[part.number]
-            with desk.inside(self.guards, work.owners):
+            with copy_slot.inside(self.guards, work.owners):
                 self._budget.take(self.program.scratch)
                 try:
-                    self._reduce(part, desk)
+                    self._reduce(part, copy_slot)
                 finally:
                     self._budget.take(-self.program.scratch)
         with self._changed:
@@ -247,7 +247,7 @@ class Exchange:
                 self._release(part)
             self._changed.notify_all()
 
-    def _reduce(self, part: Part, desk: Desk) -> None:
+    def _reduce(self, part: SlotPart, copy_slot: CopySlot) -> None:
         """As ``etha.plan.proof.simulate``: contributions in index order, rounded once; then every target here."""
         slot, work = part.slot, self.program.values[part.number]
         places = {index: place for place, index in enumerate(part.far)}
@@ -261,7 +261,7 @@ class Exchange:
                     given = torch.empty(part.numel, dtype=work.source)
                     end, dense = work.near[index], dense_view(given)
                     assert end.view is not None, "a contribution that lies nowhere"
-                    desk.run([Op(tile, end.view, dense, offset, at) for tile, offset, at in end.steps])
+                    copy_slot.run([Op(tile, end.view, dense, offset, at) for tile, offset, at in end.steps])
                 if witness is not None:
                     witness.given(part, index, given)
                 term = given.to(slot.accumulate, copy=True)
@@ -275,10 +275,12 @@ class Exchange:
         if work.sends:
             self._result(part).copy_(value)
         done = dense_view(value)
-        with self.writing(desk):
-            desk.run([Op(t, done, e.view, at, offset) for e in work.results if e.view for t, offset, at in e.steps])
+        with self.writing(copy_slot):
+            copy_slot.run(
+                [Op(t, done, e.view, at, offset) for e in work.results if e.view for t, offset, at in e.steps]
+            )
 
-    def _release(self, part: Part) -> None:
+    def _release(self, part: SlotPart) -> None:
         self._left[part.wave] -= 1
         self._pass_waves()
         self._changed.notify_all()

@@ -23,10 +23,10 @@ from typing import Protocol
 
 from etha.errors import ProtocolError, TransferError
 from etha.transport.base import StreamLost
-from etha.transport.copy.staging import Chunk, Desks, Pool, dense_view
+from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, Exchange
-from etha.transport.wire.flows import Flow, Piece, Span
+from etha.transport.wire.flows import Flow, FlowPiece, Span
 
 _MAGIC = b"etha-w1\0"
 #: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow here.
@@ -82,10 +82,10 @@ _KEEPALIVE = (
 )
 
 
-class Hall(Protocol):
+class StreamOwner(Protocol):
     """Where streams belong: the data plane of this agent."""
 
-    desks: Desks
+    copy_slots: CopySlots
     pool: Pool
 
     def count(self, peer: str, sent: int, received: int) -> None:
@@ -96,11 +96,11 @@ class Hall(Protocol):
 class Stream(ABC):
     """What both directions share: a socket, its thread, and a chunk for as long as it packs or unpacks for a run."""
 
-    def __init__(self, conn: socket.socket, peer: str, hall: Hall, name: str) -> None:
+    def __init__(self, conn: socket.socket, peer: str, owner: StreamOwner, name: str) -> None:
         self.peer = peer
         self.closed = False
-        self.sock, self.hall = conn, hall
-        self._chunk: Chunk | None = None
+        self.sock, self.owner = conn, owner
+        self._chunk: StagingChunk | None = None
         self._lock = threading.Lock()
         #: Held by who uses the socket from another thread than the stream's own.
         self.using = threading.Lock()
@@ -134,26 +134,26 @@ class Stream(ABC):
             self.shut()
             with self.using:
                 self.sock.close()
-            self.gone()
+            self.on_end()
 
     @abstractmethod
     def work(self) -> None:
         """All that the thread does."""
 
-    def gone(self) -> None:  # noqa: B027 - not every direction has something to do at its end
+    def on_end(self) -> None:  # noqa: B027 - not every direction has something to do at its end
         """The thread ends."""
 
-    def chunk(self, exchange: Exchange) -> Chunk:
+    def chunk(self, exchange: Exchange) -> StagingChunk:
         """What this stream packs or unpacks in, of the size that the run has booked; its own until its part is over."""
         if self._chunk is None:
-            self._chunk = self.hall.pool.take(exchange.program.chunk)
+            self._chunk = self.owner.pool.take(exchange.program.chunk)
         return self._chunk
 
     def leave_chunk(self) -> None:
         """Give it back; idempotent."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
-            self.hall.pool.give(chunk)
+            self.owner.pool.give(chunk)
 
     def lost(self, error: OSError | None = None) -> TransferError:
         """The error of a stream that the other end has closed, or of a way on which nothing comes back."""
@@ -203,8 +203,8 @@ log = logging.getLogger(__name__)
 WORTH = 256 << 10
 
 
-class Lobby(Hall, Protocol):
-    """A hall that knows the runs which inlets are for."""
+class RunRegistry(StreamOwner, Protocol):
+    """A stream owner that knows the runs which inlets are for."""
 
     def match(self, inlet: Inlet, header: Header) -> Exchange | None:
         """The run that a header belongs to, waited for; None when the inlet is shut first."""
@@ -222,9 +222,9 @@ class Lobby(Hall, Protocol):
 class Inlet(Stream):
     """Receives what its header announces, run after run."""
 
-    def __init__(self, conn: socket.socket, peer: str, lobby: Lobby, opening: bytes) -> None:
-        super().__init__(conn, peer, lobby, "recv")
-        self._lobby = lobby
+    def __init__(self, conn: socket.socket, peer: str, registry: RunRegistry, opening: bytes) -> None:
+        super().__init__(conn, peer, registry, "recv")
+        self._registry = registry
         self.opening = opening
 
     def work(self) -> None:
@@ -238,7 +238,7 @@ class Inlet(Stream):
                 if not self.closed:
                     self._left(error)
                 return
-            exchange = self._lobby.match(self, header)
+            exchange = self._registry.match(self, header)
             if exchange is None or not exchange.begin(self):
                 return
             with self.part(exchange):
@@ -251,7 +251,7 @@ class Inlet(Stream):
         """The other end has closed an idle stream, or talks nonsense: runs that it has yet to begin never will."""
         if isinstance(error, ProtocolError):
             log.warning("a data stream from agent %s was closed: %s", self.peer, error)
-        self._lobby.left(self, self.lost(error) if isinstance(error, OSError) else error)
+        self._registry.left(self, self.lost(error) if isinstance(error, OSError) else error)
 
     def _agree(self, exchange: Exchange, header: Header) -> Flow:
         """The flow that a header announces; ProtocolError before anything is written where it differs."""
@@ -278,7 +278,7 @@ class Inlet(Stream):
             if span.arrivals:
                 exchange.laid(span.arrivals)
             exchange.moved(span.nbytes)
-            self.hall.count(self.peer, 0, span.nbytes)
+            self.owner.count(self.peer, 0, span.nbytes)
 
     def _contribution(self, exchange: Exchange, span: Span) -> None:
         part = span.parts[0]
@@ -296,7 +296,7 @@ class Inlet(Stream):
                 lowest = worth
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, worth)
             self.wait(select.POLLIN)
-            with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
                 try:
                     n = self.sock.recv_into(memory[at : at + CALL], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
@@ -318,11 +318,15 @@ class Inlet(Stream):
             for end in piece.ends:
                 assert end.view is not None, "a target that lies nowhere"
                 ops += [Op(tile, dense, end.view, base + at, offset) for tile, offset, at in end.steps]
-        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners), exchange.writing(desk):
-            desk.run(ops)
+        with (
+            self.owner.copy_slots.one() as copy_slot,
+            copy_slot.inside(exchange.guards, span.owners),
+            exchange.writing(copy_slot),
+        ):
+            copy_slot.run(ops)
 
-    def gone(self) -> None:
-        self._lobby.forget(self)
+    def on_end(self) -> None:
+        self._registry.forget(self)
 
     def _fill(self, memory: memoryview) -> None:
         """Receive exactly ``memory``, which is this agent's own; PeerLostError at the end of the stream."""
@@ -345,8 +349,8 @@ LITTLE = 8 << 10
 class Outlet(Stream):
     """Sends the lanes that it is given, one after the other."""
 
-    def __init__(self, conn: socket.socket, peer: str, hall: Hall) -> None:
-        super().__init__(conn, peer, hall, "send")
+    def __init__(self, conn: socket.socket, peer: str, owner: StreamOwner) -> None:
+        super().__init__(conn, peer, owner, "send")
         self._jobs: SimpleQueue[tuple[Exchange, Flow, int] | None] = SimpleQueue()
         self._queued = 0
 
@@ -367,19 +371,19 @@ class Outlet(Stream):
         span = flow.lanes[lane][0]
         if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or not self._writable():
             return False
-        desk = self.hall.desks.free()
-        if desk is None:
+        copy_slot = self.owner.copy_slots.free()
+        if copy_slot is None:
             return False
         try:
             if exchange.begin(self):
                 with self.part(exchange):
                     memory, ops = self._pack(exchange, span)
-                    with desk.inside(exchange.guards, span.owners):
-                        desk.run(ops)
+                    with copy_slot.inside(exchange.guards, span.owners):
+                        copy_slot.run(ops)
                     self.sock.sendall(Header.of(flow, lane, exchange.label).pack() + memory)
                     self._sent(exchange, span)
         finally:
-            self.hall.desks.leave(desk)
+            self.owner.copy_slots.leave(copy_slot)
             self._done()
         return True
 
@@ -437,7 +441,7 @@ class Outlet(Stream):
 
     def _sent(self, exchange: Exchange, span: Span) -> None:
         exchange.moved(span.nbytes)
-        self.hall.count(self.peer, span.nbytes, 0)
+        self.owner.count(self.peer, span.nbytes, 0)
         for part in span.parts:
             exchange.sent(part)
 
@@ -445,7 +449,7 @@ class Outlet(Stream):
         at = 0
         while at < len(memory):
             n = 0
-            with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
                 with contextlib.suppress(BlockingIOError):
                     n = self.sock.send(memory[at : at + CALL], socket.MSG_DONTWAIT)
             at += n
@@ -456,8 +460,8 @@ class Outlet(Stream):
 
     def _packed(self, exchange: Exchange, span: Span) -> None:
         memory, ops = self._pack(exchange, span)
-        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
-            desk.run(ops)
+        with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
+            copy_slot.run(ops)
         self.sock.sendall(memory)
 
     def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
@@ -474,6 +478,6 @@ class Outlet(Stream):
         return memory, ops
 
 
-def _part_of(piece: Piece) -> int:
+def _part_of(piece: FlowPiece) -> int:
     assert piece.part is not None, "a piece without a source"
     return piece.part.number

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from etha.errors import PeerLostError, ProtocolError
-from etha.transport.base import Peer, Progress, WireRun
+from etha.transport.base import Progress, TransportPeer, WireRun
 from etha.transport.tcp.data_plane import DataPlane, StreamSet
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.run import Exchange
@@ -30,7 +30,7 @@ class TcpTransport:
         self._last: list[StreamSet] = []
         self._closed = False
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Open streams to these peers, whose ``address`` is a DataAddress: those that the program sends to.
 
         Who only sends to this agent need not be among them. PeerLostError when one does not let us in.

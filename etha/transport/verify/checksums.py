@@ -23,14 +23,13 @@ from etha.plan.proof.simulate import combine, finish, pack
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.layout import scratch
 from etha.transport.copy.program import Member
-from etha.transport.copy.staging import Budget, Desk, StagingMemory, dense_view
-from etha.transport.copy.staging import Chunk as Buffer
+from etha.transport.copy.staging import Budget, CopySlot, StagingChunk, StagingMemory, dense_view
 from etha.transport.geometry.bounds import clip
 from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import packed
 from etha.transport.geometry.tiles import BOUNCE_BYTES
-from etha.transport.verify.chunks import Chunk, Fold, Kind
+from etha.transport.verify.chunks import CheckChunk, Fold, Kind
 from etha.transport.wire.compiler import Laid, Laying, Views
 from etha.transport.wire.flows import span_memory
 from etha.transport.wire.routing import Ways
@@ -83,11 +82,11 @@ class Reads(Laying):
         super().__init__(plan, ways, sources, targets)
         self._gathered: dict[object, Laid] = {}
 
-    def overwritten(self, chunk: Chunk) -> bool:
+    def overwritten(self, chunk: CheckChunk) -> bool:
         """Whether the chunk's source lies where a target is written: to be summed before anything is."""
         return any(self.aliased(self.view("source", rank, chunk.subject.tensor)) for rank in self._givers(chunk))
 
-    def source(self, chunk: Chunk) -> Read:
+    def source(self, chunk: CheckChunk) -> Read:
         """The source's end of a MOVE or of a contribution."""
         subject = chunk.subject
         (_, rank), (_, region) = subject.source, subject.sinks[0]
@@ -104,7 +103,7 @@ class Reads(Laying):
             laid=laid, owner=subject.source, numel=chunk.numel, dtype=wire, target=target, lenient=lenient
         )  # fmt: skip
 
-    def sinks(self, chunk: Chunk) -> list[Read]:
+    def sinks(self, chunk: CheckChunk) -> list[Read]:
         """The targets' ends, of this agent's targets."""
         subject = chunk.subject
         source, target = self._dtypes(subject.tensor)
@@ -128,7 +127,7 @@ class Reads(Laying):
             )
         return found
 
-    def places(self, chunk: Chunk, region: Region) -> tuple[Ints, ...] | None:
+    def places(self, chunk: CheckChunk, region: Region) -> tuple[Ints, ...] | None:
         """Runs of (target offset, offset in the dense chunk, length) of one sink; None: nothing of it is there."""
         if chunk.subject.kind is Kind.MOVE:
             _, out = packed(region)
@@ -139,7 +138,7 @@ class Reads(Laying):
         _, out = packed(Region(dims=dims))
         return tuple(runs[:, (1, 0, 2)] for runs in out)
 
-    def fold(self, chunk: Chunk) -> tuple[Fold, list[tuple[Member, list[Read]]], torch.dtype]:
+    def fold(self, chunk: CheckChunk) -> tuple[Fold, list[tuple[Member, list[Read]]], torch.dtype]:
         """The contributions to a slot's part, by index, and the wire dtype: what a reduction starts from."""
         fold, tensor = chunk.subject.fold, chunk.subject.tensor
         assert fold is not None
@@ -156,7 +155,7 @@ class Reads(Laying):
             terms.append((owner, [read]))
         return fold, terms, self.plan.wire_dtype(tensor)
 
-    def _givers(self, chunk: Chunk) -> set[int]:
+    def _givers(self, chunk: CheckChunk) -> set[int]:
         fold = chunk.subject.fold
         return {chunk.subject.source[1]} if fold is None else {rank for _, rank, _ in fold.given}
 
@@ -174,7 +173,7 @@ class Reads(Laying):
         return view, found[1], found[2]
 
 
-class Reader:
+class ChecksumReader:
     """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back.
 
     ``guards``: of the calls whose memory is read next. ``work`` is the thread's own workspace, which stays its own;
@@ -189,8 +188,8 @@ class Reader:
         memory: StagingMemory | None = None,
         work: Workspace | None = None,
     ) -> None:
-        self._desk = Desk(number, budget, memory, work)
-        self._buffer = Buffer(budget, memory)
+        self._desk = CopySlot(number, budget, memory, work)
+        self._buffer = StagingChunk(budget, memory)
         self._budget, self.guards = budget, guards
         budget.take(_TEMPORARY)
 
@@ -242,7 +241,7 @@ class Reader:
                 found[i] = checksum(flat, read.target, read.lenient)
         return found
 
-    def folded(self, chunk: Chunk, reads: Reads, sinks: Sequence[Read]) -> list[int]:
+    def folded(self, chunk: CheckChunk, reads: Reads, sinks: Sequence[Read]) -> list[int]:
         """Reduce a part of a slot once more, as the program did, and sum what each of its targets shall hold."""
         fold, terms, wire = reads.fold(chunk)
         slot, source = fold.slot, terms[0][1][0].dtype

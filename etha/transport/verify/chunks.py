@@ -27,8 +27,7 @@ from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, Region, Slot
 from etha.transport.copy.program import Member
 from etha.transport.copy.reduce import PART
 from etha.transport.geometry.bounds import Bounds, blocks, clip, parts
-from etha.transport.wire.crossings import Crossings
-from etha.transport.wire.crossings import Part as Reduction
+from etha.transport.wire.crossings import Crossings, SlotPart
 from etha.transport.wire.forwarding import Relays
 from etha.transport.wire.routing import Ways
 
@@ -72,12 +71,12 @@ class Subject:
     source: Member
     sinks: tuple[tuple[Member, Region], ...]
     cuts: tuple[Bounds, ...]
-    part: Reduction | None = None
+    part: SlotPart | None = None
     number: int = 0
     fold: Fold | None = None
 
 
-class Chunk(NamedTuple):
+class CheckChunk(NamedTuple):
     """A part of a row, ``bounds`` in the dense region (MOVE) or in the slot."""
 
     subject: Subject
@@ -102,10 +101,10 @@ class Course:
     def __len__(self) -> int:
         return sum(int(ends[-1]) for ends in self._ends.values())
 
-    def choose(self, seq: int) -> list[Chunk]:
+    def choose(self, seq: int) -> list[CheckChunk]:
         """Of transfer ``seq``: all, or of each tensor every SAMPLE-th from a start that moves on with ``seq``."""
         return [
-            Chunk(subject, subject.cuts[at])
+            CheckChunk(subject, subject.cuts[at])
             for tensor, ends in self._ends.items()
             for subject, at in self._pick(tensor, ends, seq)
         ]
@@ -236,7 +235,7 @@ class _Deriver:
                     fold=Fold(slot, tuple(given[number]), mine),
                 )
 
-    def _reduced(self, found: Sequence[Reduction]) -> Iterator[tuple[str, str, Subject]]:
+    def _reduced(self, found: Sequence[SlotPart]) -> Iterator[tuple[str, str, Subject]]:
         """(the source's agent, the target's agent, row) of what goes into and comes out of reductions for others."""
         for part in found:
             tensor, owner = part.slot.tensor, ("source", part.slot.owner)

@@ -15,14 +15,14 @@ from etha.plan.planner.rank_plan import Region
 from etha.plan.proof.simulate import pack
 from etha.transport.geometry.bounds import clip
 from etha.transport.verify.checksums import checksum
-from etha.transport.verify.chunks import Chunk, Kind
-from etha.transport.wire.crossings import Part
+from etha.transport.verify.chunks import CheckChunk, Kind
+from etha.transport.wire.crossings import SlotPart
 
 #: (kind, part, number): GIVEN with the contribution's index, RESULT with the place in ``part.wanted``.
 Key = tuple[Kind, int, int]
 
 
-def key_of(chunk: Chunk) -> Key:
+def key_of(chunk: CheckChunk) -> Key:
     """What a witness calls a GIVEN or RESULT chunk."""
     part = chunk.subject.part
     assert part is not None
@@ -41,13 +41,13 @@ class Witness:
         """A run begins of which these are wanted."""
         self._keys, self.sums = frozenset(keys), {}
 
-    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+    def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
         """A contribution as it enters the reduction, dense, in the source's dtype."""
         key = (Kind.GIVEN, part.number, index)
         if key in self._keys:
             self.sums[key] = checksum(flat, flat.dtype, False)
 
-    def value(self, part: Part, flat: torch.Tensor) -> None:
+    def value(self, part: SlotPart, flat: torch.Tensor) -> None:
         """The reduced value in the wire dtype, dense: for each target what it shall hold of it."""
         if not self._keys:
             return

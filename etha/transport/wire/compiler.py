@@ -24,11 +24,11 @@ from etha.transport.copy.layout import Geometry, check, scratch
 from etha.transport.copy.program import Columns, Member
 from etha.transport.geometry import boxes, iovec
 from etha.transport.geometry.bounds import Bounds, blocks, clip
-from etha.transport.geometry.boxes import Axis, Ints
+from etha.transport.geometry.boxes import BoxAxis, Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import Written, packed
 from etha.transport.geometry.tiles import Tile
-from etha.transport.wire.crossings import ALIGN, Crossings, Move, Part
+from etha.transport.wire.crossings import ALIGN, CrossingMove, Crossings, SlotPart
 from etha.transport.wire.flows import (
     BUCKET,
     CHUNK,
@@ -36,14 +36,14 @@ from etha.transport.wire.flows import (
     STREAMS,
     End,
     Flow,
+    FlowPiece,
     PartWork,
-    Piece,
     WireProgram,
     make_flow,
     span_memory,
 )
 from etha.transport.wire.forwarding import Arrivals, Pass, hull
-from etha.transport.wire.nccl_messages import Cut, message_flow, waves
+from etha.transport.wire.nccl_messages import MessageCut, message_flow, waves
 from etha.transport.wire.routing import Ways
 
 Views = Mapping[int, Mapping[int, View]]
@@ -126,7 +126,7 @@ class Laying:
         if len(placed) != 1:
             return None
         axes = boxes.ordered(placed[0].axes, "target")
-        if axes and (len(axes) > 1 or axes[0] != Axis(axes[0].steps, 1, 1)):
+        if axes and (len(axes) > 1 or axes[0] != BoxAxis(axes[0].steps, 1, 1)):
             return None
         return (placed[0].target if end else placed[0].source) * view.dtype.itemsize
 
@@ -138,8 +138,8 @@ class Laying:
         bounds: Bounds,
         owners: tuple[Member, ...],
         laid: Sequence[Laid],
-        part: Part | None = None,
-    ) -> Piece:
+        part: SlotPart | None = None,
+    ) -> FlowPiece:
         """The piece between the dense bytes of ``bounds`` and these ends, staged early where memory is shared."""
         numel = prod(last - first for first, last in bounds)
         nbytes = numel * wire.itemsize
@@ -152,7 +152,7 @@ class Laying:
                 straight = span_memory(view, view.address + place, nbytes)
             else:  # what is staged has no address yet
                 direct = view.space != EARLY
-        return Piece(
+        return FlowPiece(
             stage=stage,
             tensor=tensor,
             nbytes=nbytes,
@@ -208,7 +208,7 @@ def compile_wire(
     staging: int = STAGING,
     bucket_size: int = BUCKET,
     streams: int = STREAMS,
-    cut: Cut | None = None,
+    cut: MessageCut | None = None,
 ) -> WireProgram:
     """What this agent sends and receives over a wire, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
@@ -225,7 +225,7 @@ def compile_wire(
     return _Compiler(plan, ways, sources, targets, staging, cut).program(bucket_size, streams)
 
 
-def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: Cut | None = None) -> Crossings:
+def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: MessageCut | None = None) -> Crossings:
     """What crosses, with waves of an eighth of the staging; all agents of a batch cut it alike."""
     if cut is None:
         return Crossings(plan, ways, staging // 8)
@@ -234,7 +234,7 @@ def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: Cut | None = None)
 
 class _Compiler(Laying):
     def __init__(
-        self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int, cut: Cut | None = None
+        self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int, cut: MessageCut | None = None
     ) -> None:
         super().__init__(plan, ways, sources, targets, STRAIGHT if cut is None else cut.straight)
         self._staging, self._cut = staging, cut
@@ -288,9 +288,11 @@ class _Compiler(Laying):
             ),
         )
 
-    def _flows(self, sending: bool, moves: Mapping[str, Sequence[Move]], bucket: int, streams: int) -> dict[str, Flow]:
+    def _flows(
+        self, sending: bool, moves: Mapping[str, Sequence[CrossingMove]], bucket: int, streams: int
+    ) -> dict[str, Flow]:
         me = self.ways.me
-        pieces: dict[str, list[Piece]] = defaultdict(list)
+        pieces: dict[str, list[FlowPiece]] = defaultdict(list)
         for peer, some in moves.items():
             for move in some:
                 pieces[peer] += self._move(move, sending)
@@ -321,7 +323,7 @@ class _Compiler(Laying):
 
     # ---- tensor to tensor ---------------------------------------------------------------------
 
-    def _move(self, move: Move, sending: bool) -> Iterator[Piece]:
+    def _move(self, move: CrossingMove, sending: bool) -> Iterator[FlowPiece]:
         wire = self.plan.wire_dtype(move.tensor)
         owners: tuple[Member, ...] = (("source", move.source),)
         if not sending:
@@ -336,7 +338,7 @@ class _Compiler(Laying):
 
     # ---- from target to target ----------------------------------------------------------------
 
-    def _pass(self, one: Pass, sending: bool) -> Iterator[Piece]:
+    def _pass(self, one: Pass, sending: bool) -> Iterator[FlowPiece]:
         tensor, wire = one.tensor, self.plan.wire_dtype(one.tensor)
         for bounds in blocks(one.region.shape, self._chunk // wire.itemsize):
             if sending:
@@ -349,7 +351,7 @@ class _Compiler(Laying):
             ends = [self.end("target", rank, tensor, r, bounds, wire, dense=True) for rank, r in one.sinks]
             yield self._marked(self.piece(one.stage, tensor, wire, bounds, owners, ends), tensor, one.sinks, bounds)
 
-    def _marked(self, piece: Piece, tensor: int, sinks: Sequence[tuple[int, Region]], bounds: Bounds) -> Piece:
+    def _marked(self, piece: FlowPiece, tensor: int, sinks: Sequence[tuple[int, Region]], bounds: Bounds) -> FlowPiece:
         """The piece with a number, where this agent passes on what it brings."""
         if not self._relays.roots:
             return piece
@@ -358,7 +360,7 @@ class _Compiler(Laying):
 
     # ---- reductions ---------------------------------------------------------------------------
 
-    def _contributions(self, part: Part) -> Iterator[tuple[str, Piece]]:
+    def _contributions(self, part: SlotPart) -> Iterator[tuple[str, FlowPiece]]:
         """Of a part that another agent reduces: what is sent; of an own one: what is received."""
         me, tensor = self.ways.me, part.slot.tensor
         dtype = self.plan.source[self.plan.names[tensor]].dtype
@@ -373,7 +375,7 @@ class _Compiler(Laying):
             else:
                 yield (
                     agent,
-                    Piece(
+                    FlowPiece(
                         stage=3 * part.wave,
                         tensor=tensor,
                         nbytes=nbytes,
@@ -384,7 +386,7 @@ class _Compiler(Laying):
                     ),
                 )
 
-    def _results(self, part: Part, sending: bool) -> Iterator[tuple[str, Piece]]:
+    def _results(self, part: SlotPart, sending: bool) -> Iterator[tuple[str, FlowPiece]]:
         """Of an own part: what is sent; of another agent's: what is received. Equal results cross once."""
         me, tensor = self.ways.me, part.slot.tensor
         wire = self.plan.wire_dtype(tensor)
@@ -415,7 +417,7 @@ class _Compiler(Laying):
                 piece = replace(piece, arrival=self._arrivals.mark(brought))
             yield part.at, piece
 
-    def _sink(self, rank: int, tensor: int, region: Region, part: Part, wire: torch.dtype) -> Laid:
+    def _sink(self, rank: int, tensor: int, region: Region, part: SlotPart, wire: torch.dtype) -> Laid:
         """From the dense bytes of a result's piece to a target."""
         view = self.view("target", rank, tensor)
         self.check(region, view, 1)
@@ -427,7 +429,7 @@ class _Compiler(Laying):
         place = self.segment(out, dense, view, 1)
         return view, self.taken(out, dense, view, 0), place
 
-    def _work(self, part: Part) -> PartWork:
+    def _work(self, part: SlotPart) -> PartWork:
         """How an own part is reduced: near contributions, and the targets of this agent."""
         me, tensor = self.ways.me, part.slot.tensor
         dtype, wire = self.plan.source[self.plan.names[tensor]].dtype, self.plan.wire_dtype(tensor)

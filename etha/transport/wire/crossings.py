@@ -32,7 +32,7 @@ PART = 512 << 10
 ALIGN = 64
 
 
-class Move(NamedTuple):
+class CrossingMove(NamedTuple):
     """A region of one tensor of a source rank, and the target ranks at the other agent that want it."""
 
     tensor: int
@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class SlotPart:
     """A part of a slot that is reduced at the owner's agent ``at`` for others.
 
     ``far`` are the numbers of the contributions that come by wire; ``places`` where each of them, and
@@ -81,23 +81,23 @@ class Crossings:
         self._part, self._fit = part_bytes, fit
         self._keys: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
         self._regions: list[Region] = []
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[SlotPart]] = {}
         self.relays = Relays(plan, ways)
         #: The first round of the plan in which anything goes to an agent.
         self.rounds: dict[str, int] = dict(self.relays.rounds)
-        self.sent: dict[str, list[Move]] = self._moves("source")
-        self.received: dict[str, list[Move]] = self._moves("target")
+        self.sent: dict[str, list[CrossingMove]] = self._moves("source")
+        self.received: dict[str, list[CrossingMove]] = self._moves("target")
         #: Agents with slots to which this one gives or from which it takes, itself included if it owns any.
         self.owners: tuple[str, ...] = self._owners()
 
-    def parts(self, agent: str) -> list[Part]:
+    def parts(self, agent: str) -> list[SlotPart]:
         """The parts that ``agent`` reduces for itself or others over the wire, in order."""
         found = self._parts.get(agent)
         if found is None:
             found = self._parts[agent] = self._waves(agent)
         return found
 
-    def _moves(self, side: str) -> dict[str, list[Move]]:
+    def _moves(self, side: str) -> dict[str, list[CrossingMove]]:
         ways = self._ways
         others = ways.target if side == "source" else ways.source
         rows: list[tuple[int, int, int, Region]] = []
@@ -113,14 +113,16 @@ class Crossings:
                 if side == "source":
                     self._begin(ways.target[target], turn)
         rows.sort(key=lambda row: row[:3])  # stable: rows of two ranks stay in the plan's order
-        found: dict[str, dict[tuple[int, tuple[bytes, ...]], Move]] = defaultdict(dict)
+        found: dict[str, dict[tuple[int, tuple[bytes, ...]], CrossingMove]] = defaultdict(dict)
         for tensor, source, target, region in rows:
             peer = ways.target[target] if side == "source" else ways.source[source]
             key = (tensor, self._content(tensor, source, region))
             move = found[peer].get(key)
             fellows = self.relays.fellows(tensor, target, region) if side == "target" else ()
             sinks = (*(() if move is None else move.sinks), (target, region), *fellows)
-            found[peer][key] = Move(tensor, source, region, sinks) if move is None else move._replace(sinks=sinks)
+            found[peer][key] = (
+                CrossingMove(tensor, source, region, sinks) if move is None else move._replace(sinks=sinks)
+            )
         return {peer: list(moves.values()) for peer, moves in found.items()}
 
     def _begin(self, peer: str, turn: int) -> None:
@@ -158,14 +160,14 @@ class Crossings:
                     self._begin((self._ways.source if kind == CONTRIBUTE else self._ways.target)[target], turn)
         return tuple(sorted(found))
 
-    def _waves(self, agent: str) -> list[Part]:
+    def _waves(self, agent: str) -> list[SlotPart]:
         slots = [
             slot
             for owner in self._ways.ranks("source", agent)
             for slot in _slots(self._plan.for_rank("source", owner), owner)
         ]
         slots.sort(key=lambda s: (s[0].tensor, s[0].number))
-        found: list[Part] = []
+        found: list[SlotPart] = []
         wave = used = 0
         for slot, given, wanted in slots:
             givers = {source: self._ways.source[source] for _, source, _ in given}
@@ -196,7 +198,7 @@ class Crossings:
                 places = tuple(used + sum(sizes[:i]) for i in range(len(sizes)))
                 used += sum(sizes)
                 found.append(
-                    Part(
+                    SlotPart(
                         at=agent, number=len(found), wave=wave, slot=slot, bounds=bounds, given=given, wanted=here,
                         far=far, takers=served, places=places, end=used,
                     )

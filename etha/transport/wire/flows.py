@@ -19,7 +19,7 @@ import torch
 from etha.memory.views import View
 from etha.transport.copy.program import PIECE, Member
 from etha.transport.geometry.tiles import Tile
-from etha.transport.wire.crossings import Part
+from etha.transport.wire.crossings import SlotPart
 
 #: Each piece is filled up to a multiple of so many bytes, so that elements in chunks are aligned.
 PAD = 16
@@ -45,7 +45,7 @@ class End(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class FlowPiece:
     """Dense bytes that travel; ``ends`` is where from (one) or where to (any number).
 
     ``straight`` is the memory itself, where the piece is one segment of one mapped tensor and nothing is cast.
@@ -63,7 +63,7 @@ class Piece:
     straight: memoryview | None = None
     direct: bool = False
     address: int = 0
-    part: Part | None = None
+    part: SlotPart | None = None
     index: int = -1
     arrival: int = -1
     after: tuple[int, ...] = ()
@@ -87,8 +87,8 @@ class Span:
     wire: int
     owners: tuple[Member, ...]
     memory: memoryview | None = None
-    pieces: tuple[tuple[int, Piece], ...] = ()
-    parts: tuple[Part, ...] = ()
+    pieces: tuple[tuple[int, FlowPiece], ...] = ()
+    parts: tuple[SlotPart, ...] = ()
     index: int = -1
     arrivals: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -111,14 +111,14 @@ class Flow:
         return tuple(sum(span.wire for span in lane) for lane in self.lanes)
 
 
-class Observer(Protocol):
+class FlowObserver(Protocol):
     """Who looks at reductions while they are made (``witness``); any thread."""
 
-    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+    def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
         """A contribution as it enters the reduction."""
         ...
 
-    def value(self, part: Part, flat: torch.Tensor) -> None:
+    def value(self, part: SlotPart, flat: torch.Tensor) -> None:
         """What it came to, in the wire dtype."""
         ...
 
@@ -137,7 +137,7 @@ class WireProgram:
 
     sends: Mapping[str, Flow]
     receives: Mapping[str, Flow]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SlotPart, ...] = ()
     values: Mapping[int, PartWork] = field(default_factory=dict)
     early: tuple[tuple[End, View, tuple[Member, ...]], ...] = ()
     aliased: bool = False
@@ -146,7 +146,7 @@ class WireProgram:
     slabs: tuple[int, int] = (0, 0)
     chunk: int = 0
     passed: int = 0
-    witness: Observer | None = None
+    witness: FlowObserver | None = None
     members: tuple[str, ...] = ()
 
     @property
@@ -179,7 +179,7 @@ class PartWork:
 
 
 def make_flow(
-    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[Piece], streams: int, bucket: int
+    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[FlowPiece], streams: int, bucket: int
 ) -> Flow:
     """Deal pieces, which are in order, to the streams. ``names``: (sender, receiver); ``mark``: the plan's digest."""
     table = np.array([(p.stage, p.tensor, p.nbytes, p.index) for p in pieces], "<i8").reshape(-1, 4)
@@ -188,16 +188,16 @@ def make_flow(
     h = hashlib.sha256(f"etha-flow-1 {mark} {names} {streams} {bucket}".encode())
     # Contributions are marked at the receiver only, so their numbers are left out.
     h.update(np.ascontiguousarray(table[:, :3]).tobytes())
-    lanes: list[list[Piece]] = [[] for _ in range(streams)]
+    lanes: list[list[FlowPiece]] = [[] for _ in range(streams)]
     for number, pieces_of in enumerate(_buckets(pieces, bucket)):
         lanes[number % streams] += pieces_of
     dealt = tuple(tuple(spans(lane)) for lane in lanes if lane)
     return Flow(peer=peer, digest=h.digest(), nbytes=total, lanes=dealt)
 
 
-def _buckets(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+def _buckets(pieces: Sequence[FlowPiece], limit: int) -> Iterator[list[FlowPiece]]:
     """Neighbours of one stage, closed before the piece that would take them above ``limit``."""
-    some: list[Piece] = []
+    some: list[FlowPiece] = []
     nbytes = 0
     for piece in pieces:
         if some and (nbytes + piece.padded > limit or piece.stage != some[0].stage):
@@ -209,9 +209,9 @@ def _buckets(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
         yield some
 
 
-def spans(pieces: Iterable[Piece]) -> Iterator[Span]:
+def spans(pieces: Iterable[FlowPiece]) -> Iterator[Span]:
     """The pieces of a stream, joined: neighbours in memory up to PIECE, small ones up to CHUNK, never over a stage."""
-    run: list[Piece] = []
+    run: list[FlowPiece] = []
     wire = 0
     for piece in pieces:
         if run and not _joins(run[-1], wire, piece):
@@ -223,7 +223,7 @@ def spans(pieces: Iterable[Piece]) -> Iterator[Span]:
         yield _span(run)
 
 
-def _joins(last: Piece, wire: int, piece: Piece) -> bool:
+def _joins(last: FlowPiece, wire: int, piece: FlowPiece) -> bool:
     """Whether ``piece`` continues a span of ``wire`` bytes that ends with ``last``."""
     if last.index >= 0 or piece.index >= 0 or piece.stage != last.stage:
         return False
@@ -239,7 +239,7 @@ def _joins(last: Piece, wire: int, piece: Piece) -> bool:
     )
 
 
-def _span(run: list[Piece]) -> Span:
+def _span(run: list[FlowPiece]) -> Span:
     first = run[0]
     arrivals = tuple(sorted({p.arrival for p in run if p.arrival >= 0}))
     after = tuple(sorted({number for p in run for number in p.after}))
@@ -264,7 +264,7 @@ def _span(run: list[Piece]) -> Span:
     )  # fmt: skip
 
 
-def join(run: list[Piece]) -> Span:
+def join(run: list[FlowPiece]) -> Span:
     """Pieces that travel to or from a device as one message, whose size hangs on theirs alone."""
     first = run[0]
     span = _span(run)

@@ -27,7 +27,7 @@ from etha.transport.wire.routing import Ways
 LAST = 1 << 48
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Which elements of which rank's tensor: ``runs`` are those of its local tensor, per dim."""
 
     tensor: int
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
     rank: int
     region: Region
     sinks: tuple[tuple[int, Region], ...]
-    origin: Place
+    origin: TensorPlace
 
     @property
     def stage(self) -> int:
@@ -61,16 +61,16 @@ class Relays:
         self._plan, self._ways = plan, ways
         self._regions: list[Region] = []
         self._runs: dict[int, tuple[bytes, ...]] = {}
-        self._inside: dict[Place, int] = {}
+        self._inside: dict[TensorPlace, int] = {}
         self.given: dict[str, list[Pass]] = defaultdict(list)
         self.taken: dict[str, list[Pass]] = defaultdict(list)
         #: The first round of the plan in which anything goes to an agent.
         self.rounds: dict[str, int] = {}
-        self._fellows: dict[Place, list[int]] = defaultdict(list)
+        self._fellows: dict[TensorPlace, list[int]] = defaultdict(list)
         self._derive()
         #: What streams have to bring because something hangs on it, and of that what is passed on.
-        self.origins: frozenset[Place] = frozenset(p.origin for some in self.given.values() for p in some)
-        self.roots: frozenset[Place] = self.origins | self._fellows.keys()
+        self.origins: frozenset[TensorPlace] = frozenset(p.origin for some in self.given.values() for p in some)
+        self.roots: frozenset[TensorPlace] = self.origins | self._fellows.keys()
 
     def fellows(self, tensor: int, rank: int, region: Region) -> tuple[tuple[int, Region], ...]:
         """Ranks of this agent that get what comes to ``rank`` from it, at the same places of their tensors."""
@@ -78,14 +78,14 @@ class Relays:
             return ()
         return tuple((other, region) for other in self._fellows.get(self.place(tensor, rank, region), ()))
 
-    def place(self, tensor: int, rank: int, region: Region) -> Place:
+    def place(self, tensor: int, rank: int, region: Region) -> TensorPlace:
         """Where a region of a row to ``rank`` lies there."""
         found = self._runs.get(id(region))
         if found is None:
             self._regions.append(region)  # its id is a key
             ends = (joined(runs[:, 1], runs[:, 2])[:, 1:] for runs in region.dims)
             found = self._runs[id(region)] = tuple(np.ascontiguousarray(end).tobytes() for end in ends)
-        return Place(tensor, rank, found)
+        return TensorPlace(tensor, rank, found)
 
     def _derive(self) -> None:
         me, agent = self._ways.me, self._ways.target
@@ -121,7 +121,7 @@ class Relays:
             sinks = ((target, region), *self.fellows(tensor, target, region))
             self.taken[agent[source]].append(Pass(tensor, hop, source, region, sinks, place))
 
-    def _root(self, place: Place) -> Place:
+    def _root(self, place: TensorPlace) -> TensorPlace:
         """What brings it to this agent."""
         while (rank := self._inside.get(place)) is not None:
             place = place._replace(rank=rank)
@@ -131,13 +131,13 @@ class Relays:
 class Arrivals:
     """Numbers of the pieces that something hangs on: ``mark`` as they are laid out, ``before`` what waits for them."""
 
-    def __init__(self, origins: Collection[Place]) -> None:
+    def __init__(self, origins: Collection[TensorPlace]) -> None:
         self._origins = origins
-        self._marks: dict[Place, list[tuple[Bounds, int]]] = defaultdict(list)
+        self._marks: dict[TensorPlace, list[tuple[Bounds, int]]] = defaultdict(list)
         self._count = 0
-        self.seen: set[Place] = set()
+        self.seen: set[TensorPlace] = set()
 
-    def mark(self, found: Iterable[tuple[Place, Bounds]]) -> int:
+    def mark(self, found: Iterable[tuple[TensorPlace, Bounds]]) -> int:
         """The number of a piece that brings these, each within bounds of its region packed; -1: nobody asks."""
         number = -1
         for place, bounds in found:
@@ -148,7 +148,7 @@ class Arrivals:
                 self._marks[place].append((bounds, number))
         return number
 
-    def before(self, origin: Place, bounds: Bounds) -> tuple[int, ...]:
+    def before(self, origin: TensorPlace, bounds: Bounds) -> tuple[int, ...]:
         """The pieces that bring any of what lies within ``bounds`` of a region packed."""
         return tuple(sorted({n for box, n in self._marks[origin] if _meet(box, bounds)}))
 
@@ -157,7 +157,7 @@ def _meet(a: Bounds, b: Bounds) -> bool:
     return all(max(x[0], y[0]) < min(x[1], y[1]) for x, y in zip(a, b, strict=True))
 
 
-class Ledger:
+class ForwardingProgress:
     """Of one run: which pieces lie where they belong, and so what may be passed on."""
 
     def __init__(self) -> None:

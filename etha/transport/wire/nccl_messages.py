@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from etha.transport.wire.flows import Flow, Piece, Span, join
+from etha.transport.wire.flows import Flow, FlowPiece, Span, join
 from etha.transport.wire.forwarding import LAST
 
 #: Groups whose memory is in use at once: one is packed, one travels, one is unpacked.
@@ -33,7 +33,7 @@ _LEAST = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class MessageCut:
     """How flows between these agents are cut; the same on all of them. ``members`` are sorted: their ranks.
 
     In bytes: ``limit`` of one flow in one group, ``chunk`` of one piece, ``straight`` from which one is alone, ``part``
@@ -63,7 +63,7 @@ class Cut:
         return (self.rank(one) + self.rank(other)) % len(self.members) // width
 
 
-def device_cut(members: Sequence[str], staging: int) -> Cut:
+def device_cut(members: Sequence[str], staging: int) -> MessageCut:
     """The cut for these agents' cards, each with ``staging`` bytes (the least of all) besides the workers' own.
 
     Of them 3/8 are the ring of DEPTH groups, if all pieces have to be packed and unpacked and all others are peers.
@@ -71,7 +71,7 @@ def device_cut(members: Sequence[str], staging: int) -> Cut:
     names = tuple(sorted(set(members)))
     flows = 2 * max(1, len(names) - 1)
     limit = min(LARGEST, max(_LEAST, staging * 3 // 8 // (DEPTH * flows) // 256 * 256))
-    return Cut(
+    return MessageCut(
         members=names,
         limit=limit,
         chunk=limit,
@@ -82,7 +82,7 @@ def device_cut(members: Sequence[str], staging: int) -> Cut:
     )
 
 
-def waves(nbytes: Sequence[int], cut: Cut) -> tuple[int, ...]:
+def waves(nbytes: Sequence[int], cut: MessageCut) -> tuple[int, ...]:
     """The wave of each tensor, of whose bytes as a whole all agents know."""
     before = np.cumsum(np.array([0, *nbytes], np.int64))[:-1]
     # Numbered without gaps: the next hop of a wave is to meet the wave behind it, however large a tensor was.
@@ -110,7 +110,7 @@ def contribution(stage: int) -> bool:
 
 
 def message_flow(
-    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[Piece], cut: Cut, waves: Sequence[int]
+    *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[FlowPiece], cut: MessageCut, waves: Sequence[int]
 ) -> Flow:
     """The pieces, in any order of stages, as one lane of messages in ascending order of their keys.
 
@@ -125,10 +125,10 @@ def message_flow(
 
 
 #: A piece, and its place in the order of groups.
-_Placed = tuple[tuple[int, int], Piece]
+_Placed = tuple[tuple[int, int], FlowPiece]
 
 
-def _keyed(placed: Sequence[_Placed], cut: Cut, colour: int) -> Iterator[Span]:
+def _keyed(placed: Sequence[_Placed], cut: MessageCut, colour: int) -> Iterator[Span]:
     step: tuple[int, int] | None = None
     turn = count = nbytes = 0
     for here, run in _runs(placed, cut):
@@ -141,8 +141,8 @@ def _keyed(placed: Sequence[_Placed], cut: Cut, colour: int) -> Iterator[Span]:
         yield replace(span, key=(*here, turn, colour))
 
 
-def _runs(placed: Sequence[_Placed], cut: Cut) -> Iterator[tuple[tuple[int, int], list[Piece]]]:
-    run: list[Piece] = []
+def _runs(placed: Sequence[_Placed], cut: MessageCut) -> Iterator[tuple[tuple[int, int], list[FlowPiece]]]:
+    run: list[FlowPiece] = []
     step, wire = (0, 0), 0
     for here, piece in placed:
         alone = piece.nbytes >= cut.straight or contribution(piece.stage)

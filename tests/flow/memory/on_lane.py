@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from etha.agent.runtime.lane import Lane, Running
 from etha.agent.runtime.pipeline import Execution
-from etha.transport.base import Peer, Progress
+from etha.transport.base import Progress, TransportPeer
 
 
 class LaneTransport:
@@ -18,7 +18,7 @@ class LaneTransport:
         self._running: set[Running] = set()
         self._cause: BaseException | None = None
 
-    async def open(self, peers: Sequence[Peer]) -> None:
+    async def open(self, peers: Sequence[TransportPeer]) -> None:
         """Nothing to do: both ends are on this agent."""
 
     async def run(self, bucket: Execution, on_progress: Progress | None = None) -> int:

@@ -21,7 +21,7 @@ from etha.errors import PeerLostError
 from etha.memory.reach import WorkerGoneError
 from etha.memory.views import View, view_of
 from etha.plan import Layout, Plan, TensorSpec, build_plan
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.host import Exhibit, HostMemory
 from etha.transport.tcp.data_plane import DataPlane
@@ -69,7 +69,7 @@ class End:
         self.port = listener.getsockname()[1]
         other = AGENTS[1 - rank]
         self.plane = DataPlane(
-            listener, token_bytes=len(TOKEN), admit=lambda token: other if token == TOKEN else None, desks=2
+            listener, token_bytes=len(TOKEN), admit=lambda token: other if token == TOKEN else None, copy_slots=2
         )
         self.transport = TcpTransport(self.plane)
         self.other = other
@@ -79,7 +79,7 @@ class End:
             return [TOKEN] * n
 
         address = DataAddress(host="127.0.0.1", port=port, tokens=tokens)
-        await self.transport.open([Peer(agent=self.other, address=address)])
+        await self.transport.open([TransportPeer(agent=self.other, address=address)])
 
     async def move(self, seq: int) -> int:
         return await self.transport.run(WireRun(program=self.program, seq=seq))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import ConfigError, EthaError
 from etha.transport.base import StreamLost
-from etha.transport.tcp.listener import DataAddress, Door, knock
+from etha.transport.tcp.listener import DataAddress, DataListener, connect
 from etha.transport.tcp.tls import Identity
 from tests.flow.networks.test_advertise import Gateway, Mapped, gateway, two_ports
 from tests.flow.sides import Sides
@@ -101,7 +101,7 @@ async def answer(identity: Identity | None, fingerprint: bytes | None, shown: li
         shown.append(token)
         return "opener"
 
-    door = Door(
+    door = DataListener(
         listener,
         token_bytes=len(TOKEN),
         admit=admit,
@@ -117,7 +117,7 @@ async def answer(identity: Identity | None, fingerprint: bytes | None, shown: li
     host, port = listener.getsockname()
     try:
         address = DataAddress(host=host, port=port, tokens=tokens, fingerprint=fingerprint)
-        return await knock("door", address, b"opening.", 1)
+        return await connect("door", address, b"opening.", 1)
     finally:
         running.cancel()
         await asyncio.wait({running})

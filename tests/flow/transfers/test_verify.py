@@ -168,8 +168,8 @@ def on_the_wire() -> None:
 
     def from_chunk(self: Outlet, exchange: Any, span: Any) -> None:
         memory, ops = self._pack(exchange, span)
-        with self.hall.desks.one() as desk, desk.inside(exchange.guards, span.owners):
-            desk.run(ops)
+        with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
+            copy_slot.run(ops)
         self.sock.sendall(harm(memory, self))
 
     Outlet._straight, Outlet._packed = from_memory, from_chunk  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import torch
 
 from etha.cuda.triton_kernels import PAIRS, TritonKernels
 from etha.transport.copy.device import Copier
-from etha.transport.geometry.boxes import Axis
+from etha.transport.geometry.boxes import BoxAxis
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Path, Tile
 from tests.fakes.cuda import GPU0, FakeDriver
@@ -44,7 +44,7 @@ def values(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([noise, ties.to(dtype), torch.randn(1000, generator=gen).to(dtype) * 1e-7])
 
 
-def tile(axes: list[Axis], source: torch.dtype, target: torch.dtype) -> Tile:
+def tile(axes: list[BoxAxis], source: torch.dtype, target: torch.dtype) -> Tile:
     ends = Ends(source=source, target=target, source_private=False, target_private=False, device=True)
     return Tile(path=Path.DEVICE, axes=tuple(axes), ends=ends)
 
@@ -56,7 +56,9 @@ def casts(driver: FakeDriver, copier: Copier) -> None:
         here, there = driver.empty(GPU0, given.shape, source), driver.empty(GPU0, (given.numel() + 1,), target)
         here.copy_(given)
         there.view(BITS[target.itemsize]).fill_(77)
-        copier.run_ops([Op(tile([Axis(given.numel(), 1, 1)], source, target), card_view(here), card_view(there), 0, 0)])
+        copier.run_ops(
+            [Op(tile([BoxAxis(given.numel(), 1, 1)], source, target), card_view(here), card_view(there), 0, 0)]
+        )
         assert same(there[:-1], given.to(target)), (source, target)
         assert there.view(BITS[target.itemsize])[-1] == 77
         print(f"{source} -> {target}: {given.numel()} values")
@@ -87,7 +89,7 @@ def strides(driver: FakeDriver, copier: Copier, rng: random.Random) -> None:
         there.fill_(7)
         expected = there.clone()
         expected.as_strided(counts, steps[1], offsets[1]).copy_(here.as_strided(counts, steps[0], offsets[0]))
-        axes = [Axis(*axis) for axis in zip(counts, *steps, strict=True)]
+        axes = [BoxAxis(*axis) for axis in zip(counts, *steps, strict=True)]
         ops.append(Op(tile(axes, source, target), card_view(here), card_view(there), *offsets))
         checks.append((there, expected))
     before = driver.calls["launch"]

@@ -18,7 +18,7 @@ from etha.transport.copy.device_memory import CardError, DeviceMemory, PinnedMem
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget
 from etha.transport.geometry.tiles import Tile
-from etha.transport.verify.checksums import Read, Reader, checksum
+from etha.transport.verify.checksums import ChecksumReader, Read, checksum
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.unit.transport.copy.test_copier import ops
 from tests.unit.transport.on_device import card, card_view, on_card
@@ -129,7 +129,7 @@ def test_a_reader_at_a_threads_own_workspace_leaves_it_as_it_is() -> None:
         assert all(isinstance(tile, Tile) for tile, _, _ in steps)
         for _ in range(2):
             streams = driver.calls["stream"]
-            reader = Reader(0, budget, guards, None, work)
+            reader = ChecksumReader(0, budget, guards, None, work)
             read = Read(
                 laid=(card_view(source), steps, None), owner=("source", 0), numel=2048, dtype=torch.float32,
                 target=torch.float32,

@@ -55,7 +55,7 @@ def test_on_a_gpu_every_cast_is_torchs_own_to_the_bit(pair: tuple[torch.dtype, t
     """NaNs included: all 2^32 float32, all values of the 16-bit floats, those and random bits of float64."""
     from etha.cuda.driver import driver
     from etha.transport.copy.device import Copier
-    from etha.transport.geometry.boxes import Axis
+    from etha.transport.geometry.boxes import BoxAxis
     from etha.transport.geometry.iovec import Op
     from tests.unit.cuda.interpreted import tile
     from tests.unit.transport.on_device import card_view
@@ -78,7 +78,7 @@ def test_on_a_gpu_every_cast_is_torchs_own_to_the_bit(pair: tuple[torch.dtype, t
         expected = given.to(target)
         torch.cuda.synchronize()
         here_view, there_view = (card_view(t, uuid) for t in (given, there))
-        copier.run_ops([Op(tile([Axis(given.numel(), 1, 1)], source, target), here_view, there_view, 0, 0)])
+        copier.run_ops([Op(tile([BoxAxis(given.numel(), 1, 1)], source, target), here_view, there_view, 0, 0)])
         assert torch.equal(bits(there), bits(expected))
     copier.close()
 

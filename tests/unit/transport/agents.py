@@ -22,7 +22,7 @@ from etha.memory.process import start_time
 from etha.memory.revocation import Guard
 from etha.memory.views import View, view_of
 from etha.plan import Plan, TensorSpec, build_plan, simulate
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.program import Member, Program
 from etha.transport.tcp.data_plane import DataPlane
@@ -174,7 +174,7 @@ async def transfer(
     """One whole transfer over all agents of a job, each doing its part; who sends opens the streams."""
     programs = {name: job.wire(name) for name in job.agents}
     for name, program in programs.items():
-        peers = [Peer(agent=peer, address=at[peer].address_for(name)) for peer in program.sends]
+        peers = [TransportPeer(agent=peer, address=at[peer].address_for(name)) for peer in program.sends]
         await at[name].transport.open(peers)
     runs = {
         name: WireRun(program=program, seq=seq, key=bytes(32), guards=(guards or {}).get(name, {}))

@@ -14,14 +14,14 @@ import torch
 from etha.config import STAGING
 from etha.memory.revocation import Guard
 from etha.memory.views import View, view_of
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.program import Member
 from etha.transport.nccl.communicator import Communicator
 from etha.transport.nccl.transport import NcclPlane, NcclTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.host_reads import compile_host
-from etha.transport.wire.nccl_messages import Cut, device_cut
+from etha.transport.wire.nccl_messages import MessageCut, device_cut
 from tests.fakes.cuda import FakeDriver
 from tests.fakes.nccl import World
 from tests.unit.transport.agents import Job, Local, run_here
@@ -105,7 +105,7 @@ async def fleet(names: Sequence[str], *, staging: int = STAGING) -> AsyncIterato
 class Placed:
     """A job with its tensors on the cards of its agents."""
 
-    def __init__(self, job: Job, at: Fleet, cut: Cut | None = None) -> None:
+    def __init__(self, job: Job, at: Fleet, cut: MessageCut | None = None) -> None:
         job.private = (False, False)
         self.job, self.fleet = job, at
         self.cut = cut or device_cut(job.agents, job.staging)
@@ -151,7 +151,7 @@ class Placed:
         }
         for name, run in runs.items():
             peers = sorted({*run.program.sends, *run.program.receives})
-            await transports[name].open([Peer(agent=peer) for peer in peers])
+            await transports[name].open([TransportPeer(agent=peer) for peer in peers])
             await transports[name].prepare(run)
         for name in job.agents:
             self.copy_here(name)

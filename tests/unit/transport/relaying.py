@@ -17,9 +17,9 @@ from etha.plan import Layout, Plan, TensorSpec, build_plan
 from etha.plan.planner import reduction, senders
 from etha.plan.planner.fanout import RELAY_BYTES
 from etha.plan.planner.rank_plan import FORWARD
-from etha.transport.wire.crossings import Part
+from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.flows import Span, WireProgram
-from etha.transport.wire.forwarding import Ledger
+from etha.transport.wire.forwarding import ForwardingProgress
 from tests.unit.transport.agents import Job, Local
 from tests.unit.transport.copy.test_local import FLOATS, allocate, layout
 from tests.unit.transport.tcp.test_transport import content
@@ -153,7 +153,7 @@ class Played:
 
     def __init__(self, programs: Mapping[str, WireProgram]) -> None:
         self.programs = programs
-        self.ledgers = {name: Ledger() for name in programs}
+        self.progress = {name: ForwardingProgress() for name in programs}
         self.missing = {name: {p.number: len(p.far) for p in program.parts} for name, program in programs.items()}
         self.lanes: list[tuple[str, str, tuple[Span, ...], tuple[Span, ...]]] = []
         for name, program in programs.items():
@@ -180,9 +180,9 @@ class Played:
         return all(n == len(lane[3]) for n, lane in zip(self.got, self.lanes, strict=True))
 
     def _may(self, agent: str, span: Span) -> bool:
-        return self.ledgers[agent].ready(span.after) and all(self._made(agent, part) for part in span.parts)
+        return self.progress[agent].ready(span.after) and all(self._made(agent, part) for part in span.parts)
 
-    def _made(self, agent: str, part: Part) -> bool:
+    def _made(self, agent: str, part: SlotPart) -> bool:
         return self.missing[agent][part.number] == 0
 
     def _send(self, i: int) -> None:
@@ -194,6 +194,6 @@ class Played:
         span = back[self.got[i]]
         self.taken[i] += span.wire
         self.got[i] += 1
-        self.ledgers[receiver].lay(span.arrivals)
+        self.progress[receiver].lay(span.arrivals)
         if span.index >= 0:
             self.missing[receiver][span.parts[0].number] -= 1

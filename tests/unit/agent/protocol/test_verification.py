@@ -14,7 +14,7 @@ from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.staging import Budget
 from etha.transport.tcp.streams import Outlet
-from etha.transport.verify.checksums import Reader, checksum
+from etha.transport.verify.checksums import ChecksumReader, checksum
 from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
 from etha.transport.wire.flows import WireProgram
 from tests.examples import examples
@@ -55,7 +55,7 @@ class Watched:
         self, at: Mapping[str, Agent], seq: int = 1, between: Callable[[], None] = lambda: None
     ) -> list[Line]:
         """A transfer and all comparisons; the lines of all agents. TransferError for a difference."""
-        reader = Reader(0, self.budget, {})
+        reader = ChecksumReader(0, self.budget, {})
         self.books = {me: checks.book(seq) for me, checks in self.checks.items()}
         for me, book in self.books.items():
             for piece in book.first:
@@ -193,8 +193,8 @@ async def test_a_bit_that_flips_on_the_wire_is_found_with_its_place(
 
     def corrupt_packed(self: Outlet, exchange: object, span: object) -> None:
         memory, ops = self._pack(exchange, span)  # type: ignore[arg-type]
-        with self.hall.desks.one() as desk:
-            desk.run(ops)
+        with self.owner.copy_slots.one() as copy_slot:
+            copy_slot.run(ops)
         if not flipped:
             flipped.append(1)
             memory[5] ^= 1

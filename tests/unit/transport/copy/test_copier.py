@@ -16,7 +16,7 @@ from etha.memory.reach import ReachError
 from etha.memory.views import View, view_of
 from etha.transport.copy.device import Copier
 from etha.transport.geometry import boxes
-from etha.transport.geometry.boxes import Axis, Placed
+from etha.transport.geometry.boxes import BoxAxis, Placed
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Tile, tiles
 from tests.examples import examples
@@ -29,7 +29,7 @@ __all__ = ["me"]  # the fixture
 
 def ops(source: View, target: View) -> list[Op]:
     """All of one tensor into another of its shape, as a program would have it."""
-    axes = tuple(Axis(n, s, t) for n, s, t in zip(source.shape, source.strides, target.strides, strict=True))
+    axes = tuple(BoxAxis(n, s, t) for n, s, t in zip(source.shape, source.strides, target.strides, strict=True))
     device = source.device is not None or target.device is not None
     ends = Ends(
         source=source.dtype,
@@ -196,7 +196,7 @@ def test_ten_thousand_small_tensors_are_compiled_in_some_milliseconds(capsys: py
         memory = driver.empty(GPU0, (10_000, 64))
         target = driver.empty(GPU0, (10_000, 64), torch.bfloat16)
         ends = Ends(source=memory.dtype, target=target.dtype, source_private=False, target_private=False, device=True)
-        shapes = [tuple(Axis(2 + (i + k) % 4, 8 >> k, 4 >> k) for k in range(2)) for i in range(100)]
+        shapes = [tuple(BoxAxis(2 + (i + k) % 4, 8 >> k, 4 >> k) for k in range(2)) for i in range(100)]
         chosen = [Tile(path=3, axes=axes, ends=ends) for axes in shapes]  # type: ignore[arg-type]
         all_of_it = [Op(chosen[i % 100], card_view_of(memory, i), card_view_of(target, i), 0, 0) for i in range(10_000)]
         began = time.perf_counter()

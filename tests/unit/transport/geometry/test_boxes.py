@@ -92,7 +92,7 @@ def test_runs_list_one_end_in_order(product: tuple[list[Ints], list[int], list[i
 def test_contiguous_at_both_ends_is_one_run_whatever_the_dims() -> None:
     dims = [np.array([[0, 0, n]], np.int64) for n in (3, 4, 5)]
     (placed,) = boxes.boxes(dims, (20, 5, 1), (20, 5, 1))
-    assert boxes.ordered(placed.axes, "target") == (boxes.Axis(60, 1, 1),)
+    assert boxes.ordered(placed.axes, "target") == (boxes.BoxAxis(60, 1, 1),)
 
 
 def test_strided_shards_are_one_box() -> None:
@@ -103,7 +103,7 @@ def test_strided_shards_are_one_box() -> None:
 
 @pytest.mark.parametrize("distinct", [False, True])
 def test_steps_of_zero_are_read_once_if_asked(distinct: bool) -> None:
-    axes = (boxes.Axis(3, 0, 4), boxes.Axis(4, 1, 1))
+    axes = (boxes.BoxAxis(3, 0, 4), boxes.BoxAxis(4, 1, 1))
     offsets, length = boxes.runs(axes, 1, distinct=distinct)
     assert (len(offsets), length) == ((1, 4) if distinct else (3, 4))
     assert boxes.dense(axes, 1, distinct=distinct) == ((0, 1) if distinct else (4, 1))

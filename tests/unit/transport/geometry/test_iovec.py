@@ -18,7 +18,7 @@ from etha.memory.reach import ReachError
 from etha.transport.copy import cpu
 from etha.transport.copy.cpu import Buffer, Workspace
 from etha.transport.geometry import iovec
-from etha.transport.geometry.boxes import Axis, span
+from etha.transport.geometry.boxes import BoxAxis, span
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Ends, Path, Tile
 
@@ -35,7 +35,7 @@ def me() -> Iterator[WorkerMemory]:
 
 
 def tile(*axes: tuple[int, int, int], spanning: bool, ends: Ends = ENDS) -> Tile:
-    return Tile(path=Path.BOUNCE, axes=tuple(Axis(*a) for a in axes), ends=ends, spanning=spanning)
+    return Tile(path=Path.BOUNCE, axes=tuple(BoxAxis(*a) for a in axes), ends=ends, spanning=spanning)
 
 
 def column(rows: int, width: int, into: int) -> Tile:

@@ -15,7 +15,7 @@ from etha.cuda.driver import DeviceError
 from etha.errors import ConfigError, PeerLostError, ProtocolError, TransferError, TransferTimeoutError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import Guard, LentPage, RevocationPage
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.device_memory import CardError
 from etha.transport.copy.program import Member
 from etha.transport.nccl import communicator, pipeline
@@ -341,7 +341,7 @@ async def test_a_stop_after_the_own_part_ends_the_communicator_too() -> None:
         fresh = await at.connect("ab", scope=2)
         for name in "ab":
             transports[name] = NcclTransport(at.cards[name].plane, fresh[name])
-            await transports[name].open([Peer(agent=other) for other in "ab" if other != name])
+            await transports[name].open([TransportPeer(agent=other) for other in "ab" if other != name])
         await asyncio.gather(*(transports[name].run(runs[name]) for name in "ab"))
         same(placed.target, placed.job.expected())
 
@@ -375,7 +375,7 @@ async def test_what_does_not_fit_the_communicator_is_refused() -> None:
         with pytest.raises(ProtocolError, match="communicator of"):
             await transport.run(WireRun(program=placed.wire("a"), seq=1))
         with pytest.raises(ProtocolError, match="does not reach"):
-            await transport.open([Peer(agent="z")])
+            await transport.open([TransportPeer(agent="z")])
         with pytest.raises(ProtocolError, match="itself among them"):
             await at.cards["a"].plane.communicators.get(1, "bc", b"")
 

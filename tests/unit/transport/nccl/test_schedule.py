@@ -14,11 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
-from etha.transport.nccl.schedule import Group, Rounds, make_rounds
+from etha.transport.nccl.schedule import MessageGroup, Rounds, make_rounds
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.forwarding import LAST
-from etha.transport.wire.nccl_messages import GROUP, Cut, device_cut, order, waves
+from etha.transport.wire.nccl_messages import GROUP, MessageCut, device_cut, order, waves
 from tests.examples import examples
 from tests.unit.transport.agents import Job, make_plan
 from tests.unit.transport.relaying import Crossed, copies, relayed_job
@@ -27,12 +27,12 @@ from tests.unit.transport.tcp.test_transport import partial, random_job
 ORDERS = st.lists(st.integers(0, 1 << 30), max_size=100)
 
 
-def small(job: Job, **options: int) -> Cut:
+def small(job: Job, **options: int) -> MessageCut:
     """A cut of messages so small that little jobs have many groups."""
     return replace(device_cut(job.agents, job.staging), **{"wave": 1024, **options})
 
 
-def programs(job: Job, cut: Cut) -> dict[str, WireProgram]:
+def programs(job: Job, cut: MessageCut) -> dict[str, WireProgram]:
     job.private = (False, False)
     found = {}
     for name in job.agents:
@@ -63,7 +63,7 @@ class Strict:
 
     def issue(self, name: str) -> None:
         self.at[name] += 1
-        group: Group = self.rounds[name].groups[self.at[name]]
+        group: MessageGroup = self.rounds[name].groups[self.at[name]]
         assert len(group.sends) + len(group.receives) <= GROUP
         assert group.after < self.at[name]
         self.open[name] = len(group.sends) + len(group.receives)
@@ -87,7 +87,7 @@ class Strict:
         return done and not any(self.open.values()) and not any(map(len, (*self.sent.values(), *self.got.values())))
 
 
-def play(job: Job, cut: Cut, order: list[int]) -> Strict:
+def play(job: Job, cut: MessageCut, order: list[int]) -> Strict:
     found = programs(job, cut)
     for name, program in found.items():
         for peer, flow in program.sends.items():

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.plan import Layout, TensorSpec
 from etha.transport.nccl.schedule import make_rounds
-from etha.transport.wire.crossings import Part
+from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.nccl_messages import device_cut
 from tests.examples import examples
 from tests.unit.transport.agents import Job, bits, make_plan, same
@@ -210,13 +210,13 @@ class Seen:
 
     def __init__(self) -> None:
         self.contributions: dict[tuple[int, int], torch.Tensor] = {}
-        self.values: dict[int, tuple[Part, torch.Tensor]] = {}
+        self.values: dict[int, tuple[SlotPart, torch.Tensor]] = {}
 
-    def given(self, part: Part, index: int, flat: torch.Tensor) -> None:
+    def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
         assert (part.number, index) not in self.contributions
         self.contributions[part.number, index] = flat.clone()
 
-    def value(self, part: Part, flat: torch.Tensor) -> None:
+    def value(self, part: SlotPart, flat: torch.Tensor) -> None:
         assert part.number not in self.values
         self.values[part.number] = (part, flat.clone())
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 from etha.errors import PeerLostError, ProtocolError
 from etha.memory.reach import RevokedError, WorkerGoneError
 from etha.memory.revocation import LentPage, RevocationPage
-from etha.transport.base import Peer, Transport, WireRun
-from etha.transport.tcp.listener import Door
+from etha.transport.base import Transport, TransportPeer, WireRun
+from etha.transport.tcp.listener import DataListener
 from etha.transport.tcp.transport import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.tcp.test_transport import partial, rows
@@ -31,7 +31,7 @@ async def opened(at: dict[str, Agent], job: Job, seq: int = 1) -> dict[str, Wire
         runs[name] = WireRun(program=job.wire(name), seq=seq)
         transport: Transport[WireRun] = at[name].transport  # the Protocol, as mypy sees it
         peers = runs[name].program.sends
-        await transport.open([Peer(agent=peer, address=at[peer].address_for(name)) for peer in peers])
+        await transport.open([TransportPeer(agent=peer, address=at[peer].address_for(name)) for peer in peers])
     return runs
 
 
@@ -50,7 +50,7 @@ def big(**options: object) -> Job:
     return rows(1, 1, (4096, 4096), Shard(0), "a", "b", **options)
 
 
-# ---- the door ---------------------------------------------------------------------------------
+# ---- the data port ---------------------------------------------------------------------------------
 
 
 async def read_all(port: int, words: bytes) -> bytes:
@@ -90,7 +90,7 @@ async def test_a_connection_that_says_nothing_is_closed(caplog: pytest.LogCaptur
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     port = listener.getsockname()[1]
-    door = Door(listener, token_bytes=TOKEN, admit=lambda token: None, entered=lambda *_: None, patience=0.05)
+    door = DataListener(listener, token_bytes=TOKEN, admit=lambda token: None, entered=lambda *_: None, patience=0.05)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(door.run())
         assert await read_all(port, b"") == b""
@@ -108,7 +108,7 @@ async def test_an_opener_that_is_not_let_in_hears_of_it() -> None:
 
         object.__setattr__(address, "tokens", wrong)
         with pytest.raises(PeerLostError, match="agent b"):
-            await at["a"].transport.open([Peer(agent="b", address=address)])
+            await at["a"].transport.open([TransportPeer(agent="b", address=address)])
 
 
 async def test_garbage_after_a_good_token_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,7 +243,7 @@ class Batch:
 
     async def open(self) -> Batch:
         for name, program in self.programs.items():
-            peers = [Peer(agent=peer, address=self.at[peer].address_for(name)) for peer in program.sends]
+            peers = [TransportPeer(agent=peer, address=self.at[peer].address_for(name)) for peer in program.sends]
             await self.transports[name].open(peers)
         return self
 
@@ -334,7 +334,10 @@ async def test_many_batches_at_once_of_which_some_are_aborted_at_any_moment() ->
         async with asyncio.timeout(60):
             await asyncio.gather(*(one(at, number) for number in range(1, 9)))
         planes = [agent.plane for agent in at.values()]
-    assert [plane.budget.used - sum(desk.grown for desk in plane.desks._all) for plane in planes] == [0, 0]
+    assert [plane.budget.used - sum(copy_slot.grown for copy_slot in plane.copy_slots._all) for plane in planes] == [
+        0,
+        0,
+    ]
 
 
 # ---- memory that is taken back ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
-from etha.transport.base import Peer, WireRun
+from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.program import PIECE
 from etha.transport.wire.routing import account
 from tests.examples import examples
@@ -208,7 +208,7 @@ async def test_progress_counts_bytes() -> None:
     program = {name: job.wire(name) for name in "ab"}
     seen: list[int] = []
     async with agents("ab") as at:
-        await at["a"].transport.open([Peer(agent="b", address=at["b"].address_for("a"))])
+        await at["a"].transport.open([TransportPeer(agent="b", address=at["b"].address_for("a"))])
         moved = await asyncio.gather(
             at["a"].transport.run(WireRun(program=program["a"], seq=1)),
             at["b"].transport.run(WireRun(program=program["b"], seq=1), seen.append),

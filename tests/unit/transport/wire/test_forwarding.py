@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 from etha.errors import PeerLostError
 from etha.plan import Layout, TensorSpec, build_plan
 from etha.plan.planner.rank_plan import FORWARD
-from etha.transport.base import Peer, WireRun
-from etha.transport.wire.forwarding import Arrivals, Ledger, Place, Relays
+from etha.transport.base import TransportPeer, WireRun
+from etha.transport.wire.forwarding import Arrivals, ForwardingProgress, Relays, TensorPlace
 from etha.transport.wire.routing import account
 from tests.examples import examples
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
@@ -191,7 +191,9 @@ def test_a_piece_is_passed_on_before_the_tensor_has_come() -> None:
 async def opened(job: Job, at: dict[str, Agent]) -> dict[str, WireRun]:
     runs = {name: WireRun(program=job.wire(name), seq=1) for name in job.agents}
     for name, run in runs.items():
-        await at[name].transport.open([Peer(agent=p, address=at[p].address_for(name)) for p in run.program.sends])
+        await at[name].transport.open(
+            [TransportPeer(agent=p, address=at[p].address_for(name)) for p in run.program.sends]
+        )
     return runs
 
 
@@ -243,14 +245,14 @@ async def test_a_relay_that_ends_in_the_middle_ends_who_waits_for_it(how: str) -
 
 
 def test_a_ledger_is_ready_once_all_have_come() -> None:
-    ledger = Ledger()
-    assert ledger.ready(()) and not ledger.ready((0,))
-    ledger.lay((0, 2))
-    assert ledger.ready((0, 2)) and not ledger.ready((0, 1))
+    progress = ForwardingProgress()
+    assert progress.ready(()) and not progress.ready((0,))
+    progress.lay((0, 2))
+    assert progress.ready((0, 2)) and not progress.ready((0, 1))
 
 
 def test_arrivals_number_only_what_is_asked_for() -> None:
-    here, there = Place(0, 0, ()), Place(0, 1, ())
+    here, there = TensorPlace(0, 0, ()), TensorPlace(0, 1, ())
     arrivals = Arrivals({here})
     assert arrivals.mark([(there, ((0, 4),))]) == -1
     assert [arrivals.mark([(here, ((i, i + 2),))]) for i in (0, 2, 4)] == [0, 1, 2]
