@@ -135,7 +135,7 @@ test-vllm: $(VLLM_STAMP)
 # FAMILY=qwen3 is one of them.
 test-vllm-models: $(VLLM_STAMP)
 	@$(PRIVATE) ETHA_TEST_CPU=$(CPU) FAMILY=$(FAMILY) $(VLLM_BIN)/python -m pytest -p no:cacheprovider \
-		tests/vllm/test_families.py $(PYTEST)
+		tests/vllm/models/test_families.py $(PYTEST)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(VLLM_EXAMPLE)/constraints.txt
 	$(CHECK_PYTHON)

@@ -25,8 +25,8 @@ import harness
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.vllm.checkpoints import make
 from tests.vllm.engines import Server
+from tests.vllm.fleets.test_meeting import begin
 from tests.vllm.happenings import Happenings, happenings
-from tests.vllm.test_meeting import begin
 from tests.vllm.trainers import Trainer
 from tests.vllm.users import Answer, Users
 

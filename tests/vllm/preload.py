@@ -23,7 +23,7 @@ for name in (
     "vllm.v1.worker.cpu_worker",
     "vllm.distributed.weight_transfer",
     "etha.client.sync",
-    "etha.integrations.vllm.trainer",
+    "etha.integrations.vllm.trainer.trainer_engine",
 ):
     importlib.import_module(name)
 

@@ -246,7 +246,7 @@ def _take(model: torch.nn.Module, version: torch.nn.Module) -> None:
 
 def settle_nothing(worker: Any) -> None:
     """Take from a worker what packs a tied head anew, as an engine without Etha's repair."""
-    from etha.integrations.vllm.loading import Reload
+    from etha.integrations.vllm.weights.loading import Reload
 
     setattr(Reload, "settle", lambda *_: None)  # noqa: B010
 

@@ -305,7 +305,7 @@ def _die_when_bytes_move(engine: Any) -> None:
 
 def _hold_back(pipe: Connection) -> None:
     """This rank tells that it is to meet the engine, as the others do, and waits for a word of the test first."""
-    from etha.integrations.vllm.replica import Replica
+    from etha.integrations.vllm.trainer.replica import Replica
 
     join = Replica._join
 

@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Adapter": "adapter",
-    "EthaSource": "source",
-    "EthaTrainerInitInfo": "trainer",
-    "EthaTrainerWeightTransferEngine": "trainer",
-    "EthaWeightTransferEngine": "worker",
-    "FleetResult": "fleet",
-    "LLMClient": "client",
-    "lora_request": "adapter",
+    "Adapter": "weights.adapter",
+    "EthaSource": "trainer.source",
+    "EthaTrainerInitInfo": "trainer.trainer_engine",
+    "EthaTrainerWeightTransferEngine": "trainer.trainer_engine",
+    "EthaWeightTransferEngine": "engine.worker",
+    "FleetResult": "trainer.fleet",
+    "LLMClient": "trainer.client",
+    "lora_request": "weights.adapter",
 }
 
 

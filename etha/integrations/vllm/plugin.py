@@ -11,19 +11,10 @@ import logging
 from functools import cache
 from typing import Any
 
-#: The backend's name in ``WeightTransferConfig(backend=...)``.
-NAME = "etha"
-#: The releases of vLLM that the backend knows: it reaches into what changes between them.
-SUPPORTED = ("0.32",)
+from etha.integrations.vllm.engine.versions import NAME, unsupported
+
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = logging.getLogger("vllm.etha")
-
-
-def unsupported(version: str) -> str | None:
-    """Why the backend does not work with a vLLM of ``version``; None where it does."""
-    if ".".join(version.split(".")[:2]) in SUPPORTED:
-        return None
-    return f"vLLM {version} is installed; the backend {NAME!r} of sub-etha supports {', '.join(SUPPORTED)}.*"
 
 
 def register() -> None:
@@ -41,8 +32,8 @@ def _register() -> str | None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for factory, module, name in (
-        (WeightTransferEngineFactory, "worker", "EthaWeightTransferEngine"),
-        (WeightTransferTrainerFactory, "trainer", "EthaTrainerWeightTransferEngine"),
+        (WeightTransferEngineFactory, "engine.worker", "EthaWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "trainer.trainer_engine", "EthaTrainerWeightTransferEngine"),
     ):
         if NAME not in factory._registry:
             factory.register_engine(NAME, f"etha.integrations.vllm.{module}", name)
@@ -51,9 +42,9 @@ def _register() -> str | None:
         from vllm.v1.executor.abstract import Executor
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        from etha.integrations.vllm.answers import read_all_answers
-        from etha.integrations.vllm.lease import keep_leases
-        from etha.integrations.vllm.served import serve_adapters
+        from etha.integrations.vllm.engine.answers import read_all_answers
+        from etha.integrations.vllm.engine.lease import keep_leases
+        from etha.integrations.vllm.engine.served import serve_adapters
 
         read_all_answers(MultiprocExecutor, chosen)
         keep_leases(Executor, chosen)

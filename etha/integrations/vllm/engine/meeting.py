@@ -1,0 +1,170 @@
+"""Meeting the trainer beside the engine's steps: a trainer that is late, or dies while it joins, costs no answer.
+
+    init_weight_transfer_engine   begin: after the loaders were recorded, which the engine's own thread has to do
+    (steps of the engine)         init_pair, memory, register_tensors, on the loop of the clients
+    start_weight_update           met: they have ended when the trainer calls; else their error is raised
+
+The engine's thread waits for nobody but in ``met``, and there for what is all but done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from etha import AsyncTensorBusClient, TransferFuture
+from etha.client.aio import AsyncBatchHandle
+from etha.client.loop_thread import Membership
+from etha.client.results import AsyncPair
+from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
+from etha.integrations.vllm.engine.lease import say_gone
+from etha.integrations.vllm.engine.refusals import STRANGER
+
+if TYPE_CHECKING:
+    from etha.integrations.vllm.engine.worker import EthaWeightTransferInitInfo, Incoming
+
+# Under vLLM's own root: what an engine prints is what is logged there.
+log = logging.getLogger("vllm.etha")
+#: Seconds that a call waits for a meeting: the trainer, which has met everybody when it calls, is not kept waiting.
+_SOON = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """A trainer that was met: the pair, the batch that it sends, and what is received of it."""
+
+    pair: AsyncPair
+    batch: AsyncBatchHandle
+    received: Incoming
+
+
+class Meetings:
+    """One worker's meetings with trainers, one after another; a new one ends the one before, if it has not ended."""
+
+    def __init__(self, device: torch.device, *, redis_url: str | None, namespace: str | None) -> None:
+        self._bus = AsyncTensorBusClient(device=device, redis_url=redis_url, namespace=namespace)
+        self._membership = Membership(self)
+        self._order = asyncio.Lock()
+        self._met: Met | None = None
+        self._meeting: TransferFuture | None = None
+        self._watch: TransferFuture | None = None
+
+    def begin(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
+        """Meet the trainer that announces ``info``, as ``rank`` of ``world``; does not wait for it."""
+        if self._meeting is not None:
+            self._meeting.cancel()
+        if info.again and (met := self.standing()) is not None:
+            self._met = None
+            again: Coroutine[Any, Any, Any] = self._renew(met, info, received)
+            self._meeting = self._membership.portal.submit(again)
+            return
+        work: Coroutine[Any, Any, Any] = self._meet(info, rank, world, received)
+        self._meeting = self._membership.portal.submit(work)
+
+    def standing(self) -> Met | None:
+        """The trainer that was met, while it lives."""
+        met = self._met
+        return None if met is None or met.pair.lost.is_set() else met
+
+    def met(self) -> Met:
+        """The trainer that was met last; the error of that meeting, if it failed.
+
+        ConfigError where none was begun; TransferError where it has not ended: then the trainer is not complete.
+        """
+        if (standing := self.standing()) is not None:
+            return standing
+        if self._meeting is not None:
+            try:
+                self._meeting.result(_SOON)
+            except TimeoutError:
+                raise TransferError(
+                    "the trainer has not been met yet: some of its ranks are late, or of this engine's; call "
+                    "start_weight_update when trainer_init has returned on all of them",
+                    outcome="withdrawn",
+                ) from None
+        if self._met is None:
+            raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
+        return self._met
+
+    def receive(self, met: Met, timeout: float) -> TransferFuture:
+        """Begin to receive what ``met`` sends next."""
+        mark = met.batch.mark()  # of this thread: what it has queued on the device comes first
+        return self._membership.portal.submit(met.batch.transfer_after(mark, "recv", timeout=timeout))
+
+    def close(self) -> None:
+        """Leave the pair, and meet nobody; idempotent."""
+        meeting, self._meeting, self._met = self._meeting, None, None
+        watch, self._watch = self._watch, None
+        for work in (meeting, watch):
+            if work is not None:
+                work.cancel()
+        try:
+            with suppress(AgentLostError):  # the process ends, and the loop before this
+                self._membership.portal.call(self._bus.close())
+        finally:
+            self._membership.leave()
+
+    # ---- on the loop ---------------------------------------------------------------------------
+
+    async def _meet(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
+        async with self._order:
+            try:
+                if await self._leave(info.timeout):
+                    await self._join(info, rank, world, received)
+            except EthaError as error:
+                log.warning("pair %s: the trainer was not met: %s", info.pair, error)
+                raise
+
+    async def _leave(self, timeout: float) -> bool:
+        """Wait until the trainer that was met before has left: it may live, and another was too early. Whether it has.
+
+        What it sent into is given back before memory for the next one is taken.
+        """
+        met = self._met
+        if met is None:
+            return True
+        if not await met.pair.lost.heard(timeout):
+            return False
+        self._met = None
+        with suppress(EthaError):  # the agent is gone, and the batch with it
+            await met.batch.close()
+        return True
+
+    async def _join(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
+        pair = await self._bus.init_pair(
+            info.pair, info.local_name, info.remote_name, world, rank=rank, give_up=True, timeout=info.timeout
+        )
+        self._met = await self._registered(pair, info, received)
+        if info.news:
+            watch: Coroutine[Any, Any, Any] = self._tell_when_lost(pair, info)
+            self._watch = self._membership.portal.submit(watch)
+        log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
+
+    async def _renew(self, met: Met, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
+        """Register with the trainer that was met what is in other memory since."""
+        async with self._order:
+            await met.batch.close()
+            self._met = await self._registered(met.pair, info, received)
+
+    async def _registered(self, pair: AsyncPair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
+        batch = await self._bus.register_tensors(
+            info.batch,
+            await asyncio.to_thread(received.room),
+            pair_name=info.pair,
+            regions=received.regions,
+            shapes=received.shapes,
+            direction="recv",
+            timeout=info.timeout,
+        )
+        return Met(pair=pair, batch=batch, received=received)
+
+    async def _tell_when_lost(self, pair: AsyncPair, info: EthaWeightTransferInitInfo) -> None:
+        """Say to the engine that holds a pause of the trainer that this one has gone."""
+        await pair.lost
+        say_gone(info.news, info.holder)

@@ -1,0 +1,322 @@
+"""The engine's side: what each vLLM worker does in vLLM's four calls.
+
+    init_weight_transfer_engine   record what the loaders keep; begin to meet the trainer (meeting.py)
+    start_weight_update           begin to receive, beside the engine's steps
+    update_weights                wait until it is committed; nothing of the model has changed
+    finish_weight_update          bring it into the model, between two steps
+
+A version comes into the model only after every worker has it whole: an error in ``update_weights`` of one of them
+ends the update for all, and the engine answers with what it had.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from etha import TransferFuture, TransferResult
+from etha.errors import ConfigError, TransferAbortedError, TransferError
+from etha.integrations.vllm.engine.meeting import Meetings
+from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
+from etha.integrations.vllm.engine.versions import unsupported
+from etha.integrations.vllm.weights.keep import Meta
+from etha.integrations.vllm.weights.lora import ReceivedAdapter
+from etha.integrations.vllm.weights.received import Dtypes, Received, widest
+
+# Under vLLM's own root: what an engine prints is what is logged there.
+log = init_logger("vllm.etha")
+#: What a version comes into: the model, or an adapter of it.
+Incoming = Received | ReceivedAdapter
+#: Parameters that an error names.
+_SHOWN = 5
+
+
+@dataclass(kw_only=True)
+class EthaWeightTransferInitInfo(WeightTransferInitInfo):
+    """What the trainer tells the workers once: the pair's names, and every tensor of the checkpoint.
+
+    Plain JSON. ``timeout``: seconds for meeting, and for each version. The rest as ``EthaTrainerInitInfo``.
+    """
+
+    pair: str
+    local_name: str
+    remote_name: str
+    batch: str
+    names: list[str] = field(repr=False)
+    dtypes: list[str] = field(repr=False)
+    shapes: list[list[int]] = field(repr=False)
+    direct: bool = False
+    atomic: bool = True
+    timeout: float = 300.0
+    redis_url: str | None = field(default=None, repr=False)
+    namespace: str | None = None
+    #: The tensors are a LoRA adapter's: its name, and its configuration as peft writes it; None: they are the model's.
+    adapter: dict[str, Any] | None = None
+    #: The trainer that was met says the same again, so that tensors in other memory are registered again.
+    again: bool = False
+    #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
+    holder: str = ""
+    news: str = ""
+
+    def metas(self) -> list[Meta]:
+        """The tensors announced; ConfigError for lists that do not belong together."""
+        if not len(self.names) == len(self.dtypes) == len(self.shapes) == len(set(self.names)):
+            raise ConfigError(
+                f"init_info of pair {self.pair!r}: {len(self.names)} names ({len(set(self.names))} different), "
+                f"{len(self.dtypes)} dtypes and {len(self.shapes)} shapes; give one of each for every tensor"
+            )
+        metas = []
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            kind = getattr(torch, dtype, None)
+            if not isinstance(kind, torch.dtype):
+                raise ConfigError(f"init_info of pair {self.pair!r}: tensor {name!r} has dtype {dtype!r}, not torch's")
+            metas.append(Meta(name, tuple(shape), kind))
+        return metas
+
+
+@dataclass
+class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
+    """Nothing needs to be said of a version but that it shall not come: ``cancel`` ends the update with an error.
+
+    ``verify``: what comes is not brought in, but the live model is compared with it.
+    """
+
+    cancel: bool = False
+    verify: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A version on its way, what it is received into, and, once all of it is there, its result."""
+
+    received: Incoming
+    moving: TransferFuture
+    result: TransferResult | None = None
+    verified: bool = False
+
+
+class _Together:
+    """The workers of an engine agree on dtypes in the middle of what each does for itself, and all fail if one does.
+
+    The others would wait for it, here or when tensors are registered, until their deadline.
+    """
+
+    def __enter__(self) -> _Together:
+        self._agreed = self._failed = False
+        return self
+
+    def agree(self, mine: Dtypes) -> Dtypes:
+        """The widest dtype of each tensor; ConfigError with the error of a worker that failed."""
+        self._agreed = True
+        return widest(self._gather(mine))
+
+    def _gather(self, mine: Dtypes | str) -> list[Dtypes]:
+        """What all workers say; a text is an error, and raised where it is another worker's."""
+        group = get_world_group()
+        found: list[Any] = [mine]
+        if group.world_size > 1:
+            found = [None] * group.world_size
+            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
+        errors = [(rank, said) for rank, said in enumerate(found) if isinstance(said, str)]
+        self._failed = bool(errors)
+        if errors and not isinstance(mine, str):
+            raise ConfigError("worker {} of the engine: {}".format(*errors[0]))
+        return found
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._failed:
+            self._gather({} if error is None else str(error))
+
+
+class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, EthaWeightTransferUpdateInfo]):
+    """vLLM's worker engine of the backend ``etha``; made by vLLM."""
+
+    init_info_cls = EthaWeightTransferInitInfo
+    update_info_cls = EthaWeightTransferUpdateInfo
+    # What is kept was recorded of one model.
+    supports_draft_weight_update = False
+
+    _meetings: Meetings | None = None
+    _where: tuple[str | None, str | None] | None = None
+    _known: tuple[Any, ...] = ()
+    _received: Incoming | None = None
+    _coming: _Coming | None = None
+    _timeout = 300.0
+
+    def init_transfer_engine(self, init_info: EthaWeightTransferInitInfo) -> None:
+        """Record what this worker keeps, and begin to meet the trainer; again for a relaunched trainer.
+
+        Returns before the trainer has been met. ConfigError for tensors that the model does not take.
+        """
+        why = unsupported(vllm.__version__)
+        if why is not None:
+            raise ConfigError(f"{why}: install a vLLM that is, or a sub-etha that supports this one")
+        metas = init_info.metas()
+        rank, world = self._place(init_info.pair)
+        meetings = self._connect(init_info)
+        if meetings.standing() is None:
+            self._stop()
+        received = self._record(init_info, metas)
+        if init_info.again:
+            received.renew()
+        else:
+            self._tell(init_info.pair, rank)
+        self._timeout = init_info.timeout
+        meetings.begin(init_info, rank, world, received)
+
+    def _record(self, init_info: EthaWeightTransferInitInfo, metas: list[Meta]) -> Incoming:
+        """What the loaders keep; of a trainer that announces the same again, what they kept before."""
+        known = (metas, init_info.direct, init_info.atomic, init_info.adapter)
+        if self._received is None or self._known != known:
+            self._received = None
+            with set_current_vllm_config(self.vllm_config), _Together() as together:
+                if init_info.adapter is not None:
+                    self._received = ReceivedAdapter(self.model, metas, self.device, **init_info.adapter)
+                else:
+                    self._received = Received(
+                        self.model, self.model_config, metas, self.device,
+                        direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
+                    )  # fmt: skip
+            self._known = known
+        return self._received
+
+    def _tell(self, pair: str, rank: int) -> None:
+        report = self.report()
+        log.info(
+            "pair %s: rank %d receives %d of %d bytes of %d tensors; %d written in place, received whole: %s",
+            pair,
+            rank,
+            report["bytes"],
+            report["checkpoint_bytes"],
+            report["tensors"],
+            len(report["direct"]),
+            report["whole"] or "none",
+        )
+        if report["partial"] or report["unfilled"]:
+            log.warning(
+                "pair %s: the engine keeps what it has in the parameters %s, that the trainer sends nothing of, and in "
+                "the rest of %s",
+                pair,
+                report["unfilled"] or "(none)",
+                report["partial"] or "(none)",
+            )
+
+    def _place(self, pair: str) -> tuple[int, int]:
+        """This worker's rank in the engine's side, and the side's world size."""
+        parallel = self.parallel_config
+        rank, world = parallel.data_parallel_index * parallel.world_size + parallel.rank, parallel.world_size_across_dp
+        if rank >= world:
+            raise ConfigError(
+                f"pair {pair!r}: this engine is replica {parallel.data_parallel_index} of several behind one URL that "
+                f"know nothing of each other (--data-parallel-size of a model without experts); all of them get the "
+                f"same calls, and a pair has room for one: start each replica as a server with a URL of its own, and "
+                f"give each a pair and a trainer engine, or use --tensor-parallel-size instead"
+            )
+        return rank, world
+
+    def _connect(self, init_info: EthaWeightTransferInitInfo) -> Meetings:
+        where = (init_info.redis_url, init_info.namespace)
+        if self._meetings is not None and (met := self._meetings.standing()) is not None:
+            if self._where != where or met.pair.name != init_info.pair:
+                raise ConfigError(
+                    f"pair {met.pair.name!r} stands with a trainer that lives: end that one before another meets this "
+                    f"engine on pair {init_info.pair!r}, or give the other one an engine of its own"
+                )
+        elif self._where != where:
+            self.shutdown()
+        if self._meetings is None:
+            self._where = where
+            self._meetings = Meetings(self.device, redis_url=init_info.redis_url, namespace=init_info.namespace)
+        return self._meetings
+
+    def start_weight_update(self) -> None:
+        """Begin to receive the next version; ConfigError before ``init_weight_transfer_engine``.
+
+        Errors of ``init_pair`` and ``register_tensors``, if that is how the meeting with the trainer has ended.
+        """
+        self._stop()
+        if self._meetings is None:
+            raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
+        met = self._meetings.met()
+        if moved := met.received.moved():
+            raise TransferError(f"{MOVED}: {len(moved)}, {moved[0]!r} first", outcome="withdrawn")
+        self._coming = _Coming(received=met.received, moving=self._meetings.receive(met, self._timeout))
+
+    def receive_weights(self, update_info: EthaWeightTransferUpdateInfo) -> None:
+        """Wait for the version that ``start_weight_update`` began to receive.
+
+        TransferError and its subclasses: the model serves on with the version that it had, also where ``verify`` finds
+        that this is not the one that has come.
+        """
+        coming = self._coming
+        if update_info.cancel:
+            self._stop()
+            torn = coming is not None and coming.received.in_place
+            left = "what is written in place may be torn until the next one" if torn else "the model has the one it had"
+            raise TransferAbortedError(f"the trainer has ended this version on its way; {left}")
+        if coming is None:
+            raise ConfigError("update_weights without start_weight_update: call that first, for each version")
+        self._coming = None
+        coming = replace(coming, result=coming.moving.result(), verified=update_info.verify)
+        if update_info.verify:
+            self._verify(coming.received)
+        self._coming = coming
+
+    def _verify(self, received: Incoming) -> None:
+        """TransferError, naming parameters, where the live model is not what ``received`` would make of it."""
+        found = received.compare()
+        if found.left_out:
+            log.warning("not compared, for they are packed and no product is known of them: %s", found.left_out)
+        if found.differs:
+            shown = "; ".join(found.differs[:_SHOWN])
+            rest = f"; and {len(found.differs) - _SHOWN} more" if len(found.differs) > _SHOWN else ""
+            raise TransferError(
+                f"{len(found.differs)} of {found.compared} parameters are not the trainer's: {shown}{rest}; "
+                f"call send_weights, and restart the engine if that does not mend it"
+            )
+        log.info("the live model is the trainer's: %d parameters compared", found.compared)
+
+    def finish_weight_update(self) -> None:
+        """Bring the received version into the model."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming.result is None:
+            raise ConfigError("finish_weight_update without a version: call start_weight_update and update_weights")
+        if coming.verified:
+            return
+        coming.received.apply()
+        result = coming.result
+        log.info("version %s (number %d) is live: %d bytes received", result.version, result.seq, result.bytes)
+
+    def shutdown(self) -> None:
+        """Leave the pair; ``init_weight_transfer_engine`` joins again."""
+        self._stop()
+        meetings, self._meetings = self._meetings, None
+        if meetings is not None:
+            meetings.close()
+
+    def report(self) -> dict[str, Any]:
+        """How this worker receives each tensor, and bytes; see ``Received.report``."""
+        if self._received is None:
+            raise ConfigError("nothing is known of a checkpoint yet: call init_weight_transfer_engine")
+        return dict(self._received.report())
+
+    def _stop(self) -> None:
+        """End a receive that nobody waits for."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.moving.cancel()
+            with suppress(CancelledError):
+                coming.moving.exception()

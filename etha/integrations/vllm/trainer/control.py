@@ -1,0 +1,106 @@
+"""The engine's control plane beside vLLM's four calls: generation stands still while a version comes in.
+
+Over HTTP (any client with a ``base_url``) by vLLM's own routes; by methods of the same names on any other client that
+has them; where neither is, the caller sees to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Literal, get_args
+
+from etha.errors import ConfigError
+from etha.integrations.vllm.engine.lease import SECONDS
+
+log = logging.getLogger(__name__)
+#: What becomes of requests that are under way: they are finished first, are cut off, or go on with the new version.
+Pause = Literal["wait", "abort", "keep"]
+
+
+class Control:
+    """Pause and resume of the engine behind ``client``; all calls block."""
+
+    def __init__(self, client: Any, mode: Pause | None, *, lease: float = SECONDS, in_place: bool = False) -> None:
+        if mode is not None and mode not in get_args(Pause):
+            raise ConfigError(f"pause={mode!r}: give 'wait', 'abort', 'keep', or None")
+        self._client, self._mode, self._lease, self._in_place = client, mode, lease, in_place
+        self._paused = False
+        self._claimed = ""
+        #: By what name the engine knows whose the pause is; new for each time that the trainer is met.
+        self.holder = ""
+
+    def pause(self) -> None:
+        """No new request begins; what is cached of the old version is forgotten."""
+        if self._mode is not None:
+            self._paused = True
+            if self.holder and isinstance(getattr(self._client, "base_url", None), str):
+                self._claimed = self.holder
+                claim = {"claim": self.holder, "seconds": self._lease, "in_place": self._in_place}
+                self._client.update_weights(claim)
+            self._say("pause", "pause_generation", mode=self._mode)
+
+    def resume(self) -> None:
+        """Requests go on where ``pause`` stopped them; the cache of kept ones is computed again, with the new weights.
+
+        An engine that knows whose its pause is goes on only if it is nobody else's, too.
+        """
+        if not self._paused:
+            return
+        if self._claimed:  # what was cached is forgotten as vLLM pauses, of kept requests, too
+            self._client.update_weights({"release": self._claimed})
+            self._paused, self._claimed = False, ""
+            return
+        try:
+            if self._mode == "keep":
+                self._say("reset_prefix_cache", "reset_prefix_cache", reset_running_requests=True)
+        finally:
+            self._say("resume", "resume_generation")
+            self._paused = False
+
+    def recover(self) -> None:
+        """Resume an engine that a trainer before this one may have left paused; over HTTP it does that by itself.
+
+        There a pause may be somebody else's, or that of a model of two versions: the engine knows (lease.py).
+        """
+        if self._mode is not None and not isinstance(getattr(self._client, "base_url", None), str):
+            self._say("resume", "resume_generation")
+
+    def _say(self, route: str, method: str, **arguments: Any) -> None:
+        address = getattr(self._client, "base_url", None)
+        if isinstance(address, str):
+            import requests
+
+            timeout = getattr(self._client, "timeout", 300)
+            answer = requests.post(f"{address}/{route}", params=arguments, timeout=timeout)
+            if answer.status_code == HTTPStatus.NOT_FOUND:
+                raise ConfigError(f"{address} has no /{route}: start vllm serve with VLLM_SERVER_DEV_MODE=1")
+            answer.raise_for_status()
+        elif callable(call := getattr(self._client, method, None)):
+            call(**arguments)
+        else:
+            log.warning(
+                "%s has neither base_url nor %s: nothing pauses the engine while a version comes in, nor clears its "
+                "prefix cache; do both around send_weights and give pause=None",
+                type(self._client).__name__,
+                method,
+            )
+
+
+def told(call: Callable[..., None], *arguments: Any) -> None:
+    """Call the client; an HTTP error is raised with what the server says of it."""
+    import requests
+
+    try:
+        call(*arguments)
+    except requests.HTTPError as error:
+        said = "" if error.response is None else error.response.text[:2000]
+        raise requests.HTTPError(f"{error}: {said}", response=error.response) from None
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether nobody answers where the engine should be: one that is restarting, mostly."""
+    import requests
+
+    return isinstance(error, (ConnectionError, requests.ConnectionError))

@@ -1,0 +1,140 @@
+"""What loaders do to a model whose parameters lie on meta, carried out in memory that is made as it is needed.
+
+    loader:   param.data[0:4].copy_(part)      views of a parameter on meta cost nothing, and stay views on meta
+    here:     memory of param[0:4].copy_(part) whatever is no view works on the parameter's own memory
+
+It does not matter how a loader comes to the parameter, nor in which order: this is a first load, a module at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from etha.integrations.vllm.weights.keep import lossy
+from etha.integrations.vllm.weights.standin import StandIn, aten
+from etha.integrations.vllm.weights.trace import Region, Trace, area
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A parameter or buffer ``leaf`` of ``module`` as its loaders see it, mostly on meta, and its memory.
+
+    ``due``: how often a load writes to it, where that is known. ``regions``: which parts were written to.
+    """
+
+    name: str
+    module: nn.Module
+    leaf: str
+    seen: torch.Tensor
+    due: int | None = None
+    memory: torch.Tensor | None = None
+    writes: int = 0
+    regions: set[Region] = field(default_factory=set)
+    odd: bool = False
+    closed: bool = False
+
+    def covered(self) -> int:
+        """How many of its elements were written to; those of a part that is no product of runs do not count."""
+        return area(self.regions)
+
+    def note(self, into: torch.Tensor) -> None:
+        """``into``, a view of what the loaders see, was written to."""
+        self.writes += 1
+        offset = int(into.storage_offset()) - int(self.seen.storage_offset())
+        trace = Trace.of(self.seen.shape, offset, into.shape, into.stride()) if self.seen.is_contiguous() else None
+        if trace is not None:
+            self.regions.add(trace.region())
+        elif into.numel() == self.seen.numel():
+            self.regions.add(tuple(((0, n),) for n in self.seen.shape))
+        else:
+            self.odd = True
+
+
+class Filling(TorchDispatchMode):
+    """Carries operations on ``places`` to their memory; ``make`` gives it, when a place is first used."""
+
+    def __init__(self, places: Iterable[Place], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places: Mapping[int, Place] = {p.seen.untyped_storage()._cdata: p for p in places}
+        self._device = device
+        self._off = False
+        #: Casts that lose what a number means: parameter, dtype from, dtype to.
+        self.casts: set[tuple[str, torch.dtype, torch.dtype]] = set()
+        #: Parameters that were written to after they were closed.
+        self.late: set[str] = set()
+
+    def make(self, place: Place) -> torch.Tensor:
+        """New memory for a place."""
+        raise NotImplementedError
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Operations are what they are without this mode."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Views stay as they are; everything else works on the places' memory."""
+        kwargs = kwargs or {}
+        if self._off or func.is_view:
+            return func(*args, **kwargs)
+        if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": self._device}  # a loader that asked a parameter where it is
+        stands: dict[int, torch.Tensor] = {}
+
+        def real(found: Any) -> Any:
+            place = self._place(found)
+            if place is None:
+                return found
+            memory = self._view(place, found)
+            stands[id(memory)] = found
+            return memory
+
+        written = [(place, into) for into in _written(func, args, kwargs) if (place := self._place(into)) is not None]
+        if func is aten.copy_.default and written and lossy(args[1].dtype, args[0].dtype):
+            self.casts.add((written[0][0].name, args[1].dtype, args[0].dtype))
+        args, kwargs = tree_map(real, (args, kwargs))
+        result = func(*args, **kwargs)
+        for place, into in written:
+            if not into.numel():
+                continue
+            place.note(into)
+            if place.closed:
+                self.late.add(place.name)
+        return tree_map(lambda found: stands.get(id(found), found), result)
+
+    def _place(self, found: Any) -> Place | None:
+        if not isinstance(found, torch.Tensor) or isinstance(found, StandIn):
+            return None
+        return self._places.get(found.untyped_storage()._cdata)
+
+    def _view(self, place: Place, seen: torch.Tensor) -> torch.Tensor:
+        if place.memory is None:
+            place.memory = self.make(place)
+        base = place.memory.detach()
+        if seen.dtype != base.dtype:
+            base = base.view(seen.dtype)
+        offset = int(base.storage_offset()) + int(seen.storage_offset()) - int(place.seen.storage_offset())
+        return base.as_strided(seen.shape, seen.stride(), offset)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        into = args[number] if number < len(args) else kwargs.get(argument.name)
+        for found in into if isinstance(into, (list, tuple)) else [into]:
+            if isinstance(found, torch.Tensor):
+                yield found

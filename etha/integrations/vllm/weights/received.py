@@ -1,0 +1,245 @@
+"""Received: what one worker keeps of a checkpoint, in memory that an agent fills, and how it gets into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+from etha.client.memory.tensors import empty as mapped
+from etha.errors import ConfigError, TransferError
+from etha.integrations.vllm.weights.compare import Comparison, unequal
+from etha.integrations.vllm.weights.cut import Cut
+from etha.integrations.vllm.weights.direct import live_views
+from etha.integrations.vllm.weights.keep import Kept, Meta, nothing
+from etha.integrations.vllm.weights.loading import Reload, record
+from etha.integrations.vllm.weights.quantized import cast_refused, refuse_quantized
+from etha.integrations.vllm.weights.standin import StandIn
+from etha.integrations.vllm.weights.trace import Trace, whole
+
+Dtypes = dict[str, torch.dtype]
+#: Of this worker's dtypes by checkpoint name, those that all workers of the engine receive in.
+Agree = Callable[[Dtypes], Dtypes]
+
+
+def agreed(kept: Mapping[str, Kept], agree: Agree) -> dict[str, Kept]:
+    """``kept`` at the dtypes that all workers have, which are one for each tensor.
+
+    A worker whose loaders only copy a tensor can receive it at its parameter's dtype, one that computes with it cannot.
+    """
+    dtypes = agree({name: item.dtype for name, item in kept.items() if not nothing(item)})
+    return {name: replace(item, dtype=dtypes.get(name, item.dtype)) for name, item in kept.items()}
+
+
+def widest(of_workers: Iterable[Dtypes]) -> Dtypes:
+    """Of each tensor, a dtype that holds what every worker wants of it."""
+    found: Dtypes = {}
+    for dtypes in of_workers:
+        for name, dtype in dtypes.items():
+            found[name] = torch.promote_types(found.get(name, dtype), dtype)
+    return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The tap of a stand-in whose bytes have come."""
+
+    cut: Cut
+    changed: torch.Tensor | None = None
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        if self.changed is not None and trace is not None:
+            return Cut(self.changed, whole(self.changed.shape)).read(trace)
+        if self.changed is not None:
+            return self.changed.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
+        if trace is None:  # such a read keeps the whole tensor
+            return self.cut.dense.as_strided(
+                seen.shape, seen.stride(), self.cut.dense.storage_offset() + int(seen.storage_offset())
+            )
+        return self.cut.read(trace)
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        into.copy_(self.read(trace, seen))
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        into.copy_(value)
+
+    def change(self) -> torch.Tensor:
+        if self.changed is None:
+            self.changed = self.cut.dense.clone()
+        return self.changed
+
+
+@dataclass(slots=True)
+class _Rehearsal:
+    """The tap of a stand-in in a rehearsal: what a replay would read and copy is checked, and nothing moves."""
+
+    replay: _Replay
+    device: torch.device
+
+    def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(self.replay.read(trace, seen), device=self.device)
+
+    def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
+        self.replay.read(trace, seen).expand(into.shape)
+
+    def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
+        value.expand(into.shape)
+
+    def change(self) -> torch.Tensor:
+        return torch.empty_like(self.replay.change(), device=self.device)
+
+
+class Received:
+    """A version on its way into ``model``: ``room()`` and ``regions`` are what to register, ``apply`` brings it in.
+
+    Made between two steps of the engine, for it puts the live parameters aside for a moment; no memory is taken before
+    ``room`` is asked for, in any thread.
+
+    ``direct``: parameters that can be written as they are take no way through loaders. ``atomic``: they, too, change
+    in ``apply`` only; else the live parameters themselves are registered, and are torn while bytes arrive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        metas: list[Meta],
+        device: torch.device,
+        *,
+        direct: bool,
+        atomic: bool,
+        agree: Agree = lambda dtypes: dtypes,
+    ) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        refuse_quantized(model)
+        live = {name for name, _ in model.named_parameters()}  # before: tied ones are several while they are created
+        recorded = record(model, model_config, metas, device)
+        if recorded.refused:
+            name, why = next(iter(recorded.refused.items()))
+            raise ConfigError(
+                f"the engine's model does not take {len(recorded.refused)} of the trainer's {len(metas)} tensors, "
+                f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
+            )
+        for cast in recorded.casts:
+            raise ConfigError(cast_refused(*cast))
+        self.kept = agreed(recorded.kept, agree)
+        self._unfilled = sorted(live.intersection(recorded.unfilled))
+        self._atomic = atomic
+        self._live = live_views(model, self.kept) if direct else {}
+        self._written = {} if atomic else self._live
+        self._written_modules = {
+            (copy.param or "").rpartition(".")[0] for name in self._live for copy in self.kept[name].copies or ()
+        }
+        #: Whether bytes go into live parameters while they come.
+        self.in_place = bool(self._written)
+        self._reload = Reload(model, model_config, device)
+        rest = self._rest()
+        if rest:
+            self._reload.rehearse((self._rehearsed(item) for item in rest), recorded.writes)
+        self._partial = self._reload.partial
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._taking = Lock()
+        self.regions = {name: item.region for name, item in self.kept.items()}
+        self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """Memory for what is kept of each tensor; taken once."""
+        with self._taking:
+            if not self._tensors:
+                self._tensors = {name: self._room(item) for name, item in self.kept.items()}
+            return self._tensors
+
+    def _room(self, item: Kept) -> torch.Tensor:
+        if item.meta.name in self._written:
+            return self._written[item.meta.name]
+        if self._device.type == "cpu" and not nothing(item):
+            return mapped(item.shape, dtype=item.dtype)
+        return torch.empty(item.shape, dtype=item.dtype, device=self._device)
+
+    def moved(self) -> list[str]:
+        """Names of registered live parameters that are not where they were: their memory was taken for a while."""
+        self._look()
+        return [name for name, view in self._written.items() if _place(view) != _place(self._tensors.get(name, view))]
+
+    def renew(self) -> None:
+        """``room`` is to be registered again, with live parameters where they are now."""
+        self._look()
+        with self._taking:
+            self._tensors = {**self._tensors, **self._written} if self._tensors else {}
+
+    def _look(self) -> None:
+        """Where the live parameters are now that are written with no loader between: an engine may have slept."""
+        now = live_views(self._model, self.kept) if self._live else {}
+        gone = [name for name in self._live if name not in now]
+        if gone:
+            raise TransferError(
+                f"{gone[0]!r} and {len(gone) - 1} more of the engine's parameters are not what they were when the "
+                f"trainer was met: call shutdown() on the trainer engine and make another"
+            )
+        self._live = {name: now[name] for name in self._live}
+        self._written = {} if self._atomic else self._live
+
+    def _rest(self) -> list[Kept]:
+        """What goes through loaders."""
+        return [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
+
+    def apply(self) -> None:
+        """Bring what was received into the live model; between two steps of the engine."""
+        self._look()
+        for name, view in self._live.items():
+            if name not in self._written:
+                view.copy_(self._tensors[name])
+        done = {self._model.get_submodule(path) for path in self._written_modules}
+        rest = self._rest()
+        if rest:
+            done |= self._reload.run(self._stand_in(item, self._tensors[item.meta.name]) for item in rest)
+        self._reload.settle(done)
+
+    def compare(self) -> Comparison:
+        """What of the live model is not what ``apply`` would make of what was received; between two of its steps."""
+        self._look()
+        found = Comparison()
+        for name, view in self._live.items():
+            if name not in self._written:
+                found.add(name, unequal(view, self._tensors[name]))
+        found.extend(self._reload.compare_computed(self._model.get_submodule(path) for path in self._written_modules))
+        rest = self._rest()
+        if rest:
+            found.extend(self._reload.compare(self._stand_in(item, self._tensors[item.meta.name]) for item in rest))
+        return found
+
+    def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
+        tap = _Replay(Cut(dense, item.region))
+        return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
+
+    def _rehearsed(self, item: Kept) -> tuple[str, torch.Tensor]:
+        blank = Cut(torch.empty(item.shape, dtype=item.dtype, device="meta"), item.region)
+        tap = _Rehearsal(_Replay(blank), self._device)
+        return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
+
+    def report(self) -> Mapping[str, Any]:
+        """How each tensor comes in, and bytes: of the checkpoint as it is received, and what of it is kept here.
+
+        ``partial``, ``unfilled``: parameters of which the trainer's tensors fill a part, or nothing: the rest is
+        undefined, or what it was. ``whole``: tensors that could not be recorded, with the reason, and their bytes.
+        """
+        whole = {name: item for name, item in self.kept.items() if item.why is not None}
+        return {
+            "tensors": len(self.kept),
+            "direct": sorted(self._live),
+            "left_out": sorted(name for name, item in self.kept.items() if nothing(item)),
+            "partial": self._partial,
+            "unfilled": self._unfilled,
+            "whole": {name: {"why": item.why, "bytes": item.nbytes} for name, item in whole.items()},
+            "bytes": sum(item.nbytes for item in self.kept.values()),
+            "checkpoint_bytes": sum(torch.Size(k.meta.shape).numel() * k.dtype.itemsize for k in self.kept.values()),
+        }
