@@ -145,7 +145,7 @@ class Agent:
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
         self._group = group
-        await self.store.publish_agent(self.record)
+        await self.store.agents.publish(self.record)
         self._rest()
         self.started.set()
         await self.done.wait()
@@ -170,7 +170,7 @@ class Agent:
             self._part(session, "closed")
         try:
             await self.movers.chronicle.close()
-            await self.store.withdraw_agent(timeout=2.0)
+            await self.store.agents.withdraw(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
         for task in self._tasks:

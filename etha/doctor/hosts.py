@@ -96,7 +96,7 @@ async def try_agents(settings: Settings) -> list[Finding]:
     """One finding for each live agent of the namespace, this host's first; EthaError when Redis does not tell."""
     assert settings.redis_url is not None
     async with opened(settings.redis_url, settings.namespace, timeout=REDIS_SECONDS) as store:
-        records = await store.agents()
+        records = await store.agents.all()
     if not records:
         return [
             Finding(

@@ -15,18 +15,21 @@ from etha.store.connect import Client, Connection
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.reading import MAX_FIELD
 from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
-from etha.store.session import Session
+from etha.store.session import StoreSession
 
 _LEASE_MS = int(REGISTRATION_LEASE * 1000)
 _CHUNK = 2000
 
 
-class Batches(Session):
-    """The batch half of the store."""
+class BatchRecords:
+    """The batches of a namespace in Redis: ``store.batches``."""
+
+    def __init__(self, session: StoreSession) -> None:
+        self._session, self._keys = session, session.keys
 
     async def put_layouts(self, layouts: Mapping[str, str], *, timeout: float | None = None) -> None:
         """Store layouts, digest -> JSON; those that are there only get their lease renewed."""
-        keys = {self.keys.layout(digest): text for digest, text in layouts.items()}
+        keys = {self._keys.layout(digest): text for digest, text in layouts.items()}
 
         async def write(client: Client) -> None:
             pipe = client.pipeline(transaction=False)
@@ -35,8 +38,8 @@ class Batches(Session):
                 pipe.pexpire(key, _LEASE_MS)
             await pipe.execute()
 
-        await self._connection.call("store layouts", write, self._limit(timeout))
-        self._owned.registration_keys.update(keys)
+        await self._session.connection.call("store layouts", write, self._session.limit(timeout))
+        self._session.owned.registration_keys.update(keys)
 
     async def layouts(self, digests: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
         """Layouts by digest, as JSON; those that are not there are missing from the result."""
@@ -45,21 +48,21 @@ class Batches(Session):
         async def read(client: Client) -> list[str | None]:
             pipe = client.pipeline(transaction=False)
             for digest in wanted:
-                pipe.hget(self.keys.layout(digest), "json")
+                pipe.hget(self._keys.layout(digest), "json")
             return list(await pipe.execute())
 
-        texts = await self._connection.call("read layouts", read, self._limit(timeout))
+        texts = await self._session.connection.call("read layouts", read, self._session.limit(timeout))
         found = {digest: text for digest, text in zip(wanted, texts, strict=True) if text is not None}
         for digest, text in found.items():
             if len(text) > MAX_LAYOUT:
                 raise ProtocolError(
-                    f"Redis key {self.keys.layout(digest)!r}: {len(text)} characters, at most {MAX_LAYOUT}"
+                    f"Redis key {self._keys.layout(digest)!r}: {len(text)} characters, at most {MAX_LAYOUT}"
                 )
         return found
 
     async def put_manifest(self, digest: str, fields: Mapping[str, str], *, timeout: float | None = None) -> None:
         """Store what a rank registers, name -> short JSON, under the digest of it all; once for all ranks."""
-        key = self.keys.manifest(digest)
+        key = self._keys.manifest(digest)
         part = f"{key}:part:{uuid.uuid4().hex}"
         names = list(fields)
 
@@ -74,12 +77,12 @@ class Batches(Session):
             pipe.rename(part, key)
             await pipe.execute()
 
-        await self._connection.call(f"store {key}", write, self._limit(timeout))
-        self._owned.registration_keys.add(key)
+        await self._session.connection.call(f"store {key}", write, self._session.limit(timeout))
+        self._session.owned.registration_keys.add(key)
 
     async def manifest(self, digest: str, *, timeout: float | None = None) -> dict[str, str]:
         """What ``put_manifest`` stored; empty when it is not there (or was empty)."""
-        key = self.keys.manifest(digest)
+        key = self._keys.manifest(digest)
 
         async def read(client: Client) -> dict[str, str]:
             size = int(await client.hlen(key))
@@ -87,7 +90,7 @@ class Batches(Session):
                 raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {MAX_NAMES} tensors are possible")
             return dict(await client.hgetall(key))
 
-        fields = await self._connection.call(f"read {key}", read, self._limit(timeout))
+        fields = await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
         for name, text in fields.items():
             if len(text) > MAX_FIELD:
                 raise ProtocolError(
@@ -114,7 +117,7 @@ class Batches(Session):
         """
         if len(record) > MAX_FIELD:
             raise ConfigError(f"batch {batch}: record of {len(record)} characters, at most {MAX_FIELD}")
-        known = self._owned.batches.get((pair, batch), {})
+        known = self._session.owned.batches.get((pair, batch), {})
         request = {
             "pair": pair,
             "batch": batch,
@@ -126,11 +129,11 @@ class Batches(Session):
             "token": uuid.uuid4().hex,
             "known_generation": int(known.get("generation", 0)),
         }
-        done = await self._script("enroll", [self.keys.batch(pair, batch)], request, timeout)
+        done = await self._session.script("enroll", [self._keys.batch(pair, batch)], request, timeout)
         generation = int(done["generation"])
-        self._owned.remember_batch(pair, batch, {"generation": str(generation), "epoch": str(epoch)})
-        self._owned.enrolled[pair, batch, side, rank] = generation
-        self._owned.registration_keys.add(self.keys.roster(pair, batch, generation))
+        self._session.owned.remember_batch(pair, batch, {"generation": str(generation), "epoch": str(epoch)})
+        self._session.owned.enrolled[pair, batch, side, rank] = generation
+        self._session.owned.registration_keys.add(self._keys.roster(pair, batch, generation))
         return generation
 
     async def unenroll(
@@ -140,11 +143,11 @@ class Batches(Session):
 
         True: it was open still, so nobody counts on this rank. False: all had come, it is marked closed.
         """
-        if self._owned.enrolled.get((pair, batch, side, rank)) == generation:
-            del self._owned.enrolled[pair, batch, side, rank]
-            self._owned.forget_batches()
-            if not self._owned.enrolled:
-                self._owned.registration_keys.clear()
+        if self._session.owned.enrolled.get((pair, batch, side, rank)) == generation:
+            del self._session.owned.enrolled[pair, batch, side, rank]
+            self._session.owned.forget_batches()
+            if not self._session.owned.enrolled:
+                self._session.owned.registration_keys.clear()
         request = {
             "pair": pair,
             "batch": batch,
@@ -152,12 +155,12 @@ class Batches(Session):
             "side": side,
             "rank": rank,
         }
-        keys = [self.keys.batch(pair, batch), self.keys.roster(pair, batch, generation)]
-        return bool(await self._script("unenroll", keys, request, timeout))
+        keys = [self._keys.batch(pair, batch), self._keys.roster(pair, batch, generation)]
+        return bool(await self._session.script("unenroll", keys, request, timeout))
 
     async def roster(self, pair: str, batch: str, generation: int, *, timeout: float | None = None) -> Roster:
         """Who has come in this generation and what the agents computed; readable until all have come to the next."""
-        key = self.keys.roster(pair, batch, generation)
+        key = self._keys.roster(pair, batch, generation)
 
         async def read(client: Client) -> Roster:
             size = int(await client.hlen(key))
@@ -165,13 +168,13 @@ class Batches(Session):
                 raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {4 * MAX_WORLD} are possible")
             return Roster.from_redis(key, generation, await client.hgetall(key))
 
-        return await self._connection.call(f"read {key}", read, self._limit(timeout))
+        return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 
     async def verdict(
         self, pair: str, batch: str, generation: int, agent: str, digest: str, *, timeout: float | None = None
     ) -> None:
         """Publish the digest of the plan that ``agent`` computed for this generation."""
-        key, roster = self.keys.batch(pair, batch), self.keys.roster(pair, batch, generation)
+        key, roster = self._keys.batch(pair, batch), self._keys.roster(pair, batch, generation)
 
         async def write(client: Client) -> None:
             pipe = client.pipeline(transaction=True)
@@ -179,9 +182,9 @@ class Batches(Session):
                 pipe.hset(roster, f"agent:{agent}", digest).pexpire(roster, _LEASE_MS).publish(key, "verdict").execute()
             )
 
-        await self._connection.call(f"write {roster}", write, self._limit(timeout))
+        await self._session.connection.call(f"write {roster}", write, self._session.limit(timeout))
 
-    async def set_batch(
+    async def set_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float | None = None
     ) -> None:
         """Set fields of ``BatchView``; generation, epoch and seq never go back, whoever writes last.
@@ -189,68 +192,72 @@ class Batches(Session):
         With ``generation`` and ``seq`` among them, a writer that is behind changes nothing of what is newer.
         """
         text = batch_text(fields)
-        self._owned.remember_batch(pair, batch, text)
-        await self._write_batch(pair, batch, text, self._limit(timeout))
+        self._session.owned.remember_batch(pair, batch, text)
+        await self.write(pair, batch, text, self._session.limit(timeout))
 
-    async def report_batch(
+    async def report_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float
     ) -> None:
-        """As ``set_batch``, after ``note_batch``, over the connection for reports, which nothing else waits for."""
-        await self._write_batch(pair, batch, batch_text(fields), timeout, self._reporter)
+        """As ``set_fields``, after ``note_fields``, over the connection for reports, which nothing else waits for."""
+        await self.write(pair, batch, batch_text(fields), timeout, self._session.reporter)
 
-    def note_batch(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
-        """As ``set_batch`` without writing: what this agent knows, should Redis ever lose it."""
-        self._owned.remember_batch(pair, batch, batch_text(fields))
+    def note_fields(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
+        """As ``set_fields`` without writing: what this agent knows, should Redis ever lose it."""
+        self._session.owned.remember_batch(pair, batch, batch_text(fields))
 
-    async def batch(self, pair: str, batch: str, *, timeout: float | None = None) -> BatchView | None:
+    async def get(self, pair: str, batch: str, *, timeout: float | None = None) -> BatchView | None:
         """The batch, or None when nobody has registered it."""
-        key = self.keys.batch(pair, batch)
-        values = await self._connection.call(
+        key = self._keys.batch(pair, batch)
+        values = await self._session.connection.call(
             f"read {key}",
             lambda client: client.hgetall(key),
-            self._limit(timeout),
+            self._session.limit(timeout),
         )
         return BatchView.from_redis(key, pair, batch, values) if values else None
 
-    async def batches(self, *, timeout: float | None = None) -> list[BatchView]:
+    async def all(self, *, timeout: float | None = None) -> list[BatchView]:
         """All batches of the namespace, by pair and name."""
-        names = await self._connection.call(
-            f"read {self.keys.batches}", lambda client: client.smembers(self.keys.batches), self._limit(timeout)
+        names = await self._session.connection.call(
+            f"read {self._keys.batches}",
+            lambda client: client.smembers(self._keys.batches),
+            self._session.limit(timeout),
         )
         found = []
         for name in sorted(names):
             pair, slash, batch = name.partition("/")
             if not slash:
-                raise ProtocolError(f"Redis key {self.keys.batches!r}: member {name[:80]!r} is not PAIR/BATCH")
-            view = await self.batch(pair, batch, timeout=timeout)
+                raise ProtocolError(f"Redis key {self._keys.batches!r}: member {name[:80]!r} is not PAIR/BATCH")
+            view = await self.get(pair, batch, timeout=timeout)
             if view is not None:
                 found.append(view)
             else:
-                await self._prune(self.keys.batches, name, timeout)
+                await self._session.prune(self._keys.batches, name, timeout)
         return found
 
-    async def batch_names(self, pair: str, *, timeout: float | None = None) -> set[str]:
+    async def names(self, pair: str, *, timeout: float | None = None) -> set[str]:
         """Ids of all batches of a pair; of some the hash may be gone."""
-        names = await self._connection.call(
-            f"read {self.keys.batches}", lambda client: client.smembers(self.keys.batches), self._limit(timeout)
+        names = await self._session.connection.call(
+            f"read {self._keys.batches}",
+            lambda client: client.smembers(self._keys.batches),
+            self._session.limit(timeout),
         )
         found = {name.removeprefix(f"{pair}/") for name in names if name.startswith(f"{pair}/")}
         return {name for name in found if NAME.fullmatch(name)}
 
     async def registering(self, pair: str, batch: str, *, timeout: float | None = None) -> dict[str, list[int]]:
         """The ranks, by side, that wait for others to register this batch, too."""
-        view = await self.batch(pair, batch, timeout=timeout)
+        view = await self.get(pair, batch, timeout=timeout)
         found: dict[str, list[int]] = {}
         if view is not None and view.state == "registering":
             for side, rank in (await self.roster(pair, batch, view.generation, timeout=timeout)).entries:
                 found.setdefault(side, []).append(rank)
         return found
 
-    async def _write_batch(
+    async def write(
         self, pair: str, batch: str, text: Mapping[str, str], timeout: float, over: Connection | None = None
     ) -> None:
         request = {"pair": pair, "batch": batch, "fields": dict(text)}
-        await self._script("batch", [self.keys.batch(pair, batch)], request, timeout, over)
+        await self._session.script("batch", [self._keys.batch(pair, batch)], request, timeout, over)
 
 
 def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]:

@@ -10,11 +10,12 @@ import asyncio
 import logging
 
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
-from etha.store.batches import Batches
+from etha.store.batches import BatchRecords
 from etha.store.connect import Client
 from etha.store.keys import AGENT_BEAT, HISTORY_LEASE, REGISTRATION_LEASE
-from etha.store.pairs import Pairs
+from etha.store.pairs import PairRecords
 from etha.store.records import AgentRecord
+from etha.store.session import StoreSession
 
 log = logging.getLogger(__name__)
 
@@ -24,34 +25,39 @@ _RENEW_HELD = 600.0
 _LOOK_AGAIN = 1.0
 
 
-class Lease(Pairs, Batches):
-    """The agent's own record, and the task that keeps it."""
+class AgentRecords:
+    """The agents of a namespace in Redis, ``store.agents``: our own record, and the task that keeps its lease."""
 
-    _run_id: str | None = None
-    _may_ask_run_id: bool = True
-    _renewed_held: float = 0.0
+    def __init__(self, session: StoreSession, pairs: PairRecords, batches: BatchRecords) -> None:
+        self._session, self._keys = session, session.keys
+        self._pairs, self._batches = pairs, batches
+        self._run_id: str | None = None
+        self._may_ask_run_id = True
+        self._renewed_held = 0.0
 
-    async def publish_agent(self, record: AgentRecord, *, timeout: float | None = None) -> None:
+    async def publish(self, record: AgentRecord, *, timeout: float | None = None) -> None:
         """Show this agent to the namespace from now on; its lease is renewed while the store is open."""
-        self._owned.agent = record
-        await self._agent("publish", record, self._limit(timeout))
+        self._session.owned.agent = record
+        await self._session.write_agent("publish", record, self._session.limit(timeout))
 
-    async def withdraw_agent(self, *, timeout: float | None = None) -> None:
+    async def withdraw(self, *, timeout: float | None = None) -> None:
         """Remove the record at once, so that nobody waits for the lease to end."""
-        record, self._owned.agent = self._owned.agent, None
+        record, self._session.owned.agent = self._session.owned.agent, None
         if record is not None:
-            await self._agent("withdraw", record, self._limit(timeout))
+            await self._session.write_agent("withdraw", record, self._session.limit(timeout))
 
-    async def agents(self, *, timeout: float | None = None) -> list[AgentRecord]:
+    async def all(self, *, timeout: float | None = None) -> list[AgentRecord]:
         """The records of all live agents, by id; judged by reading them now."""
-        found = await self._connection.raw_script("agents", [self.keys.agents], {}, self._limit(timeout))
+        found = await self._session.connection.raw_script(
+            "agents", [self._keys.agents], {}, self._session.limit(timeout)
+        )
         records = []
         for agent, flat in found:
             values = dict(zip(flat[::2], flat[1::2], strict=True))
-            records.append(AgentRecord.from_redis(f"{self.keys.prefix}agent:{agent}", agent, values))
+            records.append(AgentRecord.from_redis(f"{self._keys.prefix}agent:{agent}", agent, values))
         return sorted(records, key=lambda record: record.id)
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
         """Renew until cancelled."""
         loop = asyncio.get_running_loop()
         away = False
@@ -74,13 +80,13 @@ class Lease(Pairs, Batches):
 
     async def _beat(self, timeout: float) -> bool:
         """Renew the lease; whether Redis had lost something that was put back."""
-        record = self._owned.agent
+        record = self._session.owned.agent
         restarted = await self._restarted(timeout)
         if record is None:
             return False
-        lost = not await self._agent("renew", record, timeout) or restarted or self._forgotten
+        lost = not await self._session.write_agent("renew", record, timeout) or restarted or self._session.forgotten
         if lost:
-            self._forgotten = False
+            self._session.forgotten = False
             await self._restore(timeout)
         await self._renew_held(timeout)
         return lost
@@ -94,7 +100,7 @@ class Lease(Pairs, Batches):
             return str((await client.info("server")).get("run_id"))
 
         try:
-            run_id = await self._keeper.call("ask for its run id", read, timeout)
+            run_id = await self._session.keeper.call("ask for its run id", read, timeout)
         except (ConfigError, ProtocolError) as error:
             # A user without INFO: the missing record still tells of data loss.
             self._may_ask_run_id = False
@@ -105,34 +111,34 @@ class Lease(Pairs, Batches):
 
     async def _restore(self, timeout: float) -> None:
         """Put back the record, the memberships and the batches, in that order."""
-        record = self._owned.agent
+        record = self._session.owned.agent
         if record is None:
             return
         log.info("putting back what Redis may have lost: %d ranks, %d batches", *self._sizes())
         # A failure in the middle leaves _run_id at its new value, so remember to come again.
         self._run_id, run_id = "restoring", self._run_id
-        await self._agent("publish", record, timeout)
-        for pair, side, rank in list(self._owned.memberships):
+        await self._session.write_agent("publish", record, timeout)
+        for pair, side, rank in list(self._session.owned.memberships):
             try:
-                await self._restore_pair(pair, side, rank, timeout)
+                await self._pairs.restore(pair, side, rank, timeout)
             except RedisUnavailableError:
                 raise
             except EthaError as error:
                 log.warning("%s rank %d of pair %s is not put back: %s", side, rank, pair, error)
-        for (pair, batch), fields in list(self._owned.batches.items()):
-            await self._write_batch(pair, batch, fields, timeout)
+        for (pair, batch), fields in list(self._session.owned.batches.items()):
+            await self._batches.write(pair, batch, fields, timeout)
         self._run_id = run_id
 
     def _sizes(self) -> tuple[int, int]:
-        return len(self._owned.memberships), len(self._owned.batches)
+        return len(self._session.owned.memberships), len(self._session.owned.batches)
 
     def _held(self) -> dict[str, float]:
         """Key -> lease of everything that this agent's workers hold, however long nothing of it changes."""
-        keys = dict.fromkeys(self._owned.registration_keys, REGISTRATION_LEASE)
-        for pair, side, _ in self._owned.memberships:
-            keys |= dict.fromkeys((self.keys.pairs, self.keys.pair(pair), self.keys.side(pair, side)), HISTORY_LEASE)
-        for pair, batch, _, _ in self._owned.enrolled:
-            keys |= dict.fromkeys((self.keys.batches, self.keys.batch(pair, batch)), HISTORY_LEASE)
+        keys = dict.fromkeys(self._session.owned.registration_keys, REGISTRATION_LEASE)
+        for pair, side, _ in self._session.owned.memberships:
+            keys |= dict.fromkeys((self._keys.pairs, self._keys.pair(pair), self._keys.side(pair, side)), HISTORY_LEASE)
+        for pair, batch, _, _ in self._session.owned.enrolled:
+            keys |= dict.fromkeys((self._keys.batches, self._keys.batch(pair, batch)), HISTORY_LEASE)
         return keys
 
     async def _renew_held(self, timeout: float) -> None:
@@ -147,5 +153,5 @@ class Lease(Pairs, Batches):
                 pipe.pexpire(key, int(lease * 1000))
             await pipe.execute()
 
-        await self._connection.call("renew leases", renew, timeout)
+        await self._session.connection.call("renew leases", renew, timeout)
         self._renewed_held = now

@@ -18,11 +18,14 @@ from etha.store.connect import Client, Refused
 from etha.store.process import alive
 from etha.store.reading import Reader
 from etha.store.records import Member, PairState, PairView, Reason, side_names
-from etha.store.session import Membership, Session
+from etha.store.session import Membership, StoreSession
 
 
-class Pairs(Session):
-    """The pair half of the store."""
+class PairRecords:
+    """The pairs of a namespace in Redis: ``store.pairs``."""
+
+    def __init__(self, session: StoreSession) -> None:
+        self._session, self._keys = session, session.keys
 
     async def join(
         self,
@@ -40,7 +43,7 @@ class Pairs(Session):
     ) -> PairView:
         """Take ``rank`` of ``side`` for ``member``; the view tells whether that completed the pair.
 
-        Does not wait for the others: watch ``keys.pair(pair)`` and read ``pair_state``. A repeated call of the same
+        Does not wait for the others: watch ``keys.pair(pair)`` and read ``state``. A repeated call of the same
         worker changes nothing. ConfigError: names or sizes disagree, or the rank's holder is alive.
         PeerLostError("relaunched"): ``launch`` was superseded. ``run``: torchrun's run id, if ``launch`` is made of it:
         another launch that lives is refused to it, unless it has that run id, too, or ``takeover`` is given.
@@ -51,9 +54,9 @@ class Pairs(Session):
             raise ConfigError(f"pair {pair}: rank {rank} is not in side {side} of world_size {world_size}")
         if launch is not None and not 0 < len(launch) <= 500:
             raise ConfigError(f"launch id of {len(launch)} characters: 1 to 500 are allowed")
-        if self._owned.agent is None or self._owned.agent.id != member.agent:
+        if self._session.owned.agent is None or self._session.owned.agent.id != member.agent:
             raise ConfigError(f"agent {member.agent} joins pair {pair} before it has published its record")
-        keys = [self.keys.pair(pair), self.keys.side(pair, side), self.keys.side(pair, remote)]
+        keys = [self._keys.pair(pair), self._keys.side(pair, side), self._keys.side(pair, remote)]
         request: dict[str, Any] = {
             "pair": pair,
             "side": side,
@@ -68,17 +71,17 @@ class Pairs(Session):
         if launch is not None:
             request |= {"launch": launch, "run": run or ""}
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limit(timeout)
+        deadline = loop.time() + self._session.limit(timeout)
         while True:
             try:
-                done = await self._connection.script("join", keys, request, deadline - loop.time())
+                done = await self._session.connection.script("join", keys, request, deadline - loop.time())
                 break
             except Refused as refusal:
                 if refusal.code == "unpublished":
-                    if (record := self._owned.agent) is None:
+                    if (record := self._session.owned.agent) is None:
                         raise ConfigError(f"agent {member.agent} joins pair {pair} while it leaves") from None
-                    await self._agent("publish", record, deadline - loop.time())
-                    self._forgotten = True
+                    await self._session.write_agent("publish", record, deadline - loop.time())
+                    self._session.forgotten = True
                     continue
                 dead, living = await self._dead(refusal.held, member.host, deadline)
                 if living is not None:
@@ -87,11 +90,11 @@ class Pairs(Session):
                     raise refusal.as_error() from None
                 request["dead"].update(dead)
         mine = Membership(request={**request, "dead": {}}, member=member)
-        known = self._owned.memberships.get((pair, side, rank))
+        known = self._session.owned.memberships.get((pair, side, rank))
         if known is not None and member.is_same(known.member):
             mine.member, mine.view = known.member, known.view
-        self._owned.memberships[pair, side, rank] = mine
-        view = await self.pair(pair, timeout=deadline - loop.time())
+        self._session.owned.memberships[pair, side, rank] = mine
+        view = await self.get(pair, timeout=deadline - loop.time())
         if view is None:  # Redis has lost it since; the lease puts it back
             return PairView(name=pair, state="forming", epoch=int(done["epoch"]))
         return view
@@ -100,43 +103,43 @@ class Pairs(Session):
         self, pair: str, side: str, rank: int, member: Member, reason: Reason, *, timeout: float | None = None
     ) -> bool:
         """Give the rank up if it is still ``member``'s; a formed pair is lost by that. True if it was."""
-        mine = self._owned.memberships.get((pair, side, rank))
+        mine = self._session.owned.memberships.get((pair, side, rank))
         if mine is not None and mine.member.is_same(member):
-            del self._owned.memberships[pair, side, rank]
-        keys = [self.keys.pair(pair), self.keys.side(pair, side)]
+            del self._session.owned.memberships[pair, side, rank]
+        keys = [self._keys.pair(pair), self._keys.side(pair, side)]
         request = {"pair": pair, "side": side, "rank": rank, "member": member.holder(), "reason": reason}
-        async with self._changing:
-            return bool(await self._script("leave", keys, request, timeout))
+        async with self._session.changing:
+            return bool(await self._session.script("leave", keys, request, timeout))
 
     async def sever(self, pair: str, epoch: int, reason: Reason, text: str, *, timeout: float | None = None) -> bool:
         """A formed pair is lost because its agents have lost each other; True if ``epoch`` still stood."""
         request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000]}
-        return bool(await self._script("sever", [self.keys.pair(pair)], request, timeout))
+        return bool(await self._session.script("sever", [self._keys.pair(pair)], request, timeout))
 
-    async def pair(self, pair: str, *, timeout: float | None = None) -> PairView | None:
+    async def get(self, pair: str, *, timeout: float | None = None) -> PairView | None:
         """The pair and all its members, read at one moment; None when there is none."""
-        key = self.keys.pair(pair)
+        key = self._keys.pair(pair)
 
         async def read(client: Client) -> PairView | None:
             values = await client.hgetall(key)
             while values:
                 names = side_names(key, values)
                 pipe = client.pipeline(transaction=True)
-                for hash_key in (key, *(self.keys.side(pair, name) for name in names)):
+                for hash_key in (key, *(self._keys.side(pair, name) for name in names)):
                     pipe.execute_command("HGETALL", hash_key)  # .hgetall() breaks in a transaction of redis-py 5.1.0
                 values, *members = await pipe.execute()
                 if values and side_names(key, values) == names:
                     return PairView.read(key, pair, values, dict(zip(names, members, strict=True)))
             return None
 
-        view = await self._connection.call(f"read {key}", read, self._limit(timeout))
+        view = await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
         if view is not None:
-            self._owned.see(view)
+            self._session.owned.see(view)
         return view
 
-    async def pair_state(self, pair: str, *, timeout: float | None = None) -> PairState | None:
+    async def state(self, pair: str, *, timeout: float | None = None) -> PairState | None:
         """The pair without its members: one small read, whatever the number of ranks."""
-        key, names = self.keys.pair(pair), ("state", "epoch", "reason", "error")
+        key, names = self._keys.pair(pair), ("state", "epoch", "reason", "error")
 
         async def read(client: Client) -> PairState | None:
             values = dict(zip(names, await client.hmget(key, list(names)), strict=True))
@@ -144,50 +147,50 @@ class Pairs(Session):
                 return None
             return PairState.from_redis(key, pair, {k: v for k, v in values.items() if v is not None})
 
-        return await self._connection.call(f"read {key}", read, self._limit(timeout))
+        return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 
-    async def pair_states(self, pairs: Sequence[str], *, timeout: float | None = None) -> dict[str, PairState | None]:
+    async def states(self, pairs: Sequence[str], *, timeout: float | None = None) -> dict[str, PairState | None]:
         """Many pairs without their members, in one request."""
         names = ("state", "epoch", "reason", "error")
 
         async def read(client: Client) -> list[Any]:
             pipe = client.pipeline(transaction=False)
             for pair in pairs:
-                pipe.hmget(self.keys.pair(pair), list(names))
+                pipe.hmget(self._keys.pair(pair), list(names))
             return list(await pipe.execute())
 
         found: dict[str, PairState | None] = dict.fromkeys(pairs)
         if pairs:
-            rows = await self._connection.call(f"read {len(pairs)} pairs", read, self._limit(timeout))
+            rows = await self._session.connection.call(f"read {len(pairs)} pairs", read, self._session.limit(timeout))
             for pair, row in zip(pairs, rows, strict=True):
                 values = {name: value for name, value in zip(names, row, strict=True) if value is not None}
                 if "state" in values or "epoch" in values:
-                    found[pair] = PairState.from_redis(self.keys.pair(pair), pair, values)
+                    found[pair] = PairState.from_redis(self._keys.pair(pair), pair, values)
         return found
 
-    async def pairs(self, *, timeout: float | None = None) -> list[PairView]:
+    async def all(self, *, timeout: float | None = None) -> list[PairView]:
         """All pairs of the namespace, by name."""
-        names = await self._connection.call(
-            f"read {self.keys.pairs}", lambda client: client.smembers(self.keys.pairs), self._limit(timeout)
+        names = await self._session.connection.call(
+            f"read {self._keys.pairs}", lambda client: client.smembers(self._keys.pairs), self._session.limit(timeout)
         )
         found = []
         for name in sorted(names):
-            view = await self.pair(check_name("pair", name), timeout=timeout)
+            view = await self.get(check_name("pair", name), timeout=timeout)
             if view is not None:
                 found.append(view)
             else:
-                await self._prune(self.keys.pairs, name, timeout)
+                await self._session.prune(self._keys.pairs, name, timeout)
         return found
 
-    async def pair_names(self, *, timeout: float | None = None) -> set[str]:
+    async def names(self, *, timeout: float | None = None) -> set[str]:
         """Names of all pairs of the namespace; of some the hash may be gone."""
-        names = await self._connection.call(
-            f"read {self.keys.pairs}", lambda client: client.smembers(self.keys.pairs), self._limit(timeout)
+        names = await self._session.connection.call(
+            f"read {self._keys.pairs}", lambda client: client.smembers(self._keys.pairs), self._session.limit(timeout)
         )
         return {name for name in names if NAME.fullmatch(name)}
 
     def _known_epoch(self, pair: str) -> int:
-        seen = [m.view.epoch for (name, _, _), m in self._owned.memberships.items() if name == pair and m.view]
+        seen = [m.view.epoch for (name, _, _), m in self._session.owned.memberships.items() if name == pair and m.view]
         return max(seen, default=0)
 
     async def _dead(self, held: list[dict[str, Any]], host: str, deadline: float) -> tuple[dict[str, bool], str | None]:
@@ -195,7 +198,7 @@ class Pairs(Session):
         found: dict[str, bool] = {}
         verdicts: dict[str, bool] = {}
         for holder in held:
-            read = Reader(self.keys.prefix + "pair", holder)  # as a script found it in some side's hash
+            read = Reader(self._keys.prefix + "pair", holder)  # as a script found it in some side's hash
             agent, pid, start = read.name("agent"), read.integer("pid", least=1), read.integer("start")
             if read.text("host") == host:
                 gone = not alive(pid, start)
@@ -216,10 +219,10 @@ class Pairs(Session):
         its workers itself, so a renewal after we asked vouches for them.
         """
         loop = asyncio.get_running_loop()
-        key = self.keys.agent(agent)
+        key = self._keys.agent(agent)
 
         async def beats() -> str | None:
-            return await self._connection.call(
+            return await self._session.connection.call(
                 f"read {key}",
                 lambda client: client.hget(key, "beats"),
                 deadline - loop.time(),
@@ -227,7 +230,7 @@ class Pairs(Session):
 
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                async with self._watches.changes(key) as changed:
+                async with self._session.watches.changes(key) as changed:
                     first = await beats()
                     while first is not None:
                         await changed()
@@ -239,17 +242,17 @@ class Pairs(Session):
             return False
         return True
 
-    async def _restore_pair(self, pair: str, side: str, rank: int, timeout: float) -> None:
+    async def restore(self, pair: str, side: str, rank: int, timeout: float) -> None:
         """Put one of our ranks back after Redis has lost it; a rank that still waited joins again."""
-        async with self._changing:
-            mine = self._owned.memberships.get((pair, side, rank))
+        async with self._session.changing:
+            mine = self._session.owned.memberships.get((pair, side, rank))
             if mine is None:
                 return
             remote = mine.request["remote"]
-            keys = [self.keys.pair(pair), self.keys.side(pair, side), self.keys.side(pair, remote)]
+            keys = [self._keys.pair(pair), self._keys.side(pair, side), self._keys.side(pair, remote)]
             if mine.view is None or mine.member.epoch > mine.view.epoch:
                 request = {**mine.request, "known_epoch": self._known_epoch(pair)}
-                await self._script("join", keys, request, timeout)
+                await self._session.script("join", keys, request, timeout)
                 return
             view = mine.view
             known = {
@@ -262,4 +265,4 @@ class Pairs(Session):
                 "launches": {name: s.launch for name, s in view.sides.items()},
             }
             request = {"pair": pair, "side": side, "rank": rank, "member": asdict(mine.member), "known": known}
-            await self._script("restore", keys, request, timeout)
+            await self._session.script("restore", keys, request, timeout)

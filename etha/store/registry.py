@@ -1,8 +1,8 @@
 """The store: what agents read and write in Redis to find each other. Metadata only, no tensor goes through it.
 
 async with await Store.open(url, namespace, timeout=30) as store:
-    await store.publish_agent(record)
-    view = await store.join("weights", "trainer", "inference", rank=0, world_size=2, member=me, launch=None)
+    await store.agents.publish(record)
+    view = await store.pairs.join("weights", "trainer", "inference", rank=0, world_size=2, member=me, launch=None)
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ from typing import Any, Self
 
 from etha.addresses import redact
 from etha.errors import EthaError, ProtocolError
+from etha.store.batches import BatchRecords
 from etha.store.connect import Client, Connection
 from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, Keys
-from etha.store.lease import Lease
+from etha.store.lease import AgentRecords
+from etha.store.pairs import PairRecords
+from etha.store.session import StoreSession
 from etha.store.watch import Callback, Watches
 
 log = logging.getLogger(__name__)
 
 
-class Store(Lease):
-    """One agent's view of one namespace in one Redis; see ``Pairs``, ``Batches`` and ``Lease`` for the calls.
+class Store:
+    """One agent's view of one namespace in one Redis; ``pairs``, ``batches`` and ``agents`` have the calls.
 
     Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). Through an
     outage calls wait and try again until it has passed, then raise RedisUnavailableError. What Redis holds is
     checked when read: ProtocolError names the key.
     """
 
-    _task: asyncio.Task[None] | None = None
+    def __init__(self, session: StoreSession) -> None:
+        self._session = session
+        self.keys = session.keys
+        self.pairs = PairRecords(session)
+        self.batches = BatchRecords(session)
+        self.agents = AgentRecords(session, self.pairs, self.batches)
+        self._task: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -57,9 +66,9 @@ class Store(Lease):
         connection = Connection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
         keeper = Connection(url, keys.prefix, revive)
         reporter = Connection(url, keys.prefix)  # the others revive what it needs
-        store = cls(connection, keeper, reporter, keys, Watches(url), timeout)
+        store = cls(StoreSession(connection, keeper, reporter, keys, Watches(url), timeout))
         try:
-            store.identity = await _identify(connection, keys, timeout)
+            store._session.identity = await _identify(connection, keys, timeout)
         except BaseException:
             await connection.close()
             raise
@@ -76,9 +85,14 @@ class Store(Lease):
         await self.close()
 
     @property
+    def identity(self) -> str:
+        """The id of the Redis that has this agent's record."""
+        return self._session.identity
+
+    @property
     def url(self) -> str:
         """Where it is connected to, fit to be shown: without the password."""
-        return redact(self._connection.url)
+        return redact(self._session.connection.url)
 
     async def close(self) -> None:
         """End the tasks and connections; what was published stays until it is withdrawn or its lease ends."""
@@ -89,19 +103,19 @@ class Store(Lease):
         try:
             await asyncio.wait([task])
         finally:
-            await self._connection.close()
-            await self._keeper.close()
-            await self._reporter.close()
+            await self._session.connection.close()
+            await self._session.keeper.close()
+            await self._session.reporter.close()
 
     def watch(
         self, key: str, callback: Callback, *, ticks: Callable[[], bool] = lambda: True
     ) -> AbstractContextManager[None]:
         """While entered, call ``callback()`` once subscribed, when ``key`` changes, and every 2 s if ``ticks()``."""
-        return self._watches.watch(key, callback, ticks=ticks)
+        return self._session.watches.watch(key, callback, ticks=ticks)
 
     def changes(self, key: str) -> AbstractAsyncContextManager[Callable[[], Any]]:
         """``async with store.changes(key) as changed:`` read, decide, ``await changed()``, read again."""
-        return self._watches.changes(key)
+        return self._session.watches.changes(key)
 
     async def event(self, kind: str, *, timeout: float | None = None, **fields: object) -> None:
         """Add a line to the stream of events."""
@@ -114,25 +128,25 @@ class Store(Lease):
             pipe.pexpire(key, int(HISTORY_LEASE * 1000))
             await pipe.execute()
 
-        await self._connection.call(f"write {key}", write, self._limit(timeout))
+        await self._session.connection.call(f"write {key}", write, self._session.limit(timeout))
 
     async def events(
         self, count: int = 100, *, after: str = "-", timeout: float | None = None
     ) -> list[tuple[str, dict[str, str]]]:
         """The last ``count`` events as (id, fields), oldest first; ``after`` an id: only later ones."""
         least = after if after == "-" else f"({after}"
-        found = await self._connection.call(
+        found = await self._session.connection.call(
             f"read {self.keys.events}",
             lambda client: client.xrevrange(self.keys.events, "+", least, count=count),
-            self._limit(timeout),
+            self._session.limit(timeout),
         )
         return [(str(at), {str(k): str(v) for k, v in fields.items()}) for at, fields in reversed(found)]
 
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watches.run())
-                group.create_task(self._keep())
+                group.create_task(self._session.watches.run())
+                group.create_task(self.agents.keep())
         except BaseExceptionGroup:
             log.exception("the store's own tasks ended: leases are no longer kept")
             raise

@@ -62,12 +62,12 @@ class Owned:
             del self.batches[key]
 
 
-class Session:
-    """Base of the store's parts; ``identity`` is the id of the Redis that has this agent's record."""
+class StoreSession:
+    """What the store's parts work with; ``identity`` is the id of the Redis that has this agent's record."""
 
     identity: str = ""
     #: Redis has shown that it lost our data; the next beat puts it back.
-    _forgotten: bool = False
+    forgotten: bool = False
 
     def __init__(
         self,
@@ -80,20 +80,21 @@ class Session:
     ) -> None:
         self.keys = keys
         self.timeout = timeout
-        self._connection = connection
+        self.connection = connection
         # The lease has its own: it must not wait behind a thousand calls.
-        self._keeper = keeper
+        self.keeper = keeper
         # And what is written for people to read: a rendezvous must not wait behind that.
-        self._reporter = reporter
-        self._watches = watches
-        self._owned = Owned()
+        self.reporter = reporter
+        self.watches = watches
+        self.owned = Owned()
         # Putting back a membership must not overtake its leaving.
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
 
-    def _limit(self, timeout: float | None) -> float:
+    def limit(self, timeout: float | None) -> float:
+        """Seconds for a call: what it was given, or the store's default."""
         return self.timeout if timeout is None else timeout
 
-    async def _script(
+    async def script(
         self,
         name: str,
         keys: list[str],
@@ -101,12 +102,14 @@ class Session:
         timeout: float | None,
         over: Connection | None = None,
     ) -> Any:
+        """Run a script with retries; what it refuses is raised as Etha's error."""
         try:
-            return await (over or self._connection).script(name, keys, request, self._limit(timeout))
+            return await (over or self.connection).script(name, keys, request, self.limit(timeout))
         except Refused as refusal:
             raise refusal.as_error() from None
 
-    async def _agent(self, act: str, record: AgentRecord, timeout: float) -> bool:
+    async def write_agent(self, act: str, record: AgentRecord, timeout: float) -> bool:
+        """Publish, renew or withdraw this agent's record; whether it was there."""
         keys = [self.keys.agent(record.id), self.keys.agents, self.keys.server]
         request = {
             "act": act,
@@ -115,11 +118,11 @@ class Session:
             "lease": int(AGENT_LEASE * 1000),
             "server": self.identity,
         }
-        done = await self._keeper.script("agent", keys, request, timeout)
+        done = await self.keeper.script("agent", keys, request, timeout)
         if "server" in done:
             self.identity = str(done["server"])
         return bool(done["here"])
 
-    async def _prune(self, key: str, name: str, timeout: float | None) -> None:
+    async def prune(self, key: str, name: str, timeout: float | None) -> None:
         """Remove a name from an index whose hash is gone; whoever writes that hash adds it again."""
-        await self._connection.call(f"prune {key}", lambda client: client.srem(key, name), self._limit(timeout))
+        await self.connection.call(f"prune {key}", lambda client: client.srem(key, name), self.limit(timeout))

@@ -252,7 +252,7 @@ class Links:
             meeting.over.set_result(None)
 
     async def _refresh(self) -> None:
-        records = await self._store.agents(timeout=MEET_TIMEOUT)
+        records = await self._store.agents.all(timeout=MEET_TIMEOUT)
         self._records = {record.id: record for record in records}
         self._known.clear()
         self._known |= {record.public_key: record.id for record in records if record.public_key}

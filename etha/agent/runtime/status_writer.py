@@ -39,7 +39,7 @@ class Chronicle:
 
     def tell(self, pair: str, batch: str, fields: Fields) -> None:
         """These fields have changed; the store remembers them should Redis lose its data."""
-        self._store.note_batch(pair, batch, fields)
+        self._store.batches.note_fields(pair, batch, fields)
         self._news.setdefault((pair, batch), {}).update(fields)
         self._schedule()
 
@@ -78,7 +78,7 @@ class Chronicle:
             if (fields := self._news.pop(key, None)) is None:  # written on the way out
                 continue
             try:
-                await self._store.report_batch(*key, fields, timeout=timeout)
+                await self._store.batches.report_fields(*key, fields, timeout=timeout)
                 self._refused = False
             except EthaError as error:
                 if not self._refused:  # until a write gets through, the next ones say nothing new

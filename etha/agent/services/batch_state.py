@@ -73,7 +73,7 @@ def _segments(handles: Mapping[str, TensorHandle]) -> set[str]:
 
 #: (primary pair, batch, generation)
 Key = tuple[str, str, int]
-#: A value as ``Store.set_batch`` takes it.
+#: A value as ``BatchRecords.set_fields`` takes it.
 Field = int | float | str | None
 
 

@@ -54,8 +54,10 @@ class Hints:
         found: list[str] = []
         try:
             async with asyncio.timeout(LIMIT):
-                names = await self._store.pair_names(timeout=LIMIT)
-                views = await asyncio.gather(*(self._store.pair(name, timeout=LIMIT) for name in _alike(pair, names)))
+                names = await self._store.pairs.names(timeout=LIMIT)
+                views = await asyncio.gather(
+                    *(self._store.pairs.get(name, timeout=LIMIT) for name in _alike(pair, names))
+                )
                 similar = [view for view in views if view is not None and _similar(view, pair, frozenset(sides))]
                 found = [_waits(view) for view in similar if _came(view)]
                 # Whoever times out second meets the pair of the first, which nobody waits at any more.
@@ -70,8 +72,8 @@ class Hints:
         found: list[str] = []
         try:
             async with asyncio.timeout(LIMIT):
-                for name in _alike(batch, await self._store.batch_names(pair, timeout=LIMIT)):
-                    ranks = await self._store.registering(pair, name, timeout=LIMIT)
+                for name in _alike(batch, await self._store.batches.names(pair, timeout=LIMIT)):
+                    ranks = await self._store.batches.registering(pair, name, timeout=LIMIT)
                     if ranks:
                         found.append(f"batch {name!r} of {name_ranks(ranks)}")
         except (EthaError, TimeoutError):

@@ -35,8 +35,8 @@ class Library:
         layouts = manifest.layouts()
         digest, fields = self._fields(manifest)
         # Leases end: they are written again even when this agent has written them before.
-        await self._store.put_layouts(layouts, timeout=timeout)
-        await self._store.put_manifest(digest, fields, timeout=timeout)
+        await self._store.batches.put_layouts(layouts, timeout=timeout)
+        await self._store.batches.put_manifest(digest, fields, timeout=timeout)
         if digest not in self._manifests:
             self._layouts |= {d: Layout.from_plain(json.loads(t)) for d, t in layouts.items() if d not in self._layouts}
             self._keep(digest, Manifest.from_fields(fields, self._layouts))
@@ -47,11 +47,11 @@ class Library:
         out: dict[str, Manifest] = {}
         for digest in sorted(digests):
             if digest not in self._manifests:
-                fields = await self._store.manifest(digest)
+                fields = await self._store.batches.manifest(digest)
                 if digest_of(fields) != digest:
                     raise ProtocolError(f"Redis: manifest {digest} is missing or not what its digest says")
                 missing = Manifest.layout_digests(fields) - self._layouts.keys()
-                for name, text in (await self._store.layouts(missing)).items():
+                for name, text in (await self._store.batches.layouts(missing)).items():
                     self._layouts[name] = _layout(name, text)
                 self._keep(digest, Manifest.from_fields(fields, self._layouts))
             out[digest] = self._manifests[digest]

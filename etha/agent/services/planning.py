@@ -38,7 +38,7 @@ async def plan(
     )
     evaluation = await asyncio.to_thread(library.evaluations.of, records, manifests, where)
     for pair in live.pairs:
-        view = await store.batch(pair, live.name)
+        view = await store.batches.get(pair, live.name)
         live.seq = max(live.seq, view.seq if view is not None else 0)
     if live.machine.alone or evaluation.refused:
         return evaluation, None

@@ -263,7 +263,7 @@ class Batches:
                 raise lost
             view = self._pairs.view(primary)
             expected = sum(len(side.members) for side in view.sides.values())
-            generation = await self._store.enroll(
+            generation = await self._store.batches.enroll(
                 primary,
                 message.batch,
                 message.epoch,
@@ -275,7 +275,7 @@ class Batches:
             )
             lost = lost_since(self._pairs, session, epochs) or self._mailbox.lost((primary, message.batch, generation))
             if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
-                await self._store.unenroll(primary, message.batch, generation, *member)
+                await self._store.batches.unenroll(primary, message.batch, generation, *member)
             if lost is not None:
                 raise lost  # the batch does not stand yet: nobody else tells this call
             if key not in self._calls:
@@ -310,7 +310,7 @@ class Batches:
         async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
             while live.machine.state in states:
                 try:
-                    roster = await self._store.roster(primary, batch, generation)
+                    roster = await self._store.batches.roster(primary, batch, generation)
                     self._perform(live, live.machine.rostered(roster.entries, roster.verdicts))
                 except EthaError as error:
                     outage(log, "batch %s: the roster could not be read: %s", batch, error)
@@ -329,9 +329,9 @@ class Batches:
                 case Evaluate(entries=entries):
                     self._spawn(self._evaluate(live, dict(entries)))
                 case Declare(verdict=verdict):
-                    self._spawn(quietly(self._store.verdict(primary, batch, generation, self._me, verdict)))
+                    self._spawn(quietly(self._store.batches.verdict(primary, batch, generation, self._me, verdict)))
                 case Unenroll(member=(side, rank)):
-                    self._spawn(quietly(self._store.unenroll(primary, batch, generation, side, rank)))
+                    self._spawn(quietly(self._store.batches.unenroll(primary, batch, generation, side, rank)))
                 case Stand(evaluation=evaluation, terms=terms):
                     self._stand(live, evaluation, terms)
         if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
@@ -394,7 +394,7 @@ class Batches:
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports
         for pair, written in live.records(fields).items():
-            self._spawn(quietly(self._store.set_batch(pair, live.name, written)))
+            self._spawn(quietly(self._store.batches.set_fields(pair, live.name, written)))
         early, live.early = live.early, []
         for agent, message in early:
             self._movers.hear(live, agent, message)

@@ -178,7 +178,7 @@ class Pairs:
     async def _read(self, known: _Known) -> str:
         try:
             async with known.order:
-                view = await self._store.pair(known.machine.pair, timeout=PATIENCE)
+                view = await self._store.pairs.get(known.machine.pair, timeout=PATIENCE)
                 if view is not None and known.forgotten:  # meanwhile, while this waited: nothing follows from it here
                     known.machine.view = view
                 elif view is not None:
@@ -189,7 +189,7 @@ class Pairs:
 
     async def _read_ended(self, name: str, machine: Pair) -> str:
         try:
-            view = await self._store.pair(name, timeout=PATIENCE)
+            view = await self._store.pairs.get(name, timeout=PATIENCE)
         except EthaError as error:
             return error.message
         if self._ended.get(name) is machine:
@@ -315,7 +315,7 @@ class Pairs:
             return  # its deadline has spoken already
         try:
             async with known.order:
-                view = await self._store.join(
+                view = await self._store.pairs.join(
                     known.machine.pair,
                     asked.side,
                     asked.remote,
@@ -328,7 +328,7 @@ class Pairs:
                     timeout=left,
                 )
                 if asked.key not in known.asked:  # it gave up meanwhile: its Leave may have come first
-                    await self._store.leave(known.machine.pair, asked.side, asked.rank, asked.holder, "closed")
+                    await self._store.pairs.leave(known.machine.pair, asked.side, asked.rank, asked.holder, "closed")
                 self._perform(known, known.machine.joined(asked.key, view))
         except EthaError as error:
             self._perform(known, known.machine.refused(asked.key, error))
@@ -345,7 +345,7 @@ class Pairs:
     async def _sever(self, known: _Known, epoch: int, text: str) -> None:
         try:
             async with known.order:
-                await self._store.sever(known.machine.pair, epoch, "died", text)
+                await self._store.pairs.sever(known.machine.pair, epoch, "died", text)
         except EthaError as error:
             # Whoever joins next finds the epoch standing in Redis, and says it again.
             known.ahead = True
@@ -354,7 +354,7 @@ class Pairs:
     async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
         try:
             async with known.order:
-                await self._store.leave(known.machine.pair, side, rank, holder, reason)
+                await self._store.pairs.leave(known.machine.pair, side, rank, holder, reason)
         except EthaError as error:
             # The lease of this agent, or the next join, will find the holder dead.
             known.ahead = True
@@ -377,10 +377,10 @@ class Pairs:
                 try:
                     async with known.order:
                         # The members of a large side are read only when somebody waits or something changed.
-                        state, seen = await self._store.pair_state(name), known.machine.view
+                        state, seen = await self._store.pairs.state(name), known.machine.view
                         same = state is not None and seen is not None and state.same_as(seen)
                         if not same or known.machine.waiting:
-                            view = await self._store.pair(name)
+                            view = await self._store.pairs.get(name)
                             if view is not None:
                                 self._perform(known, known.machine.viewed(view))
                     known.ahead = known.ahead and state is not None and state.state == "formed"
@@ -394,7 +394,7 @@ class Pairs:
             await asyncio.sleep(LOOK_AGAIN)
             names = sorted(self._known)
             try:
-                states = await self._store.pair_states(names)
+                states = await self._store.pairs.states(names)
             except EthaError as error:
                 log.debug("the pairs could not be read: %s", error)
                 continue

@@ -60,9 +60,9 @@ async def published(settings: Settings, address: str, host: str = FAR, agent: st
         id=agent, host=host, device="cpu", pid=4711, address=address, public_key="", started_at=1.0, version="test"
     )
     async with await Store.open(settings.redis_url, settings.namespace, timeout=10) as store:
-        await store.publish_agent(record)
+        await store.agents.publish(record)
         yield
-        await store.withdraw_agent()
+        await store.agents.withdraw()
 
 
 async def the_one(settings: Settings) -> Finding:

@@ -26,25 +26,25 @@ async def store(server: Server) -> AsyncIterator[Store]:
 
 
 async def enroll(store: Store, side: str, rank: int = 0, *, epoch: int = 1, expected: int = 2) -> int:
-    return await store.enroll("w", "b", epoch, side, rank, f'{{"from": "{side}/{rank}"}}', expected=expected)
+    return await store.batches.enroll("w", "b", epoch, side, rank, f'{{"from": "{side}/{rank}"}}', expected=expected)
 
 
 async def state(store: Store) -> tuple[str, int]:
-    batch = await store.batch("w", "b")
+    batch = await store.batches.get("w", "b")
     assert batch is not None
     return batch.state, batch.generation
 
 
 async def test_a_batch_is_registered_when_all_ranks_have_come(store: Store) -> None:
-    assert await store.batch("w", "b") is None
+    assert await store.batches.get("w", "b") is None
     for rank in range(3):
         assert await state_after(store, "t", rank, expected=4) == ("registering", 1)
     assert await state_after(store, "i", 0, expected=4) == ("registered", 1)
-    roster = await store.roster("w", "b", 1)
+    roster = await store.batches.roster("w", "b", 1)
     assert list(roster.entries) == [("i", 0), ("t", 0), ("t", 1), ("t", 2)]
     assert roster.entries["t", 2] == '{"from": "t/2"}'
-    await store.verdict("w", "b", 1, "a", "d1")
-    assert (await store.roster("w", "b", 1)).verdicts == {"a": "d1"}
+    await store.batches.verdict("w", "b", 1, "a", "d1")
+    assert (await store.batches.roster("w", "b", 1)).verdicts == {"a": "d1"}
 
 
 async def state_after(store: Store, side: str, rank: int, *, expected: int) -> tuple[str, int]:
@@ -54,10 +54,10 @@ async def state_after(store: Store, side: str, rank: int, *, expected: int) -> t
 
 async def test_who_registers_again_waits_in_the_next_generation(store: Store) -> None:
     assert await enroll(store, "t") == await enroll(store, "i") == 1
-    assert not await store.unenroll("w", "b", 1, "t", 0), "all had come: it is closed, not taken back"
+    assert not await store.batches.unenroll("w", "b", 1, "t", 0), "all had come: it is closed, not taken back"
     assert await enroll(store, "t") == 2
     assert await state(store) == ("registering", 2)
-    first = await store.roster("w", "b", 1)
+    first = await store.batches.roster("w", "b", 1)
     assert set(first.entries) == {("t", 0), ("i", 0)} and first.closed == {("t", 0)}
     assert await enroll(store, "i") == 2
     assert await state(store) == ("registered", 2)
@@ -66,16 +66,16 @@ async def test_who_registers_again_waits_in_the_next_generation(store: Store) ->
 async def test_a_batch_is_closed_when_all_have_closed(store: Store) -> None:
     await enroll(store, "t"), await enroll(store, "i")
     for _ in range(2):
-        await store.unenroll("w", "b", 1, "t", 0)
+        await store.batches.unenroll("w", "b", 1, "t", 0)
     assert await state(store) == ("registered", 1)
-    await store.unenroll("w", "b", 1, "i", 0)
+    await store.batches.unenroll("w", "b", 1, "i", 0)
     assert await state(store) == ("closed", 1)
 
 
 async def test_a_withdrawn_rank_may_come_back_into_the_same_generation(store: Store) -> None:
     assert await enroll(store, "t") == 1
-    assert await store.unenroll("w", "b", 1, "t", 0), "still open: taken back"
-    assert (await store.roster("w", "b", 1)).entries == {}
+    assert await store.batches.unenroll("w", "b", 1, "t", 0), "still open: taken back"
+    assert (await store.batches.roster("w", "b", 1)).entries == {}
     assert await enroll(store, "t") == 1
     await enroll(store, "i")
     assert await state(store) == ("registered", 1)
@@ -83,28 +83,30 @@ async def test_a_withdrawn_rank_may_come_back_into_the_same_generation(store: St
 
 async def test_a_new_epoch_is_a_new_generation_and_seq_goes_on(store: Store) -> None:
     await enroll(store, "t"), await enroll(store, "i")
-    await store.set_batch("w", "b", {"generation": 1, "seq": 7, "version": "step-7", "tensors": 3, "bytes": 12})
+    await store.batches.set_fields(
+        "w", "b", {"generation": 1, "seq": 7, "version": "step-7", "tensors": 3, "bytes": 12}
+    )
     assert await enroll(store, "t", epoch=2) == 2
     with pytest.raises(PeerLostError, match=r"at epoch 2.*at epoch 1: call init_pair again"):
         await enroll(store, "i", epoch=1)
     assert await enroll(store, "i", epoch=2) == 2
-    batch = await store.batch("w", "b")
+    batch = await store.batches.get("w", "b")
     assert batch is not None and (batch.epoch, batch.seq, batch.version) == (2, 7, "step-7")
-    assert [(b.pair, b.batch) for b in await store.batches()] == [("w", "b")]
+    assert [(b.pair, b.batch) for b in await store.batches.all()] == [("w", "b")]
 
 
 async def test_an_unfinished_generation_of_an_older_epoch_is_left_behind(store: Store) -> None:
     assert await enroll(store, "t", epoch=1) == 1
     assert await enroll(store, "i", epoch=2) == 2
     assert await state(store) == ("registering", 2)
-    assert not await store.unenroll("w", "b", 1, "t", 0)
+    assert not await store.batches.unenroll("w", "b", 1, "t", 0)
     assert await state(store) == ("registering", 2)
 
 
 async def test_the_same_call_repeated_by_a_lost_answer_counts_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, asked = store._connection.script, 0
+    script, asked = store._session.connection.script, 0
 
     async def twice(name: str, keys: list[str], request: dict[str, object], timeout: float) -> object:
         nonlocal asked
@@ -114,11 +116,11 @@ async def test_the_same_call_repeated_by_a_lost_answer_counts_once(
         await script(name, keys, request, timeout)
         return await script(name, keys, request, timeout)
 
-    monkeypatch.setattr(store._connection, "script", twice)
+    monkeypatch.setattr(store._session.connection, "script", twice)
     assert await enroll(store, "t") == 1
     assert await enroll(store, "i") == 1, "the first of the two completed the generation"
     assert asked == 2 and await state(store) == ("registered", 1)
-    assert (await store.roster("w", "b", 1)).entries.keys() == {("t", 0), ("i", 0)}
+    assert (await store.batches.roster("w", "b", 1)).entries.keys() == {("t", 0), ("i", 0)}
 
 
 async def test_many_ranks_at_once_share_one_generation(server: Server) -> None:
@@ -131,51 +133,53 @@ async def test_many_ranks_at_once_share_one_generation(server: Server) -> None:
 
 
 async def test_seq_generation_and_epoch_never_go_back(store: Store) -> None:
-    await store.set_batch("w", "b", {"generation": 3, "epoch": 2, "seq": 9, "version": 9, "state": "registered"})
-    await store.set_batch("w", "b", {"generation": 2, "epoch": 1, "seq": 8, "version": 8, "state": "moving"})
-    batch = await store.batch("w", "b")
+    await store.batches.set_fields(
+        "w", "b", {"generation": 3, "epoch": 2, "seq": 9, "version": 9, "state": "registered"}
+    )
+    await store.batches.set_fields("w", "b", {"generation": 2, "epoch": 1, "seq": 8, "version": 8, "state": "moving"})
+    batch = await store.batches.get("w", "b")
     assert batch is not None
     assert (batch.generation, batch.epoch, batch.seq, batch.version, batch.state) == (3, 2, 9, 9, "registered")
-    await store.set_batch("w", "b", {"seq": 10, "version": "10", "last_seconds": 0.25, "last_error": None})
-    batch = await store.batch("w", "b")
+    await store.batches.set_fields("w", "b", {"seq": 10, "version": "10", "last_seconds": 0.25, "last_error": None})
+    batch = await store.batches.get("w", "b")
     assert batch is not None and (batch.seq, batch.version, batch.last_seconds) == (10, "10", 0.25)
     with pytest.raises(ValueError, match="no fields"):
-        await store.set_batch("w", "b", {"seqq": 1})
+        await store.batches.set_fields("w", "b", {"seqq": 1})
 
 
 @pytest.mark.parametrize("version", [None, 0, -3, 12, "v1", "12", "", '"quoted"', "a b", "Ω"])
 async def test_versions_come_back_as_they_were(store: Store, version: int | str | None) -> None:
-    await store.set_batch("w", "b", {"seq": 1, "version": version})
-    batch = await store.batch("w", "b")
+    await store.batches.set_fields("w", "b", {"seq": 1, "version": version})
+    batch = await store.batches.get("w", "b")
     assert batch is not None and batch.version == version and type(batch.version) is type(version)
 
 
 async def test_layouts_and_manifests_are_stored_once(store: Store) -> None:
-    await store.put_layouts({"a1": "{}", "b2": "[1]"})
-    assert await store.layouts(["b2", "a1", "b2", "c3"]) == {"a1": "{}", "b2": "[1]"}
+    await store.batches.put_layouts({"a1": "{}", "b2": "[1]"})
+    assert await store.batches.layouts(["b2", "a1", "b2", "c3"]) == {"a1": "{}", "b2": "[1]"}
     fields = {f"layer.{i} ü": f'{{"shape": [{i}]}}' for i in range(5000)}
-    await store.put_manifest("m1", fields)
-    assert await store.manifest("m1") == fields
-    await store.put_manifest("m1", {"another": "{}"})
-    assert await store.manifest("m1") == fields, "a key under its digest is whole and stays"
-    assert await store.manifest("m2") == {}
-    parts = [key async for key in store._connection._client.scan_iter(match=store.keys.prefix + "*part*")]
+    await store.batches.put_manifest("m1", fields)
+    assert await store.batches.manifest("m1") == fields
+    await store.batches.put_manifest("m1", {"another": "{}"})
+    assert await store.batches.manifest("m1") == fields, "a key under its digest is whole and stays"
+    assert await store.batches.manifest("m2") == {}
+    parts = [key async for key in store._session.connection._client.scan_iter(match=store.keys.prefix + "*part*")]
     assert parts == []
 
 
 async def test_sizes_are_bounded_both_ways(store: Store) -> None:
     with pytest.raises(ConfigError, match="at most"):
-        await store.enroll("w", "b", 1, "t", 0, "x" * (MAX_FIELD + 1), expected=2)
-    await store._connection._client.hset(store.keys.manifest("m1"), "t", "x" * (MAX_FIELD + 1))
+        await store.batches.enroll("w", "b", 1, "t", 0, "x" * (MAX_FIELD + 1), expected=2)
+    await store._session.connection._client.hset(store.keys.manifest("m1"), "t", "x" * (MAX_FIELD + 1))
     with pytest.raises(ProtocolError, match="manifest:m1"):
-        await store.manifest("m1")
+        await store.batches.manifest("m1")
     await enroll(store, "t")
-    await store._connection._client.hset(store.keys.roster("w", "b", 1), "t/9999999999", "{}")
+    await store._session.connection._client.hset(store.keys.roster("w", "b", 1), "t/9999999999", "{}")
     with pytest.raises(ProtocolError, match=r"ranks:1'.*SIDE/RANK"):
-        await store.roster("w", "b", 1)
-    await store._connection._client.hset(store.keys.batch("w", "b"), "seq", "-1")
+        await store.batches.roster("w", "b", 1)
+    await store._session.connection._client.hset(store.keys.batch("w", "b"), "seq", "-1")
     with pytest.raises(ProtocolError, match=r"batch:w:b'.*'seq' is '-1', expected a whole number"):
-        await store.batch("w", "b")
+        await store.batches.get("w", "b")
 
 
 async def test_events_are_read_forward_from_where_one_was(store: Store) -> None:

@@ -66,10 +66,10 @@ async def test_it_serves_on_a_private_socket_and_leaves_no_files(settings: Setti
     path = settings.runtime_dir / "redis.sock"
     assert stat.S_IMODE(path.stat().st_mode) == 0o700 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     async with agent(url, "default", "a") as store:
-        client = store._connection._client
+        client = store._session.connection._client
         config = await client.config_get("*")
         assert (config["port"], config["save"], config["appendonly"]) == ("0", "", "no")
-        assert [record.id for record in await store.agents()] == ["a"]
+        assert [record.id for record in await store.agents.all()] == ["a"]
     assert await stop_embedded(settings, 10)
     assert sorted(p.name for p in settings.runtime_dir.iterdir()) == ["default", "redis.lock", "redis.start"]
     assert not await stop_embedded(settings, 10), "none was running"
@@ -126,11 +126,11 @@ async def test_it_leaves_when_no_agent_has_had_a_lease_for_a_while(
     async with agent(url, "default", "a"), agent(url, "another", "b") as second:
         with pytest.raises(TimeoutError):
             await gone(pid, 1.6)
-        await second.withdraw_agent()
+        await second.agents.withdraw()
         with pytest.raises(TimeoutError):
             await gone(pid, 1.2)
     async with await Store.open(url, "default", timeout=5) as store:  # connected, but no agent
-        await store._connection.call("forget", lambda client: client.delete(store.keys.agent("a")), 5)
+        await store._session.connection.call("forget", lambda client: client.delete(store.keys.agent("a")), 5)
         began = time.monotonic()
         await gone(pid, 5)
         assert time.monotonic() - began > 0.4
@@ -148,11 +148,11 @@ async def test_an_agent_starts_it_again_and_puts_back_what_it_owns(
         await ensure_embedded(settings, 20)
 
     async with await Store.open(url, "default", timeout=20, revive=revive) as store:
-        await store.publish_agent(agent_record("a"))
+        await store.agents.publish(agent_record("a"))
         await stop_embedded(settings, 10)
         await store.event("served again")
         async with asyncio.timeout(10), store.changes(store.keys.agent("a")) as changed:
-            while [record.id for record in await store.agents()] != ["a"]:
+            while [record.id for record in await store.agents.all()] != ["a"]:
                 await changed()
 
 
@@ -233,15 +233,15 @@ async def test_a_removed_runtime_directory_ends_its_server_and_leaves_one_world(
         await ensure_embedded(settings, 20)
 
     async with await Store.open(url, "default", timeout=20, revive=revive) as store:
-        await store.publish_agent(agent_record("a"))
+        await store.agents.publish(agent_record("a"))
         shutil.rmtree(settings.runtime_dir)
         async with agent(await ensure_embedded(settings, 20), "default", "third") as third:
             await gone(first["server"])
             await gone(first["supervisor"])
             async with asyncio.timeout(20), third.changes(third.keys.agent("a")) as changed:
-                while [record.id for record in await third.agents()] != ["a", "third"]:
+                while [record.id for record in await third.agents.all()] != ["a", "third"]:
                     await changed()
-            assert [record.id for record in await store.agents()] == ["a", "third"]
+            assert [record.id for record in await store.agents.all()] == ["a", "third"]
             assert len(processes(settings.runtime_dir)) == 2
 
 

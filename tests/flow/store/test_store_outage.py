@@ -51,7 +51,7 @@ async def test_a_change_wakes_a_watcher_at_once(server: Server, store: Store) ->
         async with other.changes(key) as changed:
             await changed()  # the subscription stands
             began = time.monotonic()
-            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+            await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
             await changed()
             assert time.monotonic() - began < 1
 
@@ -74,7 +74,7 @@ async def test_every_watcher_of_a_key_is_called_once_subscribed_and_at_ticks(sto
                 await changed()  # nobody changed anything: a tick
             assert time.monotonic() - began < 4 and calls[0] > before[0] and calls[1] > before[1]
     before = list(calls)
-    await store._connection.call("publish", lambda client: client.publish(key, "x"), 5)
+    await store._session.connection.call("publish", lambda client: client.publish(key, "x"), 5)
     assert calls == before
 
 
@@ -95,7 +95,7 @@ async def test_calls_wait_through_an_outage(server: Server, store: Store) -> Non
     server.stop()
     waiting = asyncio.ensure_future(store.event("after the outage", timeout=math.inf))
     with pytest.raises(RedisUnavailableError, match=r"could not be reached within 0\.3 s to read"):
-        await store.pair("w", timeout=0.3)
+        await store.pairs.get("w", timeout=0.3)
     assert not waiting.done()
     server.start()
     async with asyncio.timeout(5):
@@ -107,10 +107,10 @@ async def test_a_frozen_server_is_an_outage(server: Server, store: Store) -> Non
     server.signal(signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(RedisUnavailableError):
-        await store.pair("w", timeout=0.5)
+        await store.pairs.get("w", timeout=0.5)
     assert time.monotonic() - began < 2
     server.signal(signal.SIGCONT)
-    assert await store.pair("w") is None
+    assert await store.pairs.get("w") is None
 
 
 async def test_subscriptions_survive_a_restart(server: Server, store: Store) -> None:
@@ -122,7 +122,7 @@ async def test_subscriptions_survive_a_restart(server: Server, store: Store) -> 
             await changed()  # subscribed again
         async with agent(server.url, store.keys.namespace, "b") as other, asyncio.timeout(1.5):
             for _ in range(3):
-                await other._connection.call("publish", lambda client: client.publish(key, "x"), 5)
+                await other._session.connection.call("publish", lambda client: client.publish(key, "x"), 5)
                 await changed()
 
 
@@ -133,12 +133,12 @@ async def test_a_frozen_server_loses_the_subscription_and_a_thawed_one_gets_it_a
     monkeypatch.setattr("etha.store.watch.PONG_TIMEOUT", 0.6)
     key = store.keys.pair("w")
     server.restart()  # so that the watches begin anew, with these times
-    await until(store, key, lambda: _true(key in store._watches._acknowledged))
+    await until(store, key, lambda: _true(key in store._session.watches._acknowledged))
     with store.watch(key, lambda: None):
         server.signal(signal.SIGSTOP)
-        await until(store, key, lambda: _true(not store._watches._connected))
+        await until(store, key, lambda: _true(not store._session.watches._connected))
         server.signal(signal.SIGCONT)
-        await until(store, key, lambda: _true(key in store._watches._acknowledged))
+        await until(store, key, lambda: _true(key in store._session.watches._acknowledged))
 
 
 async def test_what_an_agent_owns_is_put_back_after_data_loss(server: Server, store: Store) -> None:
@@ -146,98 +146,98 @@ async def test_what_an_agent_owns_is_put_back_after_data_loss(server: Server, st
     with sleeping() as worker:
         async with agent(server.url, namespace, "b") as other:
             far = replace(worker, agent="b")
-            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="old")
-            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="run")
-            formed = await other.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
+            await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="old")
+            await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="run")
+            formed = await other.pairs.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
             assert formed.state == "formed"
-            await store.pair("w")  # this agent, too, has seen that it formed
-            assert await store.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 1
-            await store.set_batch("w", "b", {"seq": 41, "version": "v41"})
+            await store.pairs.get("w")  # this agent, too, has seen that it formed
+            assert await store.batches.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 1
+            await store.batches.set_fields("w", "b", {"seq": 41, "version": "v41"})
             server.restart()
 
             async def back() -> bool:
-                view = await store.pair("w")
-                return view == formed and [record.id for record in await store.agents()] == ["a", "b"]
+                view = await store.pairs.get("w")
+                return view == formed and [record.id for record in await store.agents.all()] == ["a", "b"]
 
             await until(store, store.keys.pair("w"), back)
-            batch = await store.batch("w", "b")
+            batch = await store.batches.get("w", "b")
             assert batch is not None and (batch.seq, batch.version, batch.generation) == (41, "v41", 1)
-            assert await store.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 2, "generations go on"
+            assert await store.batches.enroll("w", "b", 1, "t", 0, "{}", expected=1) == 2, "generations go on"
             assert await identify(server.url, namespace, timeout=5) == identity
             assert store.identity == other.identity == identity
-            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="next")
-            view = await other.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
+            await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch="next")
+            view = await other.pairs.join("w", "i", "t", rank=0, world_size=1, member=far, launch=None)
             assert view.epoch == 2
 
 
 async def test_a_rank_that_was_waiting_joins_again_after_data_loss(server: Server, store: Store) -> None:
-    await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
     server.restart()
 
     async def back() -> bool:
-        view = await store.pair("w")
+        view = await store.pairs.get("w")
         return view is not None and view.member("t", 0) is not None
 
     await until(store, store.keys.pair("w"), back)
-    view = await store.join("w", "i", "t", rank=0, world_size=1, member=here(), launch=None)
+    view = await store.pairs.join("w", "i", "t", rank=0, world_size=1, member=here(), launch=None)
     assert (view.state, view.epoch) == ("formed", 1)
 
 
 async def test_a_rank_that_left_is_not_put_back(server: Server, store: Store) -> None:
-    await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
-    await store.join("v", "t", "i", rank=0, world_size=1, member=here(), launch=None)
-    await store.leave("w", "t", 0, here(), "closed")
+    await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    await store.pairs.join("v", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+    await store.pairs.leave("w", "t", 0, here(), "closed")
     server.restart()
 
     async def back() -> bool:
-        return await store.pair("v") is not None
+        return await store.pairs.get("v") is not None
 
     await until(store, store.keys.pair("v"), back)
-    assert await store.pair("w") is None
+    assert await store.pairs.get("w") is None
 
 
 async def test_newer_state_is_not_overwritten_by_an_agent_that_was_away(server: Server) -> None:
     namespace = fresh_namespace()
     async with agent(server.url, namespace, "a") as store, agent(server.url, namespace, "b") as other:
-        await store.join("w", "t", "i", rank=0, world_size=1, member=dead(), launch=None)
-        await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
-        await store.pair("w")
+        await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=dead(), launch=None)
+        await other.pairs.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+        await store.pairs.get("w")
         # "a" sleeps: its lease ends, its rank goes to another, the pair forms again.
-        store._owned.agent = None
-        await store._connection.call("expire", lambda client: client.delete(store.keys.agent("a")), 5)
-        await other.join("w", "t", "i", rank=0, world_size=1, member=here("b"), launch=None)
-        await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
-        before = await other.pair("w")
+        store._session.owned.agent = None
+        await store._session.connection.call("expire", lambda client: client.delete(store.keys.agent("a")), 5)
+        await other.pairs.join("w", "t", "i", rank=0, world_size=1, member=here("b"), launch=None)
+        await other.pairs.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+        before = await other.pairs.get("w")
         assert before is not None and (before.state, before.epoch) == ("formed", 2)
-        store._owned.agent = agent_record("a")  # it wakes up
+        store._session.owned.agent = agent_record("a")  # it wakes up
 
         async def back() -> bool:
-            return len(await other.agents()) == 2
+            return len(await other.agents.all()) == 2
 
         await until(other, other.keys.agent("a"), back)
-        await store._beat(5)
-        assert await other.pair("w") == before
+        await store.agents._beat(5)
+        assert await other.pairs.get("w") == before
 
 
 async def test_who_joined_while_redis_had_forgotten_waits_for_the_right_epoch(server: Server) -> None:
     namespace = fresh_namespace()
     async with agent(server.url, namespace, "a") as store:
-        await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+        await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
         for _ in range(2):
-            await store.join("w", "i", "t", rank=0, world_size=1, member=dead(), launch=None)
-            await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
-        await store.pair("w")
-        known = store._known_epoch("w")
-        record, store._owned.agent = store._owned.agent, None  # not yet back
-        await store._connection.call("flush", lambda client: client.flushall(), 5)
+            await store.pairs.join("w", "i", "t", rank=0, world_size=1, member=dead(), launch=None)
+            await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+        await store.pairs.get("w")
+        known = store.pairs._known_epoch("w")
+        record, store._session.owned.agent = store._session.owned.agent, None  # not yet back
+        await store._session.connection.call("flush", lambda client: client.flushall(), 5)
         async with agent(server.url, namespace, "b") as other:
-            view = await other.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
+            view = await other.pairs.join("w", "i", "t", rank=0, world_size=1, member=here("b"), launch=None)
             assert view.epoch == 0
-            store._owned.agent = record
-            await store._beat(5)
-            view = await other.pair("w") or view
+            store._session.owned.agent = record
+            await store.agents._beat(5)
+            view = await other.pairs.get("w") or view
             assert (view.state, view.epoch) == ("lost", known)
-            view = await store.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
+            view = await store.pairs.join("w", "t", "i", rank=0, world_size=1, member=here(), launch=None)
             assert (view.state, view.epoch) == ("formed", known + 1)
 
 
@@ -279,7 +279,7 @@ async def test_tcp_with_a_password(tmp_path: Path) -> None:
     port = free_port()
     with served(tmp_path, "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "s3cret"):
         async with agent(f"redis://:s3cret@127.0.0.1:{port}/1", "x", "a") as store:
-            assert [record.id for record in await store.agents()] == ["a"]
+            assert [record.id for record in await store.agents.all()] == ["a"]
             async with asyncio.timeout(5), store.changes(store.keys.agent("a")) as changed:
                 await changed()
 
@@ -299,7 +299,7 @@ async def test_tls_checks_the_certificate(tmp_path: Path) -> None:
     try:
         url = f"rediss://:pw@127.0.0.1:{port}/0"
         async with agent(f"{url}?ssl_ca_certs={certificate}", "x", "a") as store:
-            assert [record.id for record in await store.agents()] == ["a"]
+            assert [record.id for record in await store.agents.all()] == ["a"]
             async with asyncio.timeout(5), store.changes(store.keys.agent("a")) as changed:
                 await changed()
         began = time.monotonic()
@@ -313,9 +313,9 @@ async def test_tls_checks_the_certificate(tmp_path: Path) -> None:
 async def test_a_user_without_info_still_has_a_store(tmp_path: Path) -> None:
     with served(tmp_path, "--user", *["etha", "on", ">pw", "~etha:*", "&etha:*", "+@all", "-info", "-@admin"]):
         async with agent(f"unix://etha:pw@{tmp_path}/r.sock", "x", "a") as store:
-            await store._beat(5)
-            assert not store._may_ask_run_id
-            assert [record.id for record in await store.agents()] == ["a"]
+            await store.agents._beat(5)
+            assert not store.agents._may_ask_run_id
+            assert [record.id for record in await store.agents.all()] == ["a"]
 
 
 @pytest.mark.parametrize(

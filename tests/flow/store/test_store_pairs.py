@@ -38,13 +38,13 @@ def others() -> Iterator[list[Member]]:
 
 
 async def trainer(store: Store, member: Member, rank: int = 0, size: int = 1, **more: Any) -> PairView:
-    return await store.join(
+    return await store.pairs.join(
         "w", "trainer", "inference", rank=rank, world_size=size, member=member, launch=more.pop("launch", None), **more
     )
 
 
 async def inference(store: Store, member: Member, rank: int = 0, size: int = 1, **more: Any) -> PairView:
-    return await store.join(
+    return await store.pairs.join(
         "w", "inference", "trainer", rank=rank, world_size=size, member=member, launch=more.pop("launch", None), **more
     )
 
@@ -63,7 +63,7 @@ async def test_a_pair_forms_when_all_ranks_of_both_sides_are_there(store: Store,
     assert (view.state, view.epoch, view.missing()) == ("formed", 1, {})
     assert {name: side.world_size for name, side in view.sides.items()} == {"inference": 2, "trainer": 1}
     assert view.member("inference", 1) == replace(others[0], launch="auto-1", epoch=1)
-    assert [v.name for v in await store.pairs()] == ["w"]
+    assert [v.name for v in await store.pairs.all()] == ["w"]
     assert kinds(await store.events()) == ["agent_came", "joined", "joined", "joined", "formed"]
 
 
@@ -78,18 +78,18 @@ async def test_the_same_call_again_changes_nothing(store: Store, others: list[Me
 async def test_names_that_do_not_fit_are_refused(store: Store, others: list[Member]) -> None:
     await trainer(store, here())
     with pytest.raises(ConfigError, match="links inference and trainer, not judge and trainer"):
-        await store.join("w", "judge", "trainer", rank=0, world_size=1, member=others[0], launch=None)
+        await store.pairs.join("w", "judge", "trainer", rank=0, world_size=1, member=others[0], launch=None)
     with pytest.raises(ConfigError, match="both"):
-        await store.join("v", "x", "x", rank=0, world_size=1, member=here(), launch=None)
+        await store.pairs.join("v", "x", "x", rank=0, world_size=1, member=here(), launch=None)
     with pytest.raises(ConfigError, match="rank 2 is not in side trainer of world_size 2"):
         await trainer(store, here(), rank=2, size=2)
     with pytest.raises(ConfigError, match="1 to 100"):
-        await store.join("a:b", "x", "y", rank=0, world_size=1, member=here(), launch=None)
+        await store.pairs.join("a:b", "x", "y", rank=0, world_size=1, member=here(), launch=None)
 
 
 async def test_other_side_names_are_free_again_when_all_holders_are_dead(store: Store) -> None:
     await trainer(store, dead())
-    view = await store.join("w", "judge", "actor", rank=0, world_size=1, member=here(), launch=None)
+    view = await store.pairs.join("w", "judge", "actor", rank=0, world_size=1, member=here(), launch=None)
     assert sorted(view.sides) == ["actor", "judge"]
 
 
@@ -100,7 +100,7 @@ async def test_a_stranger_with_another_world_size_does_not_break_a_formed_pair(
     assert (await inference(store, here(), rank=0, size=1)).state == "formed"
     with pytest.raises(ConfigError, match="rank 2 says 3, launch auto-1 began with 1"):
         await trainer(store, others[0], rank=2, size=3)
-    view = await store.pair("w")
+    view = await store.pairs.get("w")
     assert view is not None and (view.state, view.epoch) == ("formed", 1)
 
 
@@ -118,9 +118,9 @@ async def test_a_live_holder_keeps_its_rank(store: Store, others: list[Member]) 
     await trainer(store, others[0])
     with pytest.raises(ConfigError, match=f"rank 0 of side trainer on pair w is held by pid {others[0].pid} on host"):
         await trainer(store, others[1])
-    await store.join("v", "x", "y", rank=0, world_size=1, member=others[0], launch="L")
+    await store.pairs.join("v", "x", "y", rank=0, world_size=1, member=others[0], launch="L")
     with pytest.raises(ConfigError, match="is alive"):  # the same under an id that is the current launch
-        await store.join("v", "x", "y", rank=0, world_size=1, member=others[1], launch="L")
+        await store.pairs.join("v", "x", "y", rank=0, world_size=1, member=others[1], launch="L")
 
 
 async def test_a_dead_holder_that_never_formed_is_replaced(store: Store, others: list[Member]) -> None:
@@ -148,7 +148,7 @@ async def test_a_relaunch_may_have_another_size(store: Store, others: list[Membe
     await trainer(store, dead(2), rank=1, size=2)
     await inference(store, here())
     # Rank 1 was reported dead, rank 0 was not: either way the next life begins.
-    assert await store.leave("w", "trainer", 1, dead(2), "died")
+    assert await store.pairs.leave("w", "trainer", 1, dead(2), "died")
     for rank in range(3):
         view = await trainer(store, others[rank], rank=rank, size=3)
     assert view.sides["trainer"].launch == "auto-2"
@@ -159,7 +159,7 @@ async def test_a_relaunch_may_have_another_size(store: Store, others: list[Membe
 async def test_a_vacant_rank_of_a_formed_launch_opens_the_next_one(store: Store, others: list[Member]) -> None:
     await trainer(store, others[0])
     await inference(store, here())
-    await store.leave("w", "trainer", 0, others[0], "died")
+    await store.pairs.leave("w", "trainer", 0, others[0], "died")
     view = await trainer(store, others[1], rank=0, size=1)
     assert view.sides["trainer"].launch == "auto-2"
 
@@ -168,7 +168,7 @@ async def test_survivors_that_wait_already_are_not_evicted(store: Store, others:
     await trainer(store, others[0], rank=0, size=2)
     await trainer(store, others[1], rank=1, size=2)
     await inference(store, here())
-    await store.leave("w", "trainer", 1, others[1], "died")
+    await store.pairs.leave("w", "trainer", 1, others[1], "died")
     await trainer(store, others[0], rank=0, size=2)
     view = await trainer(store, others[2], rank=1, size=2)
     assert view.sides["trainer"].launch == "auto-1" and len(view.sides["trainer"].members) == 2
@@ -234,8 +234,8 @@ async def test_explicit_and_told_by_occupancy_mix(store: Store, others: list[Mem
     assert view.sides["trainer"].launch == "L" and list(view.sides["trainer"].members) == [1]
     view = await trainer(store, others[0], rank=0, size=2)
     assert view.sides["trainer"].launch == "L", "a vacant rank joins an explicit launch"
-    await store.join("v", "x", "y", rank=0, world_size=1, member=dead(), launch="L")
-    view = await store.join("v", "x", "y", rank=0, world_size=1, member=here(), launch=None)
+    await store.pairs.join("v", "x", "y", rank=0, world_size=1, member=dead(), launch="L")
+    view = await store.pairs.join("v", "x", "y", rank=0, world_size=1, member=here(), launch=None)
     assert view.sides["x"].launch == "auto-1", "a dead holder of an explicit launch opens the next one"
 
 
@@ -251,11 +251,11 @@ async def test_the_same_id_with_a_dead_holder_replaces_it(store: Store, others: 
 async def test_leaving_a_formed_pair_loses_it(store: Store, others: list[Member], reason: Any) -> None:
     await trainer(store, others[0])
     await inference(store, here())
-    assert not await store.leave("w", "trainer", 0, others[1], reason), "only its holder"
-    assert not await store.leave("w", "trainer", 1, others[0], reason)
-    assert await store.leave("w", "trainer", 0, others[0], reason)
-    assert not await store.leave("w", "trainer", 0, others[0], reason)
-    state = await store.pair_state("w")
+    assert not await store.pairs.leave("w", "trainer", 0, others[1], reason), "only its holder"
+    assert not await store.pairs.leave("w", "trainer", 1, others[0], reason)
+    assert await store.pairs.leave("w", "trainer", 0, others[0], reason)
+    assert not await store.pairs.leave("w", "trainer", 0, others[0], reason)
+    state = await store.pairs.state("w")
     assert state is not None and (state.state, state.reason, state.epoch) == ("lost", reason, 1)
     assert f"trainer rank 0 (pid {others[0].pid}" in state.error
     view = await inference(store, here())
@@ -267,23 +267,23 @@ async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others
     await trainer(store, others[1], rank=1, size=2)
     await inference(store, others[2])
     for side, rank, member in (("trainer", 1, others[1]), ("inference", 0, others[2]), ("trainer", 0, others[0])):
-        view = await store.pair("w")
+        view = await store.pairs.get("w")
         assert view is not None and view.state != "closed"
-        await store.leave("w", side, rank, member, "closed")
-    view = await store.pair("w")
+        await store.pairs.leave("w", side, rank, member, "closed")
+    view = await store.pairs.get("w")
     assert view is not None and (view.state, view.reason, view.error) == ("closed", "closed", "")
     assert (await inference(store, others[2])).state == "lost"
     await trainer(store, others[0], rank=0, size=2)
     assert (await trainer(store, others[1], rank=1, size=2)).epoch == 2
-    await store.leave("w", "trainer", 1, others[1], "died")
-    await store.leave("w", "trainer", 0, others[0], "closed")
-    await store.leave("w", "inference", 0, others[2], "closed")
-    assert (await store.pair("w")).state == "lost"  # type: ignore[union-attr]
+    await store.pairs.leave("w", "trainer", 1, others[1], "died")
+    await store.pairs.leave("w", "trainer", 0, others[0], "closed")
+    await store.pairs.leave("w", "inference", 0, others[2], "closed")
+    assert (await store.pairs.get("w")).state == "lost"  # type: ignore[union-attr]
 
 
 async def test_leaving_while_it_forms_frees_the_rank(store: Store, others: list[Member]) -> None:
     await trainer(store, others[0], size=2)
-    await store.leave("w", "trainer", 0, others[0], "died")
+    await store.pairs.leave("w", "trainer", 0, others[0], "died")
     view = await trainer(store, others[1], size=2)
     assert (view.state, view.sides["trainer"].launch) == ("forming", "auto-1")
 
@@ -307,7 +307,7 @@ async def test_a_holder_on_another_host_lives_while_its_agent_does(server: Serve
         await trainer(other, far)
         with pytest.raises(ConfigError, match="on host far-away"):
             await trainer(store, here())
-        await other.withdraw_agent()
+        await other.agents.withdraw()
         view = await trainer(store, here())
         assert view.member("trainer", 0) == replace(here(), launch="auto-1", epoch=1)
 
@@ -322,16 +322,16 @@ async def test_a_lease_that_is_not_renewed_is_waited_out(
         await trainer(other, dead(agent="far", host="far-away"))
     # Its agent is gone without a word, as if killed; the lease still stands.
     async with agent(server.url, namespace, "a") as store:
-        assert [record.id for record in await store.agents()] == ["a", "far"]
+        assert [record.id for record in await store.agents.all()] == ["a", "far"]
         await trainer(store, here())
-        assert [record.id for record in await store.agents()] == ["a"]
+        assert [record.id for record in await store.agents.all()] == ["a"]
 
 
 async def test_who_waits_and_has_lost_its_agent_does_not_complete_a_pair(server: Server) -> None:
     namespace = fresh_namespace()
     async with agent(server.url, namespace, "a") as store, agent(server.url, namespace, "far", host="f") as other:
         await trainer(other, dead(agent="far", host="f"))
-        await other.withdraw_agent()
+        await other.agents.withdraw()
         view = await inference(store, here())
         assert view.state == "forming" and view.missing() == {"trainer": (0,)}
 
@@ -343,37 +343,37 @@ async def test_epochs_are_one_for_each_forming_in_any_order(store: Store, others
         calls += [inference(store, members[rank + 2], rank=rank, size=2, launch=f"i{epoch}") for rank in range(2)]
         views = await asyncio.gather(*(calls if epoch % 2 else reversed(calls)))
         assert sum(view.state == "formed" for view in views) >= 1
-        view = await store.pair("w")
+        view = await store.pairs.get("w")
         assert view is not None and (view.state, view.epoch) == ("formed", epoch)
 
 
 async def test_what_others_wrote_is_refused_with_the_key_named(store: Store) -> None:
-    client = store._connection._client
+    client = store._session.connection._client
     key = store.keys.pair("w")
     await client.hset(key, mapping={"state": "formed", "epoch": "1", "sides": "[1]"})
     with pytest.raises(ProtocolError, match=r"pair:w'.*'sides' is .*expected a JSON list"):
-        await store.pair("w")
+        await store.pairs.get("w")
     await client.delete(key)
     await trainer(store, here())
     await client.hset(store.keys.side("w", "trainer"), "0", '{"agent": 7}')
     with pytest.raises(ProtocolError, match="pair:w:trainer"):
-        await store.pair("w")
+        await store.pairs.get("w")
     with pytest.raises(ProtocolError, match="pair:w:trainer"):
         await trainer(store, here())
     await client.delete(store.keys.side("w", "trainer"))
     await client.set(store.keys.side("w", "trainer"), "a string")
     with pytest.raises(ProtocolError, match=r"cannot read .*pair:w"):
-        await store.pair("w")
+        await store.pairs.get("w")
 
 
 async def test_every_key_has_a_lease_and_readable_text(store: Store, others: list[Member]) -> None:
     await trainer(store, others[0])
     await inference(store, here())
-    await store.put_layouts({"ab12": '{"mesh": {"shape": [1], "ranks": null}}'})
-    await store.put_manifest("cd34", {"layer.weight": '{"shape": [1]}'})
+    await store.batches.put_layouts({"ab12": '{"mesh": {"shape": [1], "ranks": null}}'})
+    await store.batches.put_manifest("cd34", {"layer.weight": '{"shape": [1]}'})
     for side in ("trainer", "inference"):
-        await store.enroll("w", "b", 1, side, 0, '{"manifest": "cd34"}', expected=2)
-    client = store._connection._client
+        await store.batches.enroll("w", "b", 1, side, 0, '{"manifest": "cd34"}', expected=2)
+    client = store._session.connection._client
     found = [key async for key in client.scan_iter(match=store.keys.prefix + "*")]
     shapes = {"^" + re.sub(r"[A-Z]+", "[^:]+", kind.pattern) + "$": kind for kind in TABLE}
     used = {kind.pattern for shape, kind in shapes.items() for key in found if re.match(shape, key.split("}:", 1)[1])}
@@ -390,13 +390,13 @@ async def test_what_workers_hold_does_not_end_although_nothing_changes(store: St
     """A job may train for longer than the lease of its pair without forming it again."""
     await inference(store, others[0])
     await trainer(store, here())
-    await store.enroll("w", "b", 1, "trainer", 0, "{}", expected=1)
+    await store.batches.enroll("w", "b", 1, "trainer", 0, "{}", expected=1)
     keys = store.keys
     held = [keys.pairs, keys.pair("w"), keys.side("w", "trainer"), keys.side("w", "inference")]
     held += [keys.batches, keys.batch("w", "b")]
     for key in held:
-        assert await store._connection._client.pexpire(key, 60_000)
-    store._renewed_held = float("-inf")
-    await store._beat(5.0)
+        assert await store._session.connection._client.pexpire(key, 60_000)
+    store.agents._renewed_held = float("-inf")
+    await store.agents._beat(5.0)
     for key in held:
-        assert await store._connection._client.ttl(key) > 6 * 86400, key
+        assert await store._session.connection._client.ttl(key) > 6 * 86400, key

@@ -94,7 +94,7 @@ def agent_record(name: str, host: str = HOST) -> AgentRecord:
 async def agent(url: str, namespace: str, name: str, *, host: str = HOST, timeout: float = 5) -> AsyncIterator[Store]:
     """A store whose agent has published its record."""
     async with await Store.open(url, namespace, timeout=timeout) as store:
-        await store.publish_agent(agent_record(name, host))
+        await store.agents.publish(agent_record(name, host))
         yield store
 
 

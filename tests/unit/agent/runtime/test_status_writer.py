@@ -22,8 +22,9 @@ class Far:
         self.gate = asyncio.Event()
         self.begun = asyncio.Event()
         self.error: Exception | None = None
+        self.batches = self
 
-    def note_batch(self, pair: str, batch: str, fields: Any) -> None:
+    def note_fields(self, pair: str, batch: str, fields: Any) -> None:
         pass
 
     async def _write(self, pair: str, batch: str, fields: Any) -> None:
@@ -38,10 +39,10 @@ class Far:
         finally:
             self.running -= 1
 
-    async def report_batch(self, pair: str, batch: str, fields: Any, *, timeout: float) -> None:
+    async def report_fields(self, pair: str, batch: str, fields: Any, *, timeout: float) -> None:
         await self._write(pair, batch, fields)
 
-    async def set_batch(self, pair: str, batch: str, fields: Any) -> None:
+    async def set_fields(self, pair: str, batch: str, fields: Any) -> None:
         await self._write(pair, batch, fields)
 
 
