@@ -72,7 +72,8 @@ test-tools: install
 
 # How much of etha/ the fast tests and some stories of real jobs reach, in all processes that they start; fails below the
 # threshold of pyproject.toml. COVERED=tests/flow takes all stories.
-COVERED ?= $(patsubst %,tests/flow/test_%.py,transfer tcp snapshot cli rendezvous_again named_tensors)
+COVERED ?= $(patsubst %,tests/flow/%.py,transfers/test_transfer transfers/test_snapshot transfers/test_named_tensors \
+	memory/test_tcp commands/test_cli losses/test_rendezvous_again)
 coverage: install
 	@$(PRIVATE) export COVERAGE_FILE="$$tmp/coverage"; \
 	run="$(BIN)/python -m coverage run -m pytest -p no:cacheprovider -q --timeout 600"; \
