@@ -43,9 +43,9 @@ lint: install
 # The contributor's loop, under a minute on two idle cores: the fast tests, and a tenth of the random examples.
 check: lint
 	@$(PRIVATE) export OMP_NUM_THREADS=1; \
-	$(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --hypothesis-profile dev \
+	$(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --dist loadfile --hypothesis-profile dev \
 		-m "not slow and not proof and not faults and not chaos and not soak and not families" \
-		tests/unit tests/test_*.py $(PYTEST)
+		tests/test_*.py tests/unit $(PYTEST)
 
 # Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too. What
 # starts no jobs runs beside them, in the time that they leave: they wait for processes more than they compute, and
