@@ -40,7 +40,7 @@ from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory
 from etha.store.records import AgentRecord, Reason
-from etha.store.records import Member as Holder
+from etha.store.records import RankHolder as Holder
 from etha.store.registry import Store
 from etha.version import __version__
 

@@ -41,8 +41,8 @@ from etha.client.arguments.checks import (
     check_timeout,
     shown,
 )
-from etha.client.arguments.world import Place, check_takeover, device_of
-from etha.client.connection import Connection
+from etha.client.arguments.world import RankInfo, check_takeover, device_of
+from etha.client.connection import AgentConnection
 from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
 from etha.client.manifest import PairDefaults, Runs, build_manifest
@@ -117,7 +117,7 @@ class AsyncTensorBusClient:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Lock | None = None
-        self._connection: Connection | None = None
+        self._connection: AgentConnection | None = None
         self._pairs: dict[str, tuple[AsyncPair, PairDefaults]] = {}
         #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet: the agent's answer and the loss
         #: may be read in one go, before the task that waits for the answer runs.
@@ -173,7 +173,7 @@ class AsyncTensorBusClient:
             check_name(what, name)
         if local_name == remote_name:
             raise ConfigError(f"local_name and remote_name are both {local_name!r}: a pair joins two sides")
-        place = Place.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
+        place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of(pair_name, place, device_mesh, placements)
         self._check_usable()
         message = InitPair(
@@ -604,7 +604,7 @@ class AsyncTensorBusClient:
         if self._closed:
             raise ConfigError("this client is closed: create another")
 
-    async def _connect(self, timeout: float) -> Connection:
+    async def _connect(self, timeout: float) -> AgentConnection:
         """The living connection, or a new one: an agent that died is started again by the next init_pair."""
         self._check_usable()
         assert self._connecting is not None
@@ -631,8 +631,8 @@ class AsyncTensorBusClient:
         pushed = WeakMethod(self._pushed)
         return lambda message: _call(pushed, message)
 
-    async def _open(self, timeout: float) -> Connection:
-        return await Connection.open(
+    async def _open(self, timeout: float) -> AgentConnection:
+        return await AgentConnection.open(
             self._settings,
             agent=self._agent,
             device=self._served,
@@ -660,7 +660,7 @@ class AsyncTensorBusClient:
         assert isinstance(formed, PairFormed)
         return formed
 
-    def _require(self) -> Connection:
+    def _require(self) -> AgentConnection:
         self._check_usable()
         if self._connection is None:
             raise ConfigError("no pair is formed in this client: call init_pair first")

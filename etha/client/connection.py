@@ -37,7 +37,7 @@ _LET_GO, _LET_GO_AT_MOST = 5.0, 30.0
 _ATTEMPTS = 3
 
 
-class Connection:
+class AgentConnection:
     """``reaches``: the agent reads and writes this process's own memory; else tensors are staged.
 
     ``home``: the memory that the agent serves.
@@ -69,7 +69,7 @@ class Connection:
         timeout: float,
         on_push: Callable[[Any], None],
         again: bool = False,
-    ) -> Connection:
+    ) -> AgentConnection:
         """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError.
 
         An agent that dies or leaves while we come is followed by another one where that may be started. ``again``:
@@ -116,11 +116,11 @@ class Connection:
     @classmethod
     async def _meet(
         cls, path: Path, hello: Hello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
-    ) -> Connection:
+    ) -> AgentConnection:
         """One session; ``patient``: with an agent that is leaving, return only once it has left."""
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
         page = RevocationPage()
-        connection: Connection | None = None
+        connection: AgentConnection | None = None
         try:
             if link.welcome.leaving:
                 raise AgentUnavailableError(link.welcome.leaving)

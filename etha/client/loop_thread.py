@@ -239,7 +239,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Membership:
+class LoopMembership:
     """``user``'s use of the process's portal, until ``leave``, or until ``user`` is collected."""
 
     def __init__(self, user: object) -> None:

@@ -34,7 +34,7 @@ from etha.client.arguments.checks import (
     impossible,
     shown,
 )
-from etha.client.arguments.world import Place, check_mesh
+from etha.client.arguments.world import RankInfo, check_mesh
 from etha.client.memory.base import Home
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
@@ -50,12 +50,12 @@ class PairDefaults:
     """What ``init_pair`` said of plain tensors: where this worker stands, the mesh, the placements."""
 
     name: str
-    place: Place
+    place: RankInfo
     mesh: Mesh | None
     placements: tuple[Placement, ...] | None
 
     @classmethod
-    def of(cls, name: str, place: Place, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
+    def of(cls, name: str, place: RankInfo, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
         """Checked: LayoutError for a default layout that is none, ConfigError for placements without a mesh."""
         check_placements("placements", placements)
         if mesh is not None:
@@ -113,7 +113,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class TensorManifest:
     """Everything one worker registers in one batch."""
 
     form: Literal["list", "map"]
@@ -121,7 +121,7 @@ class Manifest:
     items: tuple[Item, ...]
     refusals: tuple[Refusal, ...]
 
-    def same_tensors(self, other: Manifest) -> bool:
+    def same_tensors(self, other: TensorManifest) -> bool:
         """Whether both name the same memory under the same names and layouts; a mapping's order does not matter."""
         return (self.form, self.pairs, self._named()) == (other.form, other.pairs, other._named())
 
@@ -141,7 +141,7 @@ def build_manifest(
     regions: Mapping[str, Runs] | None = None,
     pairs: Mapping[str, PairDefaults],
     home: Home,
-) -> Manifest:
+) -> TensorManifest:
     """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
     check_mapping("placements", placements, "{'w': [Shard(0)]}")
     check_each("placements", placements, check_placements)
@@ -199,7 +199,7 @@ def build_manifest(
     if any(item.of is not None for item in items):
         _check_names([item.name for item in items])
     refusals += aliases([(item.name, item.local) for item in items])
-    return Manifest(form=form, pairs=used, items=tuple(_tied(items)), refusals=tuple(refusals))
+    return TensorManifest(form=form, pairs=used, items=tuple(_tied(items)), refusals=tuple(refusals))
 
 
 def _tied(items: Sequence[Item]) -> Iterator[Item]:

@@ -14,9 +14,9 @@ from etha.bus.calls import Answer
 from etha.bus.codec import Reply
 from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Register, Registered, Verify
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
-from etha.client.connection import Connection
-from etha.client.manifest import Manifest, memory_of
-from etha.client.memory.base import Home, Stage
+from etha.client.connection import AgentConnection
+from etha.client.manifest import TensorManifest, memory_of
+from etha.client.memory.base import Home, StagedTensors
 from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
@@ -44,12 +44,12 @@ class Registration:
     pairs: tuple[AsyncPair, ...]
     #: Numbers the registrations of the batch, alike on all ranks.
     generation: int
-    connection: Connection
-    manifest: Manifest
+    connection: AgentConnection
+    manifest: TensorManifest
     #: What the agent has mapped for this batch.
     segments: SegmentUse
-    source: Stage
-    shadows: Stage | None = None
+    source: StagedTensors
+    shadows: StagedTensors | None = None
     atomic: bool = False
     #: Whether this worker receives into shadows, which it may not have yet.
     shadowed: bool = False
@@ -70,7 +70,7 @@ class Registration:
     #: Held while a call stages or applies, so that two calls of one worker never mix versions.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Where snapshots are set aside once one was taken, the newest of them, and how many had no label.
-    aside: Stage | None = None
+    aside: StagedTensors | None = None
     snapshot: Snapshot | None = None
     snapshots: int = 0
 
@@ -78,7 +78,7 @@ class Registration:
         self.fingerprints = tuple(fingerprint(memory_of(item.owner)) for item in self.manifest.items)
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> StagedTensors:
         """Where a transfer that receives leaves what is still to be put in place."""
         return self.shadows or self.source
 
@@ -103,7 +103,7 @@ class Registration:
         staged = zip(self.locals, self.source.tensors, strict=True)
         return not self.atomic and any(stage is None and local.numel() > 0 for local, stage in staged)
 
-    def check_backed(self, stage: Stage, *, committed: bool) -> None:
+    def check_backed(self, stage: StagedTensors, *, committed: bool) -> None:
         """RegistrationError naming every tensor of ``stage`` whose own memory was taken away."""
         items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
         gone = [item.name for item in items if not stage.home.backed(item.local)]
@@ -150,7 +150,7 @@ class Registration:
             return
         self.manifest = replace(self.manifest, items=(), refusals=())
         self.fingerprints = ()
-        self.source = Stage(home=self.source.home, tensors=[])
+        self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.aside = self.snapshot = None
 
     def received(self) -> None:
@@ -173,10 +173,10 @@ def check_options(direction: object, bucket_size: object, atomic: object, verify
 
 
 async def register(
-    connection: Connection,
+    connection: AgentConnection,
     batch: str,
     pairs: tuple[AsyncPair, ...],
-    manifest: Manifest,
+    manifest: TensorManifest,
     *,
     direction: Literal["send", "recv", "both"] | None,
     bucket_size: int | None,
@@ -208,10 +208,10 @@ async def register(
 
 
 async def _register(
-    connection: Connection,
+    connection: AgentConnection,
     batch: str,
     pairs: tuple[AsyncPair, ...],
-    manifest: Manifest,
+    manifest: TensorManifest,
     segments: SegmentUse,
     *,
     direction: Literal["send", "recv", "both"] | None,
@@ -317,12 +317,12 @@ async def leave(registration: Registration, why: str, timeout: float) -> None:
     await _leave(registration.connection, registration.batch, registration.pair, why, min(timeout, _PATIENCE))
 
 
-async def _leave(connection: Connection, batch: str, pair: AsyncPair, why: str, timeout: float) -> None:
+async def _leave(connection: AgentConnection, batch: str, pair: AsyncPair, why: str, timeout: float) -> None:
     with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
         message = CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000])
         await connection.link.request(message, timeout=timeout)
 
 
-async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> Stage:
+async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> StagedTensors:
     """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
     return await asyncio.to_thread(home.stage, tensors, chosen) if any(chosen) else home.stage(tensors, chosen)

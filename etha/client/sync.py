@@ -25,7 +25,7 @@ from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.arguments.checks import check_flag
 from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
-from etha.client.loop_thread import Membership, Portal
+from etha.client.loop_thread import LoopMembership, Portal
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.results import (
@@ -78,7 +78,7 @@ class TensorBusClient:
             on_error=on_error,
         )
         self._pid = os.getpid()
-        self._membership: Membership | None = None
+        self._membership: LoopMembership | None = None
         #: A pair that somebody holds keeps this client, by its ``lost``, and not the other way round.
         self._pairs: WeakValueDictionary[str, Pair] = WeakValueDictionary()
         self._closed = False
@@ -263,7 +263,7 @@ class TensorBusClient:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    async def _close_behind(self, membership: Membership) -> None:
+    async def _close_behind(self, membership: LoopMembership) -> None:
         try:
             await self._aio.close()
         finally:
@@ -283,7 +283,7 @@ class TensorBusClient:
                 "TensorBusClient blocks and this is a running event loop: use AsyncTensorBusClient and await its calls"
             )
         if self._membership is None:
-            self._membership = Membership(self)
+            self._membership = LoopMembership(self)
         return self._membership.portal
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

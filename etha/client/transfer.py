@@ -18,7 +18,7 @@ from etha.client.active_calls import ActiveCall
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.callbacks import ProgressCallback, call_on_commit
 from etha.client.deadline import Deadline
-from etha.client.memory.base import Mark, Stage
+from etha.client.memory.base import Mark, StagedTensors
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.shield import Shield
@@ -152,7 +152,7 @@ async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) 
             timer.cancel()
 
 
-async def pull(registration: Registration, stage: Stage) -> None:
+async def pull(registration: Registration, stage: StagedTensors) -> None:
     """Live tensors -> ``stage``, to its end."""
 
     def work() -> None:

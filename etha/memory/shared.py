@@ -39,7 +39,7 @@ Pages = ctypes.Array[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class SharedSegment:
     """A sealed memfd mapped at ``address`` of this process; ``fd`` stays open as long as it lives."""
 
     id: str
@@ -55,7 +55,7 @@ class _Registry:
         self._lock = threading.RLock()  # a finalizer may run while this very thread holds it
         self._room = RoomCheck()
         self._starts: list[int] = []
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, SharedSegment] = {}
 
     def create(self, nbytes: int) -> Pages:
         """The pages of a new segment of at least ``nbytes``; it lives as long as they are referenced."""
@@ -74,7 +74,7 @@ class _Registry:
         address = ctypes.addressof(pages)
         with self._lock:
             bisect.insort(self._starts, address)
-            self._segments[address] = Segment(id=secrets.token_hex(8), fd=fd, nbytes=nbytes, address=address)
+            self._segments[address] = SharedSegment(id=secrets.token_hex(8), fd=fd, nbytes=nbytes, address=address)
         return pages
 
     def _drop(self, fd: int) -> None:
@@ -85,7 +85,7 @@ class _Registry:
             self._starts.remove(address)
         os.close(fd)
 
-    def find(self, address: int, nbytes: int) -> tuple[Segment, int] | None:
+    def find(self, address: int, nbytes: int) -> tuple[SharedSegment, int] | None:
         with self._lock:
             i = bisect.bisect_right(self._starts, address) - 1
             if i < 0:
@@ -94,11 +94,11 @@ class _Registry:
         offset = address - segment.address
         return (segment, offset) if offset + nbytes <= segment.nbytes else None
 
-    def get(self, id: str) -> Segment | None:
+    def get(self, id: str) -> SharedSegment | None:
         with self._lock:
             return next((s for s in self._segments.values() if s.id == id), None)
 
-    def all(self) -> tuple[Segment, ...]:
+    def all(self) -> tuple[SharedSegment, ...]:
         with self._lock:
             return tuple(self._segments.values())
 
@@ -114,12 +114,12 @@ def find(address: int, nbytes: int) -> tuple[str, int] | None:
     return None if found is None else (found[0].id, found[1])
 
 
-def segment(id: str) -> Segment | None:
+def segment(id: str) -> SharedSegment | None:
     """The living segment with this id: its ``fd`` is what an agent is sent."""
     return _registry.get(id)
 
 
-def segments() -> tuple[Segment, ...]:
+def segments() -> tuple[SharedSegment, ...]:
     """All living segments of this process."""
     return _registry.all()
 

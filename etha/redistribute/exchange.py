@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class GroupExchange:
     """Between ``ranks`` of the torch world; ``group`` is one of exactly these, None if there is none."""
 
     ranks: tuple[int, ...]

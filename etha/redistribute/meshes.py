@@ -18,13 +18,13 @@ Row = tuple[tuple[int, ...], tuple[int, ...]]  # (shape, ranks in C-order)
 
 
 @dataclass(frozen=True)
-class Rows:
+class MeshTables:
     """The rank tables of a mesh: its own, or those of all equal slices of its root, by their lowest rank."""
 
     tables: tuple[Row, ...]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Rows:
+    def of(cls, mesh: DeviceMesh) -> MeshTables:
         """The same on every rank, whichever row ``mesh`` shows it."""
         found = _KNOWN.get(mesh)
         if found is None:
@@ -36,9 +36,9 @@ class Rows:
         """All ranks of all rows."""
         return frozenset(rank for _, ranks in self.tables for rank in ranks)
 
-    def row_of(self, rank: int) -> Rows | None:
+    def row_of(self, rank: int) -> MeshTables | None:
         """The row of ``rank`` alone, None when it is in none."""
-        return next((Rows((row,)) for row in self.tables if rank in row[1]), None)
+        return next((MeshTables((row,)) for row in self.tables if rank in row[1]), None)
 
     def layouts(self, placements: Sequence[Placement], strided: str) -> tuple[Layout, ...]:
         """The layout of each row; LayoutError for placements that do not fit the mesh."""
@@ -47,13 +47,13 @@ class Rows:
 
 
 @lru_cache(maxsize=512)
-def _layouts(rows: Rows, placements: tuple[tuple[type, Placement], ...], strided: str) -> tuple[Layout, ...]:
+def _layouts(rows: MeshTables, placements: tuple[tuple[type, Placement], ...], strided: str) -> tuple[Layout, ...]:
     tables = [torch.tensor(ranks, dtype=torch.int64).reshape(shape) for shape, ranks in rows.tables]
     return tuple(Layout(table, [p for _, p in placements], strided=strided) for table in tables)
 
 
 #: A mesh does not change, and reading its layout costs more than a small exchange.
-_KNOWN: WeakKeyDictionary[DeviceMesh, Rows] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[DeviceMesh, MeshTables] = WeakKeyDictionary()
 
 
 def _tables(mesh: DeviceMesh) -> Iterable[torch.Tensor]:

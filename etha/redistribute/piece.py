@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else tensor
 
 
-class Piece:
+class LocalRegion:
     """One region at one end: ``end`` 0 are offsets in the source's local tensor, 1 in the target's."""
 
     def __init__(self, region: Region, end: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from etha.errors import LayoutError
 from etha.plan import Layout
-from etha.redistribute.exchange import Wire
+from etha.redistribute.exchange import GroupExchange
 from etha.redistribute.stage import Layouts
 
 _TAG = 0x5D  # of its own: no plan is made yet
@@ -29,7 +29,7 @@ def ambiguous(layout: Layout, shape: tuple[int, ...]) -> bool:
     return any(order.local_shape(shape, rank) != literal.local_shape(shape, rank) for rank in ranks)
 
 
-def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int, wire: Wire) -> Layouts:
+def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int, wire: GroupExchange) -> Layouts:
     """``layouts`` in the reading that fits all ranks; LayoutError on all of them when none does."""
     if not any(ambiguous(layout, shape) for layout in layouts):
         return tuple(layout.with_reading("order") for layout in layouts)

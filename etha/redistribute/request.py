@@ -15,15 +15,15 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 
 from etha.errors import ConfigError, LayoutError
 from etha.plan.layouts import dtypes
-from etha.redistribute.exchange import Wire
-from etha.redistribute.meshes import Rows, group_of
+from etha.redistribute.exchange import GroupExchange
+from etha.redistribute.meshes import MeshTables, group_of
 from etha.redistribute.reading import agree, misfit
 from etha.redistribute.route import at_coordinates
 from etha.redistribute.stage import Layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RedistributeRequest:
     """One call. ``source`` and ``target`` are layouts over disjoint ranks that each hold the whole tensor."""
 
     local: torch.Tensor
@@ -31,12 +31,12 @@ class Request:
     source: Layouts
     target: Layouts
     rank: int
-    wire: Wire
+    wire: GroupExchange
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
 
-def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Request | None:
+def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> RedistributeRequest | None:
     """Check and read a call; None for a rank that is in neither mesh. ConfigError and LayoutError say what is wrong."""
     check_tensor(dtensor)
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
@@ -46,7 +46,7 @@ def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Request | N
     local = local_of(dtensor, mesh)
     dtypes.name_of(local.dtype)
     wanted = check_placements(placements, len(shape), mesh)
-    here, there = Rows.of(dtensor.device_mesh), Rows.of(mesh)
+    here, there = MeshTables.of(dtensor.device_mesh), MeshTables.of(mesh)
     if here == there:
         own = here.row_of(rank)
         if own is None:
@@ -55,7 +55,7 @@ def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Request | N
     ranks = here.ranks | there.ranks
     if rank not in ranks:
         return None
-    wire = Wire(tuple(sorted(ranks)), group_of(ranks, mesh))
+    wire = GroupExchange(tuple(sorted(ranks)), group_of(ranks, mesh))
     source, target = here.layouts(source_placements(dtensor), "auto"), there.layouts(wanted, "order")
     for layout in (*source, *target):
         layout.grid(len(shape))
@@ -64,7 +64,7 @@ def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Request | N
     why = misfit(source, shape, local, rank)
     if why:
         raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
-    return Request(
+    return RedistributeRequest(
         local=local, shape=shape, source=source, target=target, rank=rank, wire=wire, mesh=mesh, placements=wanted
     )
 

@@ -25,7 +25,7 @@ from etha.errors import LayoutError
 from etha.plan import Layout, Slot
 from etha.plan.layouts import dtypes
 from etha.plan.planner.reduction import reduce_op
-from etha.redistribute.stage import Layouts, Stage, make_stage
+from etha.redistribute.stage import ExchangeStage, Layouts, make_stage
 
 #: Bytes into a rank up to which contributions go to all holders of their element at once.
 ONE_EXCHANGE = 1 << 20
@@ -35,7 +35,7 @@ ONE_EXCHANGE = 1 << 20
 class Route:
     """The exchanges of one rank, in order; the first one's parts become one by ``reduction``."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ExchangeStage, ...]
     reduction: Slot | None
 
 

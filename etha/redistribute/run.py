@@ -6,13 +6,13 @@ import torch
 
 from etha.plan import Slot
 from etha.plan.proof.simulate import combine, finish
-from etha.redistribute.exchange import Wire
+from etha.redistribute.exchange import GroupExchange
 from etha.redistribute.piece import bits
 from etha.redistribute.route import Route
-from etha.redistribute.stage import Arrival, Stage
+from etha.redistribute.stage import Arrival, ExchangeStage
 
 
-def run(route: Route, wire: Wire, local: torch.Tensor, result: torch.Tensor | None) -> None:
+def run(route: Route, wire: GroupExchange, local: torch.Tensor, result: torch.Tensor | None) -> None:
     """Redistribute ``local`` into ``result`` (None on a rank that is no target); they share no memory."""
     *before, last = route.stages
     for stage in before:
@@ -23,7 +23,7 @@ def run(route: Route, wire: Wire, local: torch.Tensor, result: torch.Tensor | No
 
 
 def _run_stage(
-    stage: Stage, wire: Wire, local: torch.Tensor, result: torch.Tensor | None, reduction: Slot | None
+    stage: ExchangeStage, wire: GroupExchange, local: torch.Tensor, result: torch.Tensor | None, reduction: Slot | None
 ) -> None:
     source = bits(local)
     sent = {peer: sum(piece.numel for piece in pieces) for peer, pieces in stage.sends.items()}

@@ -15,7 +15,7 @@ import torch
 
 from etha.errors import LayoutError
 from etha.plan import LOCAL, RECV, Layout, Plan, RankPlan, TensorSpec, build_plan
-from etha.redistribute.piece import Piece
+from etha.redistribute.piece import LocalRegion
 
 #: A contribution's layouts: one, or several that each hold all of it.
 Layouts = tuple[Layout, ...]
@@ -26,11 +26,11 @@ class Arrival:
     """A piece that comes to this rank: of contribution ``part``, to be laid where ``piece`` says."""
 
     part: int
-    piece: Piece
+    piece: LocalRegion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stage:
+class ExchangeStage:
     """What one rank packs for each peer, what it gets from each, and what it has already.
 
     Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send.
@@ -40,16 +40,16 @@ class Stage:
 
     parts: int
     shape: tuple[int, ...] | None
-    sends: dict[int, tuple[Piece, ...]]
+    sends: dict[int, tuple[LocalRegion, ...]]
     receives: dict[int, tuple[Arrival, ...]]
-    kept: tuple[tuple[Piece, Arrival], ...]
+    kept: tuple[tuple[LocalRegion, Arrival], ...]
     quiet: bool
     tag: int
 
 
 def make_stage(
     shape: tuple[int, ...], dtype: torch.dtype, contributions: Sequence[Layouts], target: Layouts, rank: int
-) -> Stage:
+) -> ExchangeStage:
     """Plan ``contributions`` into ``target``; the same call on every rank but for ``rank``."""
     width = len(str(len(contributions)))
     names = [f"{k:0{width}}" for k in range(len(contributions))]
@@ -61,20 +61,20 @@ def make_stage(
     plan = build_plan(here, dict.fromkeys(names, there), source_agents=places, target_agents=places, fan_out="direct")
     if plan.violations:
         raise LayoutError(f"cannot redistribute: {'; '.join(v.text for v in plan.violations[:3])}")
-    sends: dict[int, list[Piece]] = {}
+    sends: dict[int, list[LocalRegion]] = {}
     receives: dict[int, list[Arrival]] = {}
-    kept: list[tuple[Piece, Arrival]] = []
+    kept: list[tuple[LocalRegion, Arrival]] = []
     source_rows, target_rows = plan.for_rank("source", rank), plan.for_rank("target", rank)
     for row in np.flatnonzero(source_rows.role != LOCAL).tolist():
-        sends.setdefault(int(source_rows.target[row]), []).append(Piece(source_rows.region(row), 0))
+        sends.setdefault(int(source_rows.target[row]), []).append(LocalRegion(source_rows.region(row), 0))
     for row in range(len(target_rows)):
         region = target_rows.region(row)
-        arrival = Arrival(part=int(target_rows.tensor[row]), piece=Piece(region, 1))
+        arrival = Arrival(part=int(target_rows.tensor[row]), piece=LocalRegion(region, 1))
         if target_rows.role[row] == LOCAL:
-            kept.append((Piece(region, 0), arrival))
+            kept.append((LocalRegion(region, 0), arrival))
         else:
             receives.setdefault(int(target_rows.source[row]), []).append(arrival)
-    return Stage(
+    return ExchangeStage(
         parts=len(names),
         shape=there.local_shape(rank),
         sends={peer: tuple(pieces) for peer, pieces in sends.items()},

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from etha.config import MAX_WORLD, NAME
 from etha.errors import ConfigError, ProtocolError
-from etha.store.connect import Client, Connection
+from etha.store.connect import Client, RedisConnection
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.reading import MAX_FIELD
 from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
@@ -254,7 +254,7 @@ class BatchRecords:
         return found
 
     async def write(
-        self, pair: str, batch: str, text: Mapping[str, str], timeout: float, over: Connection | None = None
+        self, pair: str, batch: str, text: Mapping[str, str], timeout: float, over: RedisConnection | None = None
     ) -> None:
         request = {"pair": pair, "batch": batch, "fields": dict(text)}
         await self._session.script("batch", [self._keys.batch(pair, batch)], request, timeout, over)

@@ -62,7 +62,7 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
         "encoding_errors": "replace",  # foreign bytes are for ``records`` to refuse, not for the parser to die of
         "socket_connect_timeout": CONNECT_TIMEOUT,
         # With a number redis-py sends under asyncio.wait_for, which swallows cancellations on Python 3.11; every
-        # try has its limit here (``Connection.call``) and in ``watch``.
+        # try has its limit here (``RedisConnection.call``) and in ``watch``.
         "socket_timeout": None,
         # A server that wants a password makes redis-py before 7 recurse in its own health check. The lease's
         # renewal every 3 s, keep-alive and the limit of each try tell the same.
@@ -136,7 +136,7 @@ class Unreachable(Exception):
         self.settled = settled
 
 
-class Moved(Exception):
+class ClusterMoved(Exception):
     """In a Redis Cluster, another node holds the namespace; ``host`` "": the same host."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -178,7 +178,7 @@ def translated(url: str, what: str) -> Iterator[None]:
     except redis_errors.NoPermissionError as error:
         raise _refused(url, what, error) from None
     except redis_errors.MovedError as error:
-        raise Moved(str(error.host), int(error.port)) from None
+        raise ClusterMoved(str(error.host), int(error.port)) from None
     except redis_errors.AskError as error:  # its slot is on the way to another node
         raise Unreachable(str(error)) from error
     except redis_errors.InvalidResponse as error:
@@ -209,7 +209,7 @@ def _refused(url: str, what: str, error: Exception) -> ConfigError:
     return ConfigError(f"Redis at {redact(url)} refuses to {what}: {error}: {way}")
 
 
-class Connection:
+class RedisConnection:
     """Commands to one Redis: each is tried until its deadline, through outages.
 
     ``revive`` is called before a try that follows a failed one (the embedded server may have to be started);
@@ -261,7 +261,7 @@ class Connection:
                     async with asyncio.timeout(TRY_TIMEOUT):
                         with translated(self._at, what):
                             return await work(self._client)
-            except Moved as moved:
+            except ClusterMoved as moved:
                 cause, moves = str(moved), moves + 1
                 self._use(with_host(self._at, moved.host, moved.port))
                 if moves <= MAX_MOVES:
@@ -305,7 +305,7 @@ class Connection:
         text = await self.raw_script(name, keys, request, timeout)
         answer = json.loads(text)
         if "error" in answer:
-            raise Refused(answer)
+            raise ScriptRefused(answer)
         return answer["ok"]
 
     async def raw_script(self, name: str, keys: Sequence[str], request: dict[str, Any], timeout: float) -> Any:
@@ -330,7 +330,7 @@ class Connection:
             await client.connection_pool.disconnect()
 
 
-class Refused(Exception):
+class ScriptRefused(Exception):
     """What a script answered instead of doing it; ``held`` are members that the caller is to look at first."""
 
     def __init__(self, answer: dict[str, Any]) -> None:

@@ -244,12 +244,12 @@ COMMANDS = (
 
 def access(user: str, password: str, namespace: str) -> list[str]:
     """The words after ``ACL`` that make a user who can do in ``namespace`` what Etha does, and nothing else."""
-    prefix = Keys(namespace).prefix
+    prefix = RedisKeys(namespace).prefix
     return ["SETUSER", user, "reset", "on", f">{password}", f"~{prefix}*", f"&{prefix}*", *COMMANDS]
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class RedisKeys:
     """Full key names of one namespace."""
 
     namespace: str

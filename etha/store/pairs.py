@@ -14,11 +14,11 @@ from typing import Any
 
 from etha.config import MAX_WORLD, NAME, check_name
 from etha.errors import ConfigError
-from etha.store.connect import Client, Refused
+from etha.store.connect import Client, ScriptRefused
 from etha.store.process import alive
-from etha.store.reading import Reader
-from etha.store.records import Member, PairState, PairView, Reason, side_names
-from etha.store.session import Membership, StoreSession
+from etha.store.reading import FieldReader
+from etha.store.records import PairState, PairView, RankHolder, Reason, side_names
+from etha.store.session import HeldRank, StoreSession
 
 
 class PairRecords:
@@ -35,7 +35,7 @@ class PairRecords:
         *,
         rank: int,
         world_size: int,
-        member: Member,
+        member: RankHolder,
         launch: str | None,
         run: str | None = None,
         takeover: bool = False,
@@ -76,7 +76,7 @@ class PairRecords:
             try:
                 done = await self._session.connection.script("join", keys, request, deadline - loop.time())
                 break
-            except Refused as refusal:
+            except ScriptRefused as refusal:
                 if refusal.code == "unpublished":
                     if (record := self._session.owned.agent) is None:
                         raise ConfigError(f"agent {member.agent} joins pair {pair} while it leaves") from None
@@ -89,7 +89,7 @@ class PairRecords:
                 if not dead:
                     raise refusal.as_error() from None
                 request["dead"].update(dead)
-        mine = Membership(request={**request, "dead": {}}, member=member)
+        mine = HeldRank(request={**request, "dead": {}}, member=member)
         known = self._session.owned.memberships.get((pair, side, rank))
         if known is not None and member.is_same(known.member):
             mine.member, mine.view = known.member, known.view
@@ -100,7 +100,7 @@ class PairRecords:
         return view
 
     async def leave(
-        self, pair: str, side: str, rank: int, member: Member, reason: Reason, *, timeout: float | None = None
+        self, pair: str, side: str, rank: int, member: RankHolder, reason: Reason, *, timeout: float | None = None
     ) -> bool:
         """Give the rank up if it is still ``member``'s; a formed pair is lost by that. True if it was."""
         mine = self._session.owned.memberships.get((pair, side, rank))
@@ -198,7 +198,7 @@ class PairRecords:
         found: dict[str, bool] = {}
         verdicts: dict[str, bool] = {}
         for holder in held:
-            read = Reader(self._keys.prefix + "pair", holder)  # as a script found it in some side's hash
+            read = FieldReader(self._keys.prefix + "pair", holder)  # as a script found it in some side's hash
             agent, pid, start = read.name("agent"), read.integer("pid", least=1), read.integer("start")
             if read.text("host") == host:
                 gone = not alive(pid, start)

@@ -19,7 +19,7 @@ MAX_FIELD = 64 << 10
 _MAX_INT = (1 << 63) - 1
 
 
-class Reader:
+class FieldReader:
     """One hash, or one JSON object inside it, read field by field; ProtocolError names what is wrong."""
 
     def __init__(self, key: str, values: Mapping[str, Any]) -> None:
@@ -83,9 +83,9 @@ class Reader:
         except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             raise self.wrong(name, "JSON") from None
 
-    def json_object(self, name: str) -> Reader:
+    def json_object(self, name: str) -> FieldReader:
         """A JSON object, to be read in turn."""
         value = self.json(name, "{}")
         if not isinstance(value, dict):
             raise self.wrong(name, "a JSON object")
-        return Reader(f"{self.key} {name}", value)
+        return FieldReader(f"{self.key} {name}", value)

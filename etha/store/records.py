@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from etha.config import MAX_WORLD, NAME
 from etha.errors import ProtocolError
-from etha.store.reading import Reader
+from etha.store.reading import FieldReader
 
 PairStatus = Literal["forming", "formed", "lost", "closed"]
 Reason = Literal["relaunched", "closed", "died"]
@@ -48,7 +48,7 @@ class AgentRecord:
     @classmethod
     def from_redis(cls, key: str, agent: str, values: Mapping[str, str]) -> AgentRecord:
         """From the hash at ``key``; ProtocolError names the field that is wrong."""
-        read = Reader(key, {**values, "id": agent})
+        read = FieldReader(key, {**values, "id": agent})
         return cls(
             id=read.name("id"),
             host=read.text("host", most=500),
@@ -65,7 +65,7 @@ class AgentRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RankHolder:
     """A worker that holds a rank. ``start`` is in clock ticks after boot (see ``process``).
 
     ``launch`` and ``epoch`` (which one it waits for or is in) are given by the join.
@@ -85,7 +85,7 @@ class Member:
         """Its host, as messages name it."""
         return self.name or self.host
 
-    def is_same(self, other: Member | None) -> bool:
+    def is_same(self, other: RankHolder | None) -> bool:
         """The same process behind the same agent, whatever launch and epoch."""
         return other is not None and self.holder() == other.holder()
 
@@ -95,9 +95,9 @@ class Member:
 
     @classmethod
     @lru_cache(maxsize=1 << 16)  # a pair of many ranks is read often and changes little
-    def from_json(cls, key: str, rank: str, text: str) -> Member:
+    def from_json(cls, key: str, rank: str, text: str) -> RankHolder:
         """From one field of the side's hash at ``key``."""
-        read = Reader(key, {rank: text}).json_object(rank)
+        read = FieldReader(key, {rank: text}).json_object(rank)
         return cls(
             agent=read.name("agent"),
             host=read.text("host", most=500),
@@ -115,7 +115,7 @@ class SideView:
 
     world_size: int | None = None
     launch: str | None = None
-    members: Mapping[int, Member] = field(default_factory=dict)
+    members: Mapping[int, RankHolder] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class PairState:
     @classmethod
     def from_redis(cls, key: str, name: str, values: Mapping[str, str]) -> PairState:
         """From the hash at ``key``; ProtocolError names the field that is wrong."""
-        read = Reader(key, values)
+        read = FieldReader(key, values)
         reason = read.one_of("reason", ("", "relaunched", "closed", "died"), "")
         return cls(
             name=name,
@@ -152,7 +152,7 @@ class PairView(PairState):
 
     sides: Mapping[str, SideView] = field(default_factory=dict)
 
-    def member(self, side: str, rank: int) -> Member | None:
+    def member(self, side: str, rank: int) -> RankHolder | None:
         """Who holds ``rank`` of ``side``, if anybody."""
         return self.sides[side].members.get(rank) if side in self.sides else None
 
@@ -173,7 +173,7 @@ class PairView(PairState):
         """From the pair's hash and, per side, the side's hash."""
         state = PairState.from_redis(key, name, values)
         names = side_names(key, values)
-        read = Reader(key, values)
+        read = FieldReader(key, values)
         worlds, launches = read.json_object("world_sizes"), read.json_object("launches")
         sides = {}
         for side in names:
@@ -188,7 +188,7 @@ class PairView(PairState):
 
 def side_names(key: str, values: Mapping[str, str]) -> tuple[str, ...]:
     """The two side names of a pair's hash, sorted."""
-    read = Reader(key, values)
+    read = FieldReader(key, values)
     names = read.json("sides", "[]")
     if (
         not isinstance(names, list)
@@ -199,11 +199,11 @@ def side_names(key: str, values: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _members(key: str, values: Mapping[str, str]) -> dict[int, Member]:
+def _members(key: str, values: Mapping[str, str]) -> dict[int, RankHolder]:
     if len(values) > MAX_WORLD:
         raise ProtocolError(f"Redis key {key!r} has {len(values)} fields, at most {MAX_WORLD} ranks are possible")
     found = {}
     for rank, text in values.items():
-        number = Reader(key, {rank: rank}).integer(rank, most=MAX_WORLD - 1)
-        found[number] = Member.from_json(key, rank, text)
+        number = FieldReader(key, {rank: rank}).integer(rank, most=MAX_WORLD - 1)
+        found[number] = RankHolder.from_json(key, rank, text)
     return dict(sorted(found.items()))

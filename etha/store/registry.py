@@ -18,8 +18,8 @@ from typing import Any, Self
 from etha.addresses import redact
 from etha.errors import EthaError, ProtocolError
 from etha.store.batches import BatchRecords
-from etha.store.connect import Client, Connection
-from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, Keys
+from etha.store.connect import Client, RedisConnection
+from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, RedisKeys
 from etha.store.lease import AgentRecords
 from etha.store.pairs import PairRecords
 from etha.store.session import StoreSession
@@ -62,10 +62,10 @@ class Store:
         unknown, is an error at once; afterwards every call is patient.
         ConfigError: the URL, user or password is wrong. RedisUnavailableError: nobody answered in time.
         """
-        keys = Keys(namespace)
-        connection = Connection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
-        keeper = Connection(url, keys.prefix, revive)
-        reporter = Connection(url, keys.prefix)  # the others revive what it needs
+        keys = RedisKeys(namespace)
+        connection = RedisConnection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
+        keeper = RedisConnection(url, keys.prefix, revive)
+        reporter = RedisConnection(url, keys.prefix)  # the others revive what it needs
         store = cls(StoreSession(connection, keeper, reporter, keys, Watches(url), timeout))
         try:
             store._session.identity = await _identify(connection, keys, timeout)
@@ -152,7 +152,7 @@ class Store:
             raise
 
 
-async def _identify(connection: Connection, keys: Keys, timeout: float) -> str:
+async def _identify(connection: RedisConnection, keys: RedisKeys, timeout: float) -> str:
     async def read(client: Client) -> str | None:
         pipe = client.pipeline(transaction=True)
         pipe.hsetnx(keys.server, "id", uuid.uuid4().hex)
@@ -169,8 +169,8 @@ async def _identify(connection: Connection, keys: Keys, timeout: float) -> str:
 
 async def identify(url: str, namespace: str, *, timeout: float) -> str:
     """The ``identity`` of the Redis at ``url``, to tell whether it is the one that a store is open at."""
-    keys = Keys(namespace)
-    connection = Connection(url, keys.prefix)
+    keys = RedisKeys(namespace)
+    connection = RedisConnection(url, keys.prefix)
     try:
         return await _identify(connection, keys, timeout)
     finally:

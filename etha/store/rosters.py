@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etha.config import MAX_WORLD, NAME
-from etha.store.reading import Reader
+from etha.store.reading import FieldReader
 
 #: Tensors of one manifest, bytes of one layout: more is somebody's mistake.
 MAX_NAMES = 200_000
@@ -35,7 +35,7 @@ class BatchView:
     @classmethod
     def from_redis(cls, key: str, pair: str, batch: str, values: Mapping[str, str]) -> BatchView:
         """From the hash at ``key``; ProtocolError names the field that is wrong."""
-        read = Reader(key, values)
+        read = FieldReader(key, values)
         return cls(
             pair=pair,
             batch=batch,
@@ -92,7 +92,7 @@ class Roster:
     @classmethod
     def from_redis(cls, key: str, generation: int, values: Mapping[str, str]) -> Roster:
         """From the hash at ``key``; ProtocolError names the field that is wrong."""
-        read = Reader(key, values)
+        read = FieldReader(key, values)
         entries, verdicts, closed = {}, {}, set()
         for name in values:
             kind, _, rest = name.rpartition(":")

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from etha.store.connect import Connection, Refused
-from etha.store.keys import AGENT_LEASE, Keys
-from etha.store.records import AgentRecord, Member, PairView
+from etha.store.connect import RedisConnection, ScriptRefused
+from etha.store.keys import AGENT_LEASE, RedisKeys
+from etha.store.records import AgentRecord, PairView, RankHolder
 from etha.store.watch import Watches
 
 #: Batches that this agent has closed but whose seq it still remembers.
@@ -20,11 +20,11 @@ MAX_CLOSED = 1000
 
 
 @dataclass(slots=True, kw_only=True)
-class Membership:
+class HeldRank:
     """One rank that a worker of this agent holds, as it was last seen; ``view`` is None before the pair formed."""
 
     request: dict[str, Any]
-    member: Member
+    member: RankHolder
     view: PairView | None = None
 
 
@@ -33,7 +33,7 @@ class Owned:
     """What this agent puts back after Redis has lost it."""
 
     agent: AgentRecord | None = None
-    memberships: dict[tuple[str, str, int], Membership] = field(default_factory=dict)
+    memberships: dict[tuple[str, str, int], HeldRank] = field(default_factory=dict)
     batches: OrderedDict[tuple[str, str], dict[str, str]] = field(default_factory=OrderedDict)
     enrolled: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
     registration_keys: set[str] = field(default_factory=set)
@@ -71,10 +71,10 @@ class StoreSession:
 
     def __init__(
         self,
-        connection: Connection,
-        keeper: Connection,
-        reporter: Connection,
-        keys: Keys,
+        connection: RedisConnection,
+        keeper: RedisConnection,
+        reporter: RedisConnection,
+        keys: RedisKeys,
         watches: Watches,
         timeout: float,
     ) -> None:
@@ -100,12 +100,12 @@ class StoreSession:
         keys: list[str],
         request: dict[str, Any],
         timeout: float | None,
-        over: Connection | None = None,
+        over: RedisConnection | None = None,
     ) -> Any:
         """Run a script with retries; what it refuses is raised as Etha's error."""
         try:
             return await (over or self.connection).script(name, keys, request, self.limit(timeout))
-        except Refused as refusal:
+        except ScriptRefused as refusal:
             raise refusal.as_error() from None
 
     async def write_agent(self, act: str, record: AgentRecord, timeout: float) -> bool:

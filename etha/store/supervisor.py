@@ -42,7 +42,7 @@ return count
 """
 
 
-class Failed(Exception):
+class StartFailed(Exception):
     """The server could not be started; the text goes to whoever asked for it."""
 
 
@@ -73,7 +73,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
     """Break whatever blocks inside after ``seconds`` (SIGALRM: this process has one thread)."""
 
     def ring(*_: object) -> None:
-        raise Failed(f"{what}: not within {seconds:.1f} s")
+        raise StartFailed(f"{what}: not within {seconds:.1f} s")
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds))
@@ -118,9 +118,9 @@ def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], dequ
             if b"ready to accept connections" in line.lower():
                 break
         else:
-            raise Failed(f"{binary} ended with {server.wait()}: " + b" | ".join(tail).decode(errors="replace"))
+            raise StartFailed(f"{binary} ended with {server.wait()}: " + b" | ".join(tail).decode(errors="replace"))
         if not answers(path, 5):
-            raise Failed(f"{binary} is up but does not answer at {path}")
+            raise StartFailed(f"{binary} is up but does not answer at {path}")
     except BaseException:
         server.kill()
         server.wait()
@@ -128,7 +128,7 @@ def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], dequ
     return server, tail
 
 
-class Place:
+class ServerSocket:
     """A server's socket in its directory, told from another that came to the same path."""
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +168,7 @@ def watch(folder: Path) -> int:
     return handle
 
 
-def serve(server: subprocess.Popen[bytes], place: Place, grace: float, ready: Callable[[], None]) -> int:
+def serve(server: subprocess.Popen[bytes], place: ServerSocket, grace: float, ready: Callable[[], None]) -> int:
     """Stay until told to go (SIGTERM), the server ends or is not found at its path any more, or no agent has had a
     lease for ``grace`` seconds.
 
@@ -214,7 +214,7 @@ def needed(path: Path) -> bool:
         return True
 
 
-def end(server: subprocess.Popen[bytes], place: Place) -> int:
+def end(server: subprocess.Popen[bytes], place: ServerSocket) -> int:
     """Stop the server; 0 when it was running until now.
 
     By SIGKILL: it has nothing to save, and a gentle end would remove whatever is at its path then.
@@ -268,11 +268,11 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
     with deadline(until - time.monotonic(), f"starting {binary}"):
         server, _ = start_server(binary, path)
     try:
-        place = Place(path)
+        place = ServerSocket(path)
     except OSError as error:
         server.kill()
         server.wait()
-        raise Failed(f"{path} was removed while its server started: {error.strerror}") from None
+        raise StartFailed(f"{path} was removed while its server started: {error.strerror}") from None
     os.ftruncate(held, 0)
     os.write(held, b"%d\n" % os.getpid())
 
@@ -302,7 +302,7 @@ def main(arguments: list[str]) -> int:
     report = Report(given.report)
     try:
         return supervise(given.runtime.absolute(), given.binary, given.grace, given.timeout, report)
-    except (Failed, OSError) as error:
+    except (StartFailed, OSError) as error:
         report.say(f"failed {error}")
         return 1
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from etha.client.aio import AsyncTensorBusClient
-from etha.client.connection import Connection
+from etha.client.connection import AgentConnection
 from etha.client.sync import TensorBusClient
 from etha.errors import ConfigError, EthaError
 from etha.testing.bus import Bus
@@ -38,7 +38,7 @@ class AsyncDummyTensorBusClient(AsyncTensorBusClient):
 
     _bus: Bus | None = None
 
-    async def _open(self, timeout: float) -> Connection:
+    async def _open(self, timeout: float) -> AgentConnection:
         return DummyConnection(self._played, self._hearing(), self._served or "cpu")
 
     @property

@@ -25,7 +25,7 @@ from etha.bus.messages import (
     Transfer,
     WaitOffer,
 )
-from etha.client.connection import Connection
+from etha.client.connection import AgentConnection
 from etha.client.memory.segments import SegmentUse, SharedSegments
 from etha.errors import AgentLostError, EthaError, PeerLostError, ProtocolError, TransferError
 from etha.memory.handles import TensorHandle
@@ -130,7 +130,7 @@ class _Segments(SharedSegments):
         return
 
 
-class DummyConnection(Connection):
+class DummyConnection(AgentConnection):
     """Shows nothing to anybody. ``device``: what its agent would be called."""
 
     def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:

@@ -14,7 +14,7 @@ from etha.agent.protocol.records import Manifest, Record, digest_of
 from etha.agent.services.manifests import Library
 from etha.errors import EthaError
 from etha.plan import Layout
-from etha.store.records import AgentRecord, Member, PairState, PairView
+from etha.store.records import AgentRecord, PairState, PairView, RankHolder
 from etha.store.rosters import BatchView, Roster, version_from_text
 
 from .mutation import mutated_hash, mutated_text
@@ -79,7 +79,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "pair": (PAIR, lambda v: PairState.from_redis("k", "w", v)),
     "pair view": (PAIR, lambda v: PairView.read("k", "w", v, {"a": SIDE, "b": SIDE}).missing()),
     "side": (SIDE, lambda v: PairView.read("k", "w", PAIR, {"a": v}).missing()),
-    "member": (MEMBER, lambda v: Member.from_json("k", "0", v)),
+    "member": (MEMBER, lambda v: RankHolder.from_json("k", "0", v)),
     "batch": (BATCH, lambda v: BatchView.from_redis("k", "w", "b", v)),
     "version": ("step-7", version_from_text),
     "roster": (ROSTER, lambda v: Roster.from_redis("k", 1, v)),

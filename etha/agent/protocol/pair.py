@@ -25,8 +25,8 @@ from etha.errors import (
     RendezvousTimeoutError,
     with_again,
 )
-from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
+from etha.store.records import RankHolder as Holder
 
 
 class Standing(Enum):

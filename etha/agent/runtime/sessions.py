@@ -12,7 +12,7 @@ from etha.errors import ProtocolError
 from etha.memory.mapping import WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
-from etha.store.records import Member as Holder
+from etha.store.records import RankHolder as Holder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
 from etha.errors import HELD_HERE, ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
-from etha.store.records import Member as Holder
 from etha.store.records import PairView, Reason
+from etha.store.records import RankHolder as Holder
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)

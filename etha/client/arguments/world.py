@@ -22,7 +22,7 @@ from etha.plan import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """This worker in one side; ``ranks`` maps torch world ranks to side ranks, None is identity."""
 
     rank: int
@@ -33,7 +33,9 @@ class Place:
     run: str | None = None
 
     @classmethod
-    def of(cls, *, world_size: int | None, rank: int | None, ranks: Mapping[int, int] | None, env: LaunchEnv) -> Place:
+    def of(
+        cls, *, world_size: int | None, rank: int | None, ranks: Mapping[int, int] | None, env: LaunchEnv
+    ) -> RankInfo:
         """Fill in what the arguments leave open; ConfigError names what does not fit."""
         world = dist.is_available() and dist.is_initialized()
         if world_size is None:

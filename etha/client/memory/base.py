@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stage:
+class StagedTensors:
     """Memory that the agent maps and that stands for tensors of this worker, by entry (None: the tensor itself).
 
     ``memory`` is what keeps it allocated.
@@ -107,7 +107,7 @@ class Home(Protocol):
         """(header, descriptors) by which an agent maps a segment."""
         ...
 
-    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> StagedTensors:
         """Memory of the same shapes, dense, for the chosen tensors."""
         ...
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from etha.client.memory.base import Mark, Stage, home_name
+from etha.client.memory.base import Mark, StagedTensors, home_name
 from etha.client.memory.tensors import empty
 from etha.errors import ProtocolError
 from etha.memory import shared
@@ -40,13 +40,13 @@ class CpuHome:
             raise ProtocolError(f"segment {segment} is gone while one of its tensors is registered")
         return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
 
-    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> StagedTensors:
         """Pages are touched here, once all of them fit."""
         needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
         if needed:
             check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
         made = [empty(tuple(t.shape), dtype=t.dtype) if take else None for t, take in zip(tensors, chosen, strict=True)]
-        return Stage(home=self, tensors=made)
+        return StagedTensors(home=self, tensors=made)
 
     def mark(self) -> Mark:
         """The host's memory is never behind."""

@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 
-from etha.client.memory.base import Mark, Stage, home_name
+from etha.client.memory.base import Mark, StagedTensors, home_name
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import DeviceError, Driver, Unexportable
 from etha.cuda.reaper import reaper
@@ -90,14 +90,14 @@ class GpuHome:
         with self._told(RegistrationError, f"segment {segment} is not shown to an agent"):
             return self._exports.header(segment), []
 
-    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> Stage:
+    def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> StagedTensors:
         """One allocation for all of them, by cudaMalloc, which every agent can map."""
         places, end = [], 0
         for tensor, take in zip(tensors, chosen, strict=True):
             places.append(end)
             end += -(-tensor.numel() * tensor.itemsize // ALIGN) * ALIGN if take else 0
         if not any(chosen):
-            return Stage(home=self, tensors=[None] * len(tensors))
+            return StagedTensors(home=self, tensors=[None] * len(tensors))
         with self._told(ConfigError, f"{end} bytes for what is received or set aside"):
             memory = self._allocate(max(end, ALIGN))
             made: list[torch.Tensor | None] = [
@@ -106,7 +106,7 @@ class GpuHome:
                 else None
                 for t, at, take in zip(tensors, places, chosen, strict=True)
             ]
-        return Stage(home=self, tensors=made, memory=memory)
+        return StagedTensors(home=self, tensors=made, memory=memory)
 
     def _allocate(self, nbytes: int) -> _Allocation:
         nbytes = -(-nbytes // BLOCK) * BLOCK

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.store.connect import with_host
 from etha.store.embedded import find_shipped
-from etha.store.keys import Keys
+from etha.store.keys import RedisKeys
 from tests.flow.sides import Sides
 from tests.flow.sites import open_site, private_directory
 from tests.flow.ways import Way
@@ -93,7 +93,7 @@ def nodes() -> Iterator[tuple[int, int]]:
 
 async def test_agents_follow_a_cluster_to_the_node_of_their_namespace(nodes: tuple[int, int]) -> None:
     url = f"redis://127.0.0.1:{nodes[0]}"
-    namespace = next(n for n in map("cluster-{}".format, range(100)) if key_slot(Keys(n).server.encode()) >= HALF)
+    namespace = next(n for n in map("cluster-{}".format, range(100)) if key_slot(RedisKeys(n).server.encode()) >= HALF)
     with open_site(Way.TCP, url) as site:
         sides = Sides(site, "weights")
         sides.clients = {m: site.client(*m, timeout=30.0, namespace=namespace) for m in sides.members}

@@ -13,7 +13,7 @@ import pytest
 
 from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.store.keys import TABLE
-from etha.store.records import Member, PairView
+from etha.store.records import PairView, RankHolder
 from etha.store.registry import Store
 from tests.unit.store.server import BINARIES, Server, agent, binary_of, dead, fresh_namespace, here, served, sleeping
 
@@ -31,19 +31,19 @@ async def store(server: Server) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-def others() -> Iterator[list[Member]]:
+def others() -> Iterator[list[RankHolder]]:
     """Three more live processes."""
     with sleeping() as one, sleeping() as two, sleeping() as three:
         yield [one, two, three]
 
 
-async def trainer(store: Store, member: Member, rank: int = 0, size: int = 1, **more: Any) -> PairView:
+async def trainer(store: Store, member: RankHolder, rank: int = 0, size: int = 1, **more: Any) -> PairView:
     return await store.pairs.join(
         "w", "trainer", "inference", rank=rank, world_size=size, member=member, launch=more.pop("launch", None), **more
     )
 
 
-async def inference(store: Store, member: Member, rank: int = 0, size: int = 1, **more: Any) -> PairView:
+async def inference(store: Store, member: RankHolder, rank: int = 0, size: int = 1, **more: Any) -> PairView:
     return await store.pairs.join(
         "w", "inference", "trainer", rank=rank, world_size=size, member=member, launch=more.pop("launch", None), **more
     )
@@ -53,7 +53,7 @@ def kinds(events: list[tuple[str, dict[str, str]]]) -> list[str]:
     return [fields["kind"] for _, fields in events]
 
 
-async def test_a_pair_forms_when_all_ranks_of_both_sides_are_there(store: Store, others: list[Member]) -> None:
+async def test_a_pair_forms_when_all_ranks_of_both_sides_are_there(store: Store, others: list[RankHolder]) -> None:
     view = await inference(store, others[0], rank=1, size=2)
     assert (view.state, view.epoch) == ("forming", 0)
     assert view.missing() == {"inference": (0,), "trainer": (0,)}
@@ -67,7 +67,7 @@ async def test_a_pair_forms_when_all_ranks_of_both_sides_are_there(store: Store,
     assert kinds(await store.events()) == ["agent_came", "joined", "joined", "joined", "formed"]
 
 
-async def test_the_same_call_again_changes_nothing(store: Store, others: list[Member]) -> None:
+async def test_the_same_call_again_changes_nothing(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, here())
     first = await inference(store, others[0])
     assert first.state == "formed"
@@ -75,7 +75,7 @@ async def test_the_same_call_again_changes_nothing(store: Store, others: list[Me
     assert kinds(await store.events())[-1] == "formed"
 
 
-async def test_names_that_do_not_fit_are_refused(store: Store, others: list[Member]) -> None:
+async def test_names_that_do_not_fit_are_refused(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, here())
     with pytest.raises(ConfigError, match="links inference and trainer, not judge and trainer"):
         await store.pairs.join("w", "judge", "trainer", rank=0, world_size=1, member=others[0], launch=None)
@@ -94,7 +94,7 @@ async def test_other_side_names_are_free_again_when_all_holders_are_dead(store: 
 
 
 async def test_a_stranger_with_another_world_size_does_not_break_a_formed_pair(
-    store: Store, others: list[Member]
+    store: Store, others: list[RankHolder]
 ) -> None:
     await trainer(store, here(), rank=0, size=1)
     assert (await inference(store, here(), rank=0, size=1)).state == "formed"
@@ -104,7 +104,7 @@ async def test_a_stranger_with_another_world_size_does_not_break_a_formed_pair(
     assert view is not None and (view.state, view.epoch) == ("formed", 1)
 
 
-async def test_world_sizes_inside_a_launch_must_agree(store: Store, others: list[Member]) -> None:
+async def test_world_sizes_inside_a_launch_must_agree(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, here(), rank=0, size=2)
     with pytest.raises(ConfigError, match="rank 1 says 3, launch auto-1 began with 2"):
         await trainer(store, others[0], rank=1, size=3)
@@ -114,7 +114,7 @@ async def test_world_sizes_inside_a_launch_must_agree(store: Store, others: list
     assert view.sides["inference"].world_size == 1
 
 
-async def test_a_live_holder_keeps_its_rank(store: Store, others: list[Member]) -> None:
+async def test_a_live_holder_keeps_its_rank(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0])
     with pytest.raises(ConfigError, match=f"rank 0 of side trainer on pair w is held by pid {others[0].pid} on host"):
         await trainer(store, others[1])
@@ -123,14 +123,14 @@ async def test_a_live_holder_keeps_its_rank(store: Store, others: list[Member]) 
         await store.pairs.join("v", "x", "y", rank=0, world_size=1, member=others[1], launch="L")
 
 
-async def test_a_dead_holder_that_never_formed_is_replaced(store: Store, others: list[Member]) -> None:
+async def test_a_dead_holder_that_never_formed_is_replaced(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, dead(), rank=0, size=2)
     await trainer(store, others[0], rank=1, size=2)
     view = await trainer(store, here(), rank=0, size=2)
     assert view.sides["trainer"].launch == "auto-1" and len(view.sides["trainer"].members) == 2
 
 
-async def test_a_dead_holder_of_a_formed_pair_opens_the_next_launch(store: Store, others: list[Member]) -> None:
+async def test_a_dead_holder_of_a_formed_pair_opens_the_next_launch(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, dead(), rank=0, size=2)
     await trainer(store, others[0], rank=1, size=2)
     assert (await inference(store, others[1])).epoch == 1
@@ -143,7 +143,7 @@ async def test_a_dead_holder_of_a_formed_pair_opens_the_next_launch(store: Store
     assert (view.state, view.epoch, view.reason) == ("formed", 2, None)
 
 
-async def test_a_relaunch_may_have_another_size(store: Store, others: list[Member]) -> None:
+async def test_a_relaunch_may_have_another_size(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, dead(1), rank=0, size=2)
     await trainer(store, dead(2), rank=1, size=2)
     await inference(store, here())
@@ -156,7 +156,7 @@ async def test_a_relaunch_may_have_another_size(store: Store, others: list[Membe
     assert (view.state, view.epoch) == ("formed", 2)
 
 
-async def test_a_vacant_rank_of_a_formed_launch_opens_the_next_one(store: Store, others: list[Member]) -> None:
+async def test_a_vacant_rank_of_a_formed_launch_opens_the_next_one(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0])
     await inference(store, here())
     await store.pairs.leave("w", "trainer", 0, others[0], "died")
@@ -164,7 +164,7 @@ async def test_a_vacant_rank_of_a_formed_launch_opens_the_next_one(store: Store,
     assert view.sides["trainer"].launch == "auto-2"
 
 
-async def test_survivors_that_wait_already_are_not_evicted(store: Store, others: list[Member]) -> None:
+async def test_survivors_that_wait_already_are_not_evicted(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], rank=0, size=2)
     await trainer(store, others[1], rank=1, size=2)
     await inference(store, here())
@@ -175,7 +175,7 @@ async def test_survivors_that_wait_already_are_not_evicted(store: Store, others:
     assert (await inference(store, here())).epoch == 2
 
 
-async def test_an_explicit_launch_evicts_the_older_and_fences_it(store: Store, others: list[Member]) -> None:
+async def test_an_explicit_launch_evicts_the_older_and_fences_it(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], launch="run-1")
     assert (await inference(store, here())).epoch == 1
     view = await trainer(store, others[1], launch="run-2")
@@ -187,7 +187,7 @@ async def test_an_explicit_launch_evicts_the_older_and_fences_it(store: Store, o
     assert (await inference(store, here())).epoch == 2
 
 
-async def test_another_torchrun_run_is_refused_by_a_launch_that_lives(store: Store, others: list[Member]) -> None:
+async def test_another_torchrun_run_is_refused_by_a_launch_that_lives(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, dead(), rank=0, size=2, launch="one.0", run="one")
     await trainer(store, others[0], rank=1, size=2, launch="one.0", run="one")
     who = rf"launch one\.0 of side trainer lives \(rank 1, pid {others[0].pid} on host {others[0].host}\)"
@@ -201,13 +201,13 @@ async def test_another_torchrun_run_is_refused_by_a_launch_that_lives(store: Sto
     assert view.sides["trainer"].launch == "L", "an explicit id evicts at once"
 
 
-async def test_another_torchrun_run_follows_a_launch_that_is_dead(store: Store, others: list[Member]) -> None:
+async def test_another_torchrun_run_follows_a_launch_that_is_dead(store: Store, others: list[RankHolder]) -> None:
     for number in range(3):
         await trainer(store, dead(number + 1), launch=f"{number}.0", run=str(number))
     assert (await trainer(store, others[0], launch="3.0", run="3")).sides["trainer"].launch == "3.0"
 
 
-async def test_a_job_without_a_launch_id_hears_how_to_take_over(store: Store, others: list[Member]) -> None:
+async def test_a_job_without_a_launch_id_hears_how_to_take_over(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0])
     ways = r"start it with an ETHA_LAUNCH_ID of its own, .*`torchrun --rdzv-id NAME` with ETHA_TAKEOVER=1 does, too"
     with pytest.raises(ConfigError, match=rf"pid {others[0].pid} .*no launch id.*{ways}"):
@@ -228,7 +228,7 @@ async def test_retired_launches_are_bounded(store: Store) -> None:
     assert (await trainer(store, here(), launch="run-2")).sides["trainer"].launch == "run-2"
 
 
-async def test_explicit_and_told_by_occupancy_mix(store: Store, others: list[Member]) -> None:
+async def test_explicit_and_told_by_occupancy_mix(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], rank=0, size=2)
     view = await trainer(store, others[1], rank=1, size=2, launch="L")
     assert view.sides["trainer"].launch == "L" and list(view.sides["trainer"].members) == [1]
@@ -239,7 +239,7 @@ async def test_explicit_and_told_by_occupancy_mix(store: Store, others: list[Mem
     assert view.sides["x"].launch == "auto-1", "a dead holder of an explicit launch opens the next one"
 
 
-async def test_the_same_id_with_a_dead_holder_replaces_it(store: Store, others: list[Member]) -> None:
+async def test_the_same_id_with_a_dead_holder_replaces_it(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, dead(), rank=0, size=2, launch="L")
     await trainer(store, others[0], rank=1, size=2, launch="L")
     await inference(store, here())
@@ -248,7 +248,7 @@ async def test_the_same_id_with_a_dead_holder_replaces_it(store: Store, others: 
 
 
 @pytest.mark.parametrize("reason", ["died", "closed"])
-async def test_leaving_a_formed_pair_loses_it(store: Store, others: list[Member], reason: Any) -> None:
+async def test_leaving_a_formed_pair_loses_it(store: Store, others: list[RankHolder], reason: Any) -> None:
     await trainer(store, others[0])
     await inference(store, here())
     assert not await store.pairs.leave("w", "trainer", 0, others[1], reason), "only its holder"
@@ -262,7 +262,7 @@ async def test_leaving_a_formed_pair_loses_it(store: Store, others: list[Member]
     assert view.state == "lost" and view.missing() == {"trainer": (0,)}
 
 
-async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others: list[Member]) -> None:
+async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], rank=0, size=2)
     await trainer(store, others[1], rank=1, size=2)
     await inference(store, others[2])
@@ -281,14 +281,14 @@ async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others
     assert (await store.pairs.get("w")).state == "lost"  # type: ignore[union-attr]
 
 
-async def test_leaving_while_it_forms_frees_the_rank(store: Store, others: list[Member]) -> None:
+async def test_leaving_while_it_forms_frees_the_rank(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], size=2)
     await store.pairs.leave("w", "trainer", 0, others[0], "died")
     view = await trainer(store, others[1], size=2)
     assert (view.state, view.sides["trainer"].launch) == ("forming", "auto-1")
 
 
-async def test_a_worker_whose_agent_was_replaced_joins_the_next_epoch(server: Server, others: list[Member]) -> None:
+async def test_a_worker_whose_agent_was_replaced_joins_the_next_epoch(server: Server, others: list[RankHolder]) -> None:
     namespace = fresh_namespace()
     async with agent(server.url, namespace, "a") as store, agent(server.url, namespace, "b") as new:
         await trainer(store, others[0])
@@ -298,7 +298,7 @@ async def test_a_worker_whose_agent_was_replaced_joins_the_next_epoch(server: Se
         assert (await inference(store, here())).epoch == 2
 
 
-async def test_a_holder_on_another_host_lives_while_its_agent_does(server: Server, others: list[Member]) -> None:
+async def test_a_holder_on_another_host_lives_while_its_agent_does(server: Server, others: list[RankHolder]) -> None:
     namespace = fresh_namespace()
     far = dead(agent="far", host="far-away")
     async with AsyncExitStack() as stack:
@@ -313,7 +313,7 @@ async def test_a_holder_on_another_host_lives_while_its_agent_does(server: Serve
 
 
 async def test_a_lease_that_is_not_renewed_is_waited_out(
-    server: Server, others: list[Member], monkeypatch: pytest.MonkeyPatch
+    server: Server, others: list[RankHolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespace = fresh_namespace()
     monkeypatch.setattr("etha.store.session.AGENT_LEASE", 1.5)
@@ -336,7 +336,7 @@ async def test_who_waits_and_has_lost_its_agent_does_not_complete_a_pair(server:
         assert view.state == "forming" and view.missing() == {"trainer": (0,)}
 
 
-async def test_epochs_are_one_for_each_forming_in_any_order(store: Store, others: list[Member]) -> None:
+async def test_epochs_are_one_for_each_forming_in_any_order(store: Store, others: list[RankHolder]) -> None:
     members = [*others, here()]
     for epoch in range(1, 6):
         calls = [trainer(store, members[rank], rank=rank, size=2, launch=f"t{epoch}") for rank in range(2)]
@@ -366,7 +366,7 @@ async def test_what_others_wrote_is_refused_with_the_key_named(store: Store) -> 
         await store.pairs.get("w")
 
 
-async def test_every_key_has_a_lease_and_readable_text(store: Store, others: list[Member]) -> None:
+async def test_every_key_has_a_lease_and_readable_text(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0])
     await inference(store, here())
     await store.batches.put_layouts({"ab12": '{"mesh": {"shape": [1], "ranks": null}}'})
@@ -386,7 +386,7 @@ async def test_every_key_has_a_lease_and_readable_text(store: Store, others: lis
                 assert value.isprintable(), key
 
 
-async def test_what_workers_hold_does_not_end_although_nothing_changes(store: Store, others: list[Member]) -> None:
+async def test_what_workers_hold_does_not_end_although_nothing_changes(store: Store, others: list[RankHolder]) -> None:
     """A job may train for longer than the lease of its pair without forming it again."""
     await inference(store, others[0])
     await trainer(store, here())

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from etha.client.arguments.world import Place
-from etha.client.manifest import Manifest, PairDefaults, build_manifest
+from etha.client.arguments.world import RankInfo
+from etha.client.manifest import PairDefaults, TensorManifest, build_manifest
 from etha.client.memory.cpu import CpuHome
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
@@ -18,11 +18,11 @@ SHARDED = (Shard(0),)
 
 
 def pair(name: str = "p", mesh: Any = (2,), placements: Any = SHARDED, ranks: Any = None) -> PairDefaults:
-    place = Place(rank=0, world_size=2, launch=None, ranks=ranks)
+    place = RankInfo(rank=0, world_size=2, launch=None, ranks=ranks)
     return PairDefaults(name=name, place=place, mesh=mesh, placements=placements)
 
 
-def build(tensors: Any, *, pairs: Any = None, pair_name: str | None = None, **options: Any) -> Manifest:
+def build(tensors: Any, *, pairs: Any = None, pair_name: str | None = None, **options: Any) -> TensorManifest:
     pairs = {p.name: p for p in pairs or [pair()]}
     options = {"placements": None, "shapes": None, **options}
     return build_manifest(tensors, pair_name=pair_name, pairs=pairs, home=CpuHome(), **options)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from etha.client.arguments.checks import check_timeout
-from etha.client.arguments.world import Place
+from etha.client.arguments.world import RankInfo
 from etha.client.deadline import Deadline
 from etha.config import LaunchEnv
 from etha.errors import ConfigError
@@ -16,8 +16,8 @@ NOWHERE = LaunchEnv(rank=None, world_size=None, launch_id=None)
 LAUNCHED = LaunchEnv(rank=2, world_size=4, launch_id="run.0")
 
 
-def place(env: LaunchEnv, **arguments: int | None) -> Place:
-    return Place.of(**{"world_size": None, "rank": None, "ranks": None, **arguments}, env=env)  # type: ignore[arg-type]
+def place(env: LaunchEnv, **arguments: int | None) -> RankInfo:
+    return RankInfo.of(**{"world_size": None, "rank": None, "ranks": None, **arguments}, env=env)  # type: ignore[arg-type]
 
 
 def test_what_the_launcher_says_unless_told_otherwise() -> None:

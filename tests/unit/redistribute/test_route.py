@@ -14,9 +14,9 @@ from etha.errors import LayoutError
 from etha.plan import Layout
 from etha.plan.proof.simulate import combine, finish
 from etha.redistribute import route as routes
-from etha.redistribute.piece import Piece, bits
+from etha.redistribute.piece import LocalRegion, bits
 from etha.redistribute.route import Route, divided, make_route
-from etha.redistribute.stage import Stage
+from etha.redistribute.stage import ExchangeStage
 from tests.unit.plan.truth import Truth, contributions, random_truth, take
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -60,7 +60,7 @@ def test_exchanges_and_bytes(
         assert {stage.quiet for stage in stages} == {most == 0}
 
 
-def _sent(stage: Stage) -> int:
+def _sent(stage: ExchangeStage) -> int:
     return sum(piece.numel for pieces in stage.sends.values() for piece in pieces)
 
 
@@ -103,7 +103,7 @@ def play(found: list[Route], sources: dict[int, torch.Tensor], ranks: list[int])
     return local
 
 
-def _packed(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+def _packed(piece: LocalRegion, tensor: torch.Tensor) -> torch.Tensor:
     dense = bits(tensor).new_empty(piece.shape)
     piece.pack(bits(tensor), dense)
     return dense

@@ -15,7 +15,7 @@ import pytest
 
 from etha.store.embedded import find_shipped
 from etha.store.process import start_ticks
-from etha.store.records import AgentRecord, Member
+from etha.store.records import AgentRecord, RankHolder
 from etha.store.registry import Store
 
 HOST = "this-host"
@@ -98,26 +98,26 @@ async def agent(url: str, namespace: str, name: str, *, host: str = HOST, timeou
         yield store
 
 
-def here(agent: str = "a", *, host: str = HOST) -> Member:
+def here(agent: str = "a", *, host: str = HOST) -> RankHolder:
     """This very process as a worker."""
     start = start_ticks(os.getpid())
     assert start is not None
-    return Member(agent=agent, host=host, pid=os.getpid(), start=start)
+    return RankHolder(agent=agent, host=host, pid=os.getpid(), start=start)
 
 
-def dead(number: int = 1, agent: str = "a", *, host: str = HOST) -> Member:
+def dead(number: int = 1, agent: str = "a", *, host: str = HOST) -> RankHolder:
     """A process that cannot live any more: our pid, but another start."""
-    return Member(agent=agent, host=host, pid=os.getpid(), start=number)
+    return RankHolder(agent=agent, host=host, pid=os.getpid(), start=number)
 
 
 @contextmanager
-def sleeping(agent: str = "a", *, host: str = HOST) -> Iterator[Member]:
+def sleeping(agent: str = "a", *, host: str = HOST) -> Iterator[RankHolder]:
     """Another process of this host that lives while entered, as a worker."""
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
         start = start_ticks(process.pid)
         assert start is not None
-        yield Member(agent=agent, host=host, pid=process.pid, start=start)
+        yield RankHolder(agent=agent, host=host, pid=process.pid, start=start)
     finally:
         process.kill()
         process.communicate()

@@ -14,7 +14,7 @@ from redis import exceptions as redis_errors
 
 from etha.addresses import redact
 from etha.errors import ConfigError, ProtocolError, RedisUnavailableError
-from etha.store.connect import Connection, Unreachable, make_pool, script_text, translated
+from etha.store.connect import RedisConnection, Unreachable, make_pool, script_text, translated
 from etha.store.process import alive, start_ticks
 
 
@@ -106,7 +106,7 @@ def test_a_certificate_that_cannot_be_read_is_a_config_error(tmp_path: Path, opt
 
 
 async def test_a_last_try_without_time_does_not_hide_what_the_tries_before_met() -> None:
-    connection = Connection("redis://127.0.0.1:1", "etha:{t}:")
+    connection = RedisConnection("redis://127.0.0.1:1", "etha:{t}:")
 
     async def work(_: Any) -> None:
         if not tries:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etha.errors import ConfigError
-from etha.store.keys import TABLE, Keys, markdown
+from etha.store.keys import TABLE, RedisKeys, markdown
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +26,7 @@ def test_the_page_is_printed_without_a_warning() -> None:
 
 
 def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
-    keys = Keys("prod")
+    keys = RedisKeys("prod")
     names = [
         keys.server,
         keys.agents,
@@ -46,9 +46,9 @@ def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
 
 
 def test_names_cannot_reach_into_other_keys() -> None:
-    keys = Keys("prod")
+    keys = RedisKeys("prod")
     for bad in ("a:b", "", "x" * 101, "a{b}", "a\n", "ä"):
-        for make in (keys.pair, keys.agent, keys.layout, keys.manifest, Keys):
+        for make in (keys.pair, keys.agent, keys.layout, keys.manifest, RedisKeys):
             with pytest.raises(ConfigError):
                 make(bad)
 

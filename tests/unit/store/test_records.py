@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etha.errors import ProtocolError
 from etha.store.batches import batch_text
-from etha.store.records import AgentRecord, Member, PairState, PairView
+from etha.store.records import AgentRecord, PairState, PairView, RankHolder
 from etha.store.rosters import BatchView, Roster, version_from_text, version_to_text
 
 AGENT = AgentRecord(
@@ -53,7 +53,7 @@ def test_a_pair_is_read_with_its_members() -> None:
     assert (view.state, view.epoch, view.reason, list(view.sides)) == ("formed", 3, None, ["a", "b"])
     assert view.sides["b"].launch == "run" and view.sides["a"].world_size == 2
     assert list(view.sides["a"].members) == [0, 1]
-    assert view.member("a", 0) == Member(agent="a1", host="h", pid=8, start=9, launch="auto-1", epoch=3)
+    assert view.member("a", 0) == RankHolder(agent="a1", host="h", pid=8, start=9, launch="auto-1", epoch=3)
     assert view.member("a", 5) is None and view.member("c", 0) is None
 
 

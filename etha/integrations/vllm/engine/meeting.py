@@ -20,7 +20,7 @@ import torch
 
 from etha import AsyncTensorBusClient, TransferFuture
 from etha.client.aio import AsyncBatchHandle
-from etha.client.loop_thread import Membership
+from etha.client.loop_thread import LoopMembership
 from etha.client.results import AsyncPair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 from etha.integrations.vllm.engine.lease import say_gone
@@ -36,7 +36,7 @@ _SOON = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class MetTrainer:
     """A trainer that was met: the pair, the batch that it sends, and what is received of it."""
 
     pair: AsyncPair
@@ -49,9 +49,9 @@ class Meetings:
 
     def __init__(self, device: torch.device, *, redis_url: str | None, namespace: str | None) -> None:
         self._bus = AsyncTensorBusClient(device=device, redis_url=redis_url, namespace=namespace)
-        self._membership = Membership(self)
+        self._membership = LoopMembership(self)
         self._order = asyncio.Lock()
-        self._met: Met | None = None
+        self._met: MetTrainer | None = None
         self._meeting: TransferFuture | None = None
         self._watch: TransferFuture | None = None
 
@@ -67,12 +67,12 @@ class Meetings:
         work: Coroutine[Any, Any, Any] = self._meet(info, rank, world, received)
         self._meeting = self._membership.portal.submit(work)
 
-    def standing(self) -> Met | None:
+    def standing(self) -> MetTrainer | None:
         """The trainer that was met, while it lives."""
         met = self._met
         return None if met is None or met.pair.lost.is_set() else met
 
-    def met(self) -> Met:
+    def met(self) -> MetTrainer:
         """The trainer that was met last; the error of that meeting, if it failed.
 
         ConfigError where none was begun; TransferError where it has not ended: then the trainer is not complete.
@@ -92,7 +92,7 @@ class Meetings:
             raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
         return self._met
 
-    def receive(self, met: Met, timeout: float) -> TransferFuture:
+    def receive(self, met: MetTrainer, timeout: float) -> TransferFuture:
         """Begin to receive what ``met`` sends next."""
         mark = met.batch.mark()  # of this thread: what it has queued on the device comes first
         return self._membership.portal.submit(met.batch.transfer_after(mark, "recv", timeout=timeout))
@@ -146,13 +146,13 @@ class Meetings:
             self._watch = self._membership.portal.submit(watch)
         log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
 
-    async def _renew(self, met: Met, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
+    async def _renew(self, met: MetTrainer, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
         """Register with the trainer that was met what is in other memory since."""
         async with self._order:
             await met.batch.close()
             self._met = await self._registered(met.pair, info, received)
 
-    async def _registered(self, pair: AsyncPair, info: EthaWeightTransferInitInfo, received: Incoming) -> Met:
+    async def _registered(self, pair: AsyncPair, info: EthaWeightTransferInitInfo, received: Incoming) -> MetTrainer:
         batch = await self._bus.register_tensors(
             info.batch,
             await asyncio.to_thread(received.room),
@@ -162,7 +162,7 @@ class Meetings:
             direction="recv",
             timeout=info.timeout,
         )
-        return Met(pair=pair, batch=batch, received=received)
+        return MetTrainer(pair=pair, batch=batch, received=received)
 
     async def _tell_when_lost(self, pair: AsyncPair, info: EthaWeightTransferInitInfo) -> None:
         """Say to the engine that holds a pause of the trainer that this one has gone."""

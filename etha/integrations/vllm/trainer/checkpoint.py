@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from etha.errors import ConfigError
 from etha.integrations.fsdp import walk
-from etha.integrations.vllm.trainer.part import Part
+from etha.integrations.vllm.trainer.part import TensorPart
 from etha.integrations.vllm.weights.standin import StandIn
 from etha.integrations.vllm.weights.trace import Trace
 
@@ -35,7 +35,7 @@ class Shown:
     """A checkpoint tensor: ``part`` of the module's tensor ``source``."""
 
     source: str
-    part: Part
+    part: TensorPart
 
 
 def has_checkpoint(module: nn.Module) -> bool:
@@ -57,7 +57,7 @@ def checkpoint_parts(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
     for name, tensor in rest.items():
         if name in found:
             raise ConfigError(f"{name!r} and {found[name].source!r} of the module are one tensor of the checkpoint")
-        found[name] = Shown(source=name, part=Part.all(tensor.shape))
+        found[name] = Shown(source=name, part=TensorPart.all(tensor.shape))
     return found
 
 
@@ -100,7 +100,7 @@ def _reverted(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
         read = shown._read() if isinstance(shown, StandIn) else None
         part = None
         if len(log) == 1 and log[0][2] is read and log[0][1] is not None:
-            part = Part.of(log[0][1])
+            part = TensorPart.of(log[0][1])
         if part is None:
             refused.append(name)
         else:

@@ -56,30 +56,30 @@ class Turn:
     one refuses.
     """
 
-    def __init__(self, under_way: Iterable[Member], *, every: bool = False) -> None:
+    def __init__(self, under_way: Iterable[FleetMember], *, every: bool = False) -> None:
         self._under_way, self._every = set(under_way), every
         #: Replicas that are out are waited for no more.
         self.enough = asyncio.Event()
 
-    def begin(self, member: Member) -> None:
+    def begin(self, member: FleetMember) -> None:
         """A replica that was out takes part."""
         self._under_way.add(member)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: FleetMember) -> None:
         """A replica that took part does no more, or is not under way yet."""
         if member in self._under_way:
             self._under_way.remove(member)
             if not self._under_way and not self._every:
                 self.enough.set()
 
-    def end(self, member: Member, error: EthaError | None) -> None:
+    def end(self, member: FleetMember, error: EthaError | None) -> None:
         """A replica is done."""
         self.leave(member)
         if self._every and error is not None and not absent(error):
             self.enough.set()
 
 
-class Member:
+class FleetMember:
     """One replica of several, as one rank has it."""
 
     def __init__(self, replica: Replica) -> None:
@@ -265,7 +265,7 @@ class Replicas:
         _check(clients)
         self._info, self._bus, self._portal = info, bus, portal
         self._members = [
-            Member(Replica(_named(info, number), client, bus, weights)) for number, client in enumerate(clients)
+            FleetMember(Replica(_named(info, number), client, bus, weights)) for number, client in enumerate(clients)
         ]
         # Of the last version: each replica counts its own, but what they serve is one.
         self._number = 0
@@ -323,11 +323,11 @@ class Replicas:
         return FleetResult(results=tuple(outcome for outcome in outcomes if outcome is not None))
 
     async def _each(
-        self, turn: Turn, work: Callable[[Member], Coroutine[Any, Any, TransferResult | None]]
+        self, turn: Turn, work: Callable[[FleetMember], Coroutine[Any, Any, TransferResult | None]]
     ) -> list[TransferResult | EthaError | None]:
         """``work`` with all of them at the same time, and how it ended with each."""
 
-        async def outcome(member: Member) -> TransferResult | EthaError | None:
+        async def outcome(member: FleetMember) -> TransferResult | EthaError | None:
             try:
                 result: TransferResult | EthaError | None = await work(member)
             except Exception as error:

@@ -25,7 +25,7 @@ from etha.plan import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorPart:
     """Of dim d of a tensor of ``shape`` the indices of ``runs[d]``, (start, stop), on dim ``axes[d]`` of the part.
 
     None in ``axes``: one index, whose dim the part does not have. ``ndim``: dims of the part; those that are nobody's
@@ -38,7 +38,7 @@ class Part:
     ndim: int
 
     @classmethod
-    def of(cls, trace: Trace) -> Part | None:
+    def of(cls, trace: Trace) -> TensorPart | None:
         """The part that a view shows; None where it takes every other element, or folds a dim into several."""
         if 0 in trace.shape and trace.sizes == trace.shape:
             return cls.all(trace.shape)
@@ -56,7 +56,7 @@ class Part:
         return cls(shape=trace.shape, runs=runs, axes=tuple(axes), ndim=len(trace.counts))
 
     @classmethod
-    def all(cls, shape: Sequence[int]) -> Part:
+    def all(cls, shape: Sequence[int]) -> TensorPart:
         """A whole tensor of ``shape``."""
         runs = tuple((0, n) for n in shape)
         return cls(shape=tuple(shape), runs=runs, axes=tuple(range(len(runs))), ndim=len(runs))
@@ -94,14 +94,14 @@ class Part:
         return local
 
 
-class Parts:
+class TensorParts:
     """Parts of DTensors; equal sub-meshes are one object, so that registration reads each layout once."""
 
     def __init__(self) -> None:
         self._meshes: dict[tuple[int, tuple[tuple[int, int], ...]], DeviceMesh] = {}
         self._holdings: dict[tuple[int, tuple[Placement, ...], tuple[int, ...]], _Holding] = {}
 
-    def of(self, name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor | None:
+    def of(self, name: str, tensor: torch.Tensor, part: TensorPart) -> torch.Tensor | None:
         """``part`` of ``tensor``; None where this rank holds none of it.
 
         ConfigError naming ``name`` for a part that lies over the ranks as no placements can say.
@@ -144,9 +144,9 @@ class _Holding:
         self._mesh, self._placements, self._shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
         self._layout = Layout.from_dtensor(tensor)
         self._owned: dict[tuple[int, ...], list[list[tuple[int, int]]]] = {}
-        self._laid: dict[Part, tuple[list[tuple[int, int]], list[Placement]]] = {}
+        self._laid: dict[TensorPart, tuple[list[tuple[int, int]], list[Placement]]] = {}
 
-    def mine(self, part: Part, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
+    def mine(self, part: TensorPart, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
         """Of each dim of the local tensor of the rank at ``coordinate`` the indices that belong to the part."""
         found = []
         for runs, (start, stop) in zip(self._at(coordinate), part.runs, strict=True):
@@ -154,13 +154,13 @@ class _Holding:
             found.append((before, before + _common(runs, start, stop)))
         return found
 
-    def lay(self, part: Part) -> tuple[list[tuple[int, int]], list[Placement]]:
+    def lay(self, part: TensorPart) -> tuple[list[tuple[int, int]], list[Placement]]:
         """The range of each mesh axis that holds something of the part, and the part's placements over these."""
         if part not in self._laid:
             self._laid[part] = self._lay(part)
         return self._laid[part]
 
-    def _lay(self, part: Part) -> tuple[list[tuple[int, int]], list[Placement]]:
+    def _lay(self, part: TensorPart) -> tuple[list[tuple[int, int]], list[Placement]]:
         ranges = [(0, n) for n in self._mesh.mesh.shape]
         placements: list[Placement] = list(self._placements)
         cut: dict[int, list[int]] = {}
@@ -178,7 +178,9 @@ class _Holding:
                 ranges[at], placements[at] = extent, placement
         return ranges, placements
 
-    def _held(self, part: Part, dim: int, mesh_axes: list[int]) -> Mapping[int, tuple[tuple[int, int], Placement]]:
+    def _held(
+        self, part: TensorPart, dim: int, mesh_axes: list[int]
+    ) -> Mapping[int, tuple[tuple[int, int], Placement]]:
         """Of each mesh axis that shards ``dim``, which is cut: its range that holds the part, and how."""
         start, stop = part.runs[dim]
         pieces: dict[tuple[int, ...], int] = {}

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClien
 
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.aio import AsyncBatchHandle
-from etha.client.arguments.world import Place
+from etha.client.arguments.world import RankInfo
 from etha.client.results import AsyncPair
 from etha.config import LaunchEnv
 from etha.errors import (
@@ -507,9 +507,9 @@ class Replica:
             await self._ask(self.client.update_weights, {"cancel": True})
 
 
-def place_of(info: EthaTrainerInitInfo) -> Place:
+def place_of(info: EthaTrainerInitInfo) -> RankInfo:
     """This process's rank in the trainer."""
-    return Place.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env())
+    return RankInfo.of(world_size=info.world_size, rank=info.rank, ranks=None, env=LaunchEnv.from_env())
 
 
 def absent(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from etha.errors import ConfigError
 from etha.integrations.fsdp import named_tensors
 from etha.integrations.names import rename
 from etha.integrations.vllm.trainer.checkpoint import Shown, checkpoint_parts, has_checkpoint
-from etha.integrations.vllm.trainer.part import Part, Parts
+from etha.integrations.vllm.trainer.part import TensorPart, TensorParts
 from etha.integrations.vllm.weights.adapter import Adapter
 
 
@@ -47,7 +47,7 @@ class EthaSource(WeightSource):
         if buffers is None:
             buffers = isinstance(weights, nn.Module) and has_checkpoint(weights)
         self._buffers = buffers
-        self._parts = Parts()
+        self._parts = TensorParts()
         self._shown: dict[str, Shown] = {}
         self._of: tuple[Any, ...] = ()
         self._announced: dict[str, tuple[Any, ...]] | None = None
@@ -134,7 +134,7 @@ class EthaSource(WeightSource):
         """The same before ``names``."""
         if isinstance(self._weights, nn.Module):
             return checkpoint_parts(self._weights, own)
-        return {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
+        return {name: Shown(source=name, part=TensorPart.all(tensor.shape)) for name, tensor in own.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors().items()
@@ -174,7 +174,7 @@ class AdapterSource(EthaSource):
         return adapter_tensors(found, self._adapter.part) if isinstance(self._weights, nn.Module) else found
 
     def _unruled(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
-        return {name: Shown(source=name, part=Part.all(tensor.shape)) for name, tensor in own.items()}
+        return {name: Shown(source=name, part=TensorPart.all(tensor.shape)) for name, tensor in own.items()}
 
 
 def adapter_tensors(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from etha import AsyncTensorBusClient, TransferResult
-from etha.client.loop_thread import Membership
+from etha.client.loop_thread import LoopMembership
 from etha.errors import AgentLostError, ConfigError
 from etha.integrations.vllm.engine.lease import SECONDS
 from etha.integrations.vllm.trainer.control import Pause
@@ -89,7 +89,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._bus = AsyncTensorBusClient(
             redis_url=init_info.redis_url, namespace=init_info.namespace, timeout=init_info.timeout
         )
-        self._membership: Membership | None = Membership(self)
+        self._membership: LoopMembership | None = LoopMembership(self)
         self._replicas: Replica | Replicas
         if isinstance(client, (list, tuple)):
             self._replicas = Replicas(init_info, client, self._bus, self._weights, self._membership.portal)

@@ -208,7 +208,7 @@ class Experts:
 
 
 @dataclass(slots=True)
-class Probed:
+class ProbeOutcome:
     """A module whose products are to be compared once the model is whole again."""
 
     name: str

@@ -14,7 +14,7 @@ from etha.integrations.vllm.weights.trace import Ints, Region, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RegionCut:
     """``dense`` holds ``region`` of a tensor: its dims are those of the tensor with only the runs of the region."""
 
     dense: torch.Tensor

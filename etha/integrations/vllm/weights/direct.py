@@ -15,13 +15,13 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from etha.integrations.vllm.weights.keep import Copy, Kept, nothing
+from etha.integrations.vllm.weights.keep import Copy, KeptPart, nothing
 
 #: Leave parameters on an NVIDIA GPU as they were loaded; on a CPU they pack them.
 _PLAIN_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-def live_views(model: nn.Module, kept: Mapping[str, Kept]) -> dict[str, torch.Tensor]:
+def live_views(model: nn.Module, kept: Mapping[str, KeptPart]) -> dict[str, torch.Tensor]:
     """Checkpoint name -> the part of a live parameter that holds what is kept of it, of ``kept[name].shape``.
 
     Only of tensors that may be written in place; all others go through their loaders.
@@ -46,7 +46,7 @@ def live_views(model: nn.Module, kept: Mapping[str, Kept]) -> dict[str, torch.Te
     return views
 
 
-def _view(live: torch.Tensor | None, item: Kept, copy: Copy) -> torch.Tensor | None:
+def _view(live: torch.Tensor | None, item: KeptPart, copy: Copy) -> torch.Tensor | None:
     straight = tuple(dim for dim, step in copy.trace.walks if dim >= 0) == tuple(
         dim for dim, n in enumerate(item.shape) if n > 1
     )

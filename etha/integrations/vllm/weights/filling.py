@@ -24,7 +24,7 @@ from etha.integrations.vllm.weights.trace import Region, Trace, area
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ParameterMemory:
     """A parameter or buffer ``leaf`` of ``module`` as its loaders see it, mostly on meta, and its memory.
 
     ``due``: how often a load writes to it, where that is known. ``regions``: which parts were written to.
@@ -61,9 +61,9 @@ class Place:
 class Filling(TorchDispatchMode):
     """Carries operations on ``places`` to their memory; ``make`` gives it, when a place is first used."""
 
-    def __init__(self, places: Iterable[Place], device: torch.device) -> None:
+    def __init__(self, places: Iterable[ParameterMemory], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places: Mapping[int, Place] = {p.seen.untyped_storage()._cdata: p for p in places}
+        self._places: Mapping[int, ParameterMemory] = {p.seen.untyped_storage()._cdata: p for p in places}
         self._device = device
         self._off = False
         #: Casts that lose what a number means: parameter, dtype from, dtype to.
@@ -71,7 +71,7 @@ class Filling(TorchDispatchMode):
         #: Parameters that were written to after they were closed.
         self.late: set[str] = set()
 
-    def make(self, place: Place) -> torch.Tensor:
+    def make(self, place: ParameterMemory) -> torch.Tensor:
         """New memory for a place."""
         raise NotImplementedError
 
@@ -114,12 +114,12 @@ class Filling(TorchDispatchMode):
                 self.late.add(place.name)
         return tree_map(lambda found: stands.get(id(found), found), result)
 
-    def _place(self, found: Any) -> Place | None:
+    def _place(self, found: Any) -> ParameterMemory | None:
         if not isinstance(found, torch.Tensor) or isinstance(found, StandIn):
             return None
         return self._places.get(found.untyped_storage()._cdata)
 
-    def _view(self, place: Place, seen: torch.Tensor) -> torch.Tensor:
+    def _view(self, place: ParameterMemory, seen: torch.Tensor) -> torch.Tensor:
         if place.memory is None:
             place.memory = self.make(place)
         base = place.memory.detach()

@@ -38,7 +38,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptPart:
     """What a worker keeps of a tensor: ``region`` of it, as ``dtype``.
 
     ``copies`` are all its reads where each was a ``copy_`` into what nothing else writes, else None. ``why`` says
@@ -114,7 +114,7 @@ class _Tensor:
             self.why = "a view of it is no product of index runs"
         self.region = union(self.region, whole(self.meta.shape) if trace is None else trace.region())
 
-    def kept(self, worked: set[str]) -> Kept:
+    def kept(self, worked: set[str]) -> KeptPart:
         region = self.region
         if region is None:  # nobody wants it; what has no dims cannot be left out in part
             region = ((),) * len(self.meta.shape)
@@ -129,7 +129,7 @@ class _Tensor:
             # A copy_ converts; where Etha would, too, it does so on the way and fewer bytes are received.
             if dtype.is_floating_point and into.is_floating_point and into.itemsize <= dtype.itemsize:
                 dtype = into
-        return Kept(meta=self.meta, region=region, dtype=dtype, copies=copies, why=why)
+        return KeptPart(meta=self.meta, region=region, dtype=dtype, copies=copies, why=why)
 
 
 #: Of these, nobody means the numbers themselves, but those times a scale.
@@ -162,7 +162,7 @@ class Recorded:
     filled by a copy that loses what the numbers mean.
     """
 
-    kept: dict[str, Kept]
+    kept: dict[str, KeptPart]
     refused: dict[str, str]
     partial: list[str]
     unfilled: list[str]
@@ -209,7 +209,7 @@ class Recording:
             if self._refuses(meta, load):
                 refused[meta.name] = why
             else:
-                kept[meta.name] = Kept(meta=meta, region=whole(meta.shape), dtype=meta.dtype, copies=None, why=why)
+                kept[meta.name] = KeptPart(meta=meta, region=whole(meta.shape), dtype=meta.dtype, copies=None, why=why)
         filled: Counter[str] = Counter()
         for tap in taps.values():
             filled.update(tap.filled)
@@ -297,6 +297,6 @@ class _Dry(TorchDispatchMode):
             self.writes[param] += 1
 
 
-def nothing(kept: Kept) -> bool:
+def nothing(kept: KeptPart) -> bool:
     """Whether the worker's loaders take no element of the tensor."""
     return empty(kept.region)

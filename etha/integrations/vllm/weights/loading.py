@@ -28,8 +28,16 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from etha.errors import ConfigError, TransferError
-from etha.integrations.vllm.weights.compare import Comparison, Experts, Integers, Probed, Product, multiplies, unequal
-from etha.integrations.vllm.weights.filling import Filling, Place
+from etha.integrations.vllm.weights.compare import (
+    Comparison,
+    Experts,
+    Integers,
+    ProbeOutcome,
+    Product,
+    multiplies,
+    unequal,
+)
+from etha.integrations.vllm.weights.filling import Filling, ParameterMemory
 from etha.integrations.vllm.weights.keep import Meta, Recorded, Recording
 from etha.integrations.vllm.weights.quantized import cast_refused, kernel_of, quantized
 
@@ -95,7 +103,7 @@ class Reload:
         self._refuse_made()
         self._refuse_ties(filled)
 
-    def _forgetting(self, weights: Weights, places: list[Place]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _forgetting(self, weights: Weights, places: list[ParameterMemory]) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights; memory of modules that are full is given back before the next one."""
         for pair in weights:
             yield pair
@@ -107,7 +115,7 @@ class Reload:
         for name, source, target in sorted(filling.casts, key=str):
             raise ConfigError(cast_refused(name, source, target))
 
-    def _refuse_parts(self, places: list[Place]) -> None:
+    def _refuse_parts(self, places: list[ParameterMemory]) -> None:
         """Modules that get a part of what they are made of, where what is packed cannot be read back."""
         for place in places:
             if place.name in self._whole or not place.seen.numel() or place.leaf in SKIP_TENSORS - {"bias"}:
@@ -130,7 +138,7 @@ class Reload:
                     f"with it: start the engine from a checkpoint and not with weights of its own (load_format)"
                 )
 
-    def _refuse_ties(self, filled: list[Place]) -> None:
+    def _refuse_ties(self, filled: list[ParameterMemory]) -> None:
         """Two parameters that are one memory in the engine, and are both sent."""
         owners: dict[int, str] = {}
         for place in filled:
@@ -168,7 +176,7 @@ class Reload:
         found, probed = Comparison(), []
         names = {module: name for name, module in self._model.named_modules()}
 
-        def full(module: nn.Module, places: list[Place]) -> None:
+        def full(module: nn.Module, places: list[ParameterMemory]) -> None:
             probed.extend(self._compared(names[module], module, places, found))
             for place in places:
                 place.memory, place.closed = None, True
@@ -193,29 +201,29 @@ class Reload:
         for module in modules:
             weight = module._parameters.get("weight")
             if weight is not None and multiplies(module, weight):
-                probed.append(Probed(f"{names[module]}.weight", module, Product(weight.detach())))
+                probed.append(ProbeOutcome(f"{names[module]}.weight", module, Product(weight.detach())))
         self._add_products(probed, names, found)
         return found
 
     @torch.no_grad()
-    def _add_products(self, probed: list[Probed], names: Mapping[nn.Module, str], found: Comparison) -> None:
+    def _add_products(self, probed: list[ProbeOutcome], names: Mapping[nn.Module, str], found: Comparison) -> None:
         for one in self._with_ties(probed, names):
             found.add(one.name, one.product.wrong(one.module))
 
-    def _compared(self, name: str, module: Any, places: list[Place], found: Comparison) -> list[Probed]:
+    def _compared(self, name: str, module: Any, places: list[ParameterMemory], found: Comparison) -> list[ProbeOutcome]:
         """Compare what can be read of a module; its products, for what cannot, or is computed with as a copy."""
         if quantized(module):
             return self._compared_quantized(name, module, places, found)
         loaded = {place.leaf: place for place in places if place.memory is not None}
         made = {leaf: place.memory for leaf, place in loaded.items() if place.memory is not None}
-        products: list[Probed] = []
+        products: list[ProbeOutcome] = []
         covered: set[str] = set()
         weight = made.get("weight")
         if weight is not None and multiplies(module, weight):
-            products.append(Probed(f"{name}.weight", module, Product(weight)))
+            products.append(ProbeOutcome(f"{name}.weight", module, Product(weight)))
             covered = {"weight"}
         elif Experts.possible(module, made):
-            products.append(Probed(name, module, Experts(module, made["w13_weight"], made["w2_weight"])))
+            products.append(ProbeOutcome(name, module, Experts(module, made["w13_weight"], made["w2_weight"])))
             covered = set(made)
         for leaf, place in loaded.items():
             memory, live = made[leaf], _live(place)
@@ -230,7 +238,9 @@ class Reload:
                 found.left_out.append(place.name)
         return products
 
-    def _compared_quantized(self, name: str, module: Any, places: list[Place], found: Comparison) -> list[Probed]:
+    def _compared_quantized(
+        self, name: str, module: Any, places: list[ParameterMemory], found: Comparison
+    ) -> list[ProbeOutcome]:
         """The same for a quantized module: its products where a kernel holds it, else all that is made of it."""
         made = {place.leaf: place.memory for place in places if place.memory is not None}
         for place in places:
@@ -245,7 +255,7 @@ class Reload:
             product = Integers(
                 made["weight"], made["weight_scale"], module.logical_widths, self._config.dtype, scale, shifted
             )
-            return [Probed(f"{name}.weight", module, product)]
+            return [ProbeOutcome(f"{name}.weight", module, product)]
         info: Any = get_layerwise_info(module)
         parameters: dict[str, torch.Tensor] = info.kernel_tensors[0]
         self._make(module, places)
@@ -255,7 +265,7 @@ class Reload:
                 found.add(f"{name}.{leaf}", unequal(live, new))
         return []
 
-    def _with_ties(self, probed: list[Probed], names: Mapping[nn.Module, str]) -> Iterator[Probed]:
+    def _with_ties(self, probed: list[ProbeOutcome], names: Mapping[nn.Module, str]) -> Iterator[ProbeOutcome]:
         """Modules, and those that nothing was loaded into, but whose weight is that of one of them."""
         yield from probed
         own = {one.module for one in probed}
@@ -267,10 +277,10 @@ class Reload:
                 other = module._parameters.get("weight")
                 tied = other is not None and other.untyped_storage()._cdata == weight.untyped_storage()._cdata
                 if tied and other is not None and module not in own and multiplies(module, other):
-                    yield Probed(f"{name}.weight", module, one.product)
+                    yield ProbeOutcome(f"{name}.weight", module, one.product)
 
     def _load(
-        self, weights: Weights, full: Callable[[nn.Module, list[Place]], None]
+        self, weights: Weights, full: Callable[[nn.Module, list[ParameterMemory]], None]
     ) -> tuple[set[nn.Module], list[str]]:
         """Load ``weights`` into new memory; ``full`` is called with each module that has all of its own.
 
@@ -278,7 +288,7 @@ class Reload:
         """
         done: set[nn.Module] = set()
         places = _places(self._model)
-        open_: dict[nn.Module, list[Place]] = {}
+        open_: dict[nn.Module, list[ParameterMemory]] = {}
         for place in places:
             place.due = self._due.get(place.name, 0)
             open_.setdefault(place.module, []).append(place)
@@ -302,7 +312,7 @@ class Reload:
         return done, sorted({place.name for place in places if place.writes != place.due} | filling.late)
 
     @torch.no_grad()
-    def _finish(self, module: nn.Module, places: list[Place]) -> None:
+    def _finish(self, module: nn.Module, places: list[ParameterMemory]) -> None:
         """Process what was loaded into ``module`` and copy it to where the live one lies, as vLLM's reload does."""
         info: Any = get_layerwise_info(module)
         parameters: dict[str, Any] = info.kernel_tensors[0]
@@ -339,7 +349,7 @@ class Reload:
         _place_kernel_tensors(module, info)
         info.reset()
 
-    def _make(self, module: nn.Module, places: list[Place]) -> None:
+    def _make(self, module: nn.Module, places: list[ParameterMemory]) -> None:
         """Put what was loaded into ``module``, beside what it computes with, and let vLLM process it."""
         for place in places:
             live = _live(place)
@@ -392,7 +402,7 @@ class _Filling(Filling):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        places: Iterable[Place],
+        places: Iterable[ParameterMemory],
         device: torch.device,
         whole: set[str] | None = None,
         padded: Collection[str] = (),
@@ -400,14 +410,14 @@ class _Filling(Filling):  # type: ignore[no-untyped-call]
         super().__init__(places, device)
         self._whole, self._padded = whole, padded
 
-    def make(self, place: Place) -> torch.Tensor:
+    def make(self, place: ParameterMemory) -> torch.Tensor:
         made = _memory(place, None if self._whole is None or place.name in self._whole else _live(place))
         if place.name in self._padded and place.seen.device.type == "meta":
             made.data.zero_()  # as it was created: kernels compute with the padding, too
         return made
 
 
-def _live(place: Place) -> torch.Tensor | None:
+def _live(place: ParameterMemory) -> torch.Tensor | None:
     """The tensor that the engine computes with, while its module is as it was created."""
     info: Any = get_layerwise_info(place.module)
     for tensors in info.kernel_tensors or ():
@@ -417,7 +427,7 @@ def _live(place: Place) -> torch.Tensor | None:
     return None
 
 
-def _memory(place: Place, live: torch.Tensor | None) -> torch.Tensor:
+def _memory(place: ParameterMemory, live: torch.Tensor | None) -> torch.Tensor:
     """Memory for ``place``, with what ``live`` holds where it holds the same."""
     if place.seen.device.type != "meta":
         made = place.seen.detach().clone()
@@ -473,20 +483,20 @@ def _packed_again(module: nn.Module, method: Any) -> Iterator[None]:
             method.moe_kernel = kernel
 
 
-def _places(model: nn.Module) -> list[Place]:
+def _places(model: nn.Module) -> list[ParameterMemory]:
     """Every parameter and buffer, each memory once; of the module that has it first."""
-    found: dict[int, Place] = {}
+    found: dict[int, ParameterMemory] = {}
     for prefix, module in model.named_modules():
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or not tensor.numel():
                 continue
             name = f"{prefix}.{leaf}" if prefix else leaf
             key = tensor.untyped_storage()._cdata
-            found.setdefault(key, Place(name=name, module=module, leaf=leaf, seen=tensor))
+            found.setdefault(key, ParameterMemory(name=name, module=module, leaf=leaf, seen=tensor))
     return list(found.values())
 
 
-def _made(model: nn.Module, places: Iterable[Place]) -> list[tuple[nn.Module, str, str]]:
+def _made(model: nn.Module, places: Iterable[ParameterMemory]) -> list[tuple[nn.Module, str, str]]:
     """What a load has left in the model beside ``places``; each with its module, and its name there and in the model.
 
     vLLM's TransformersForCausalLM gives its head a bias when it comes to one in the checkpoint.
@@ -510,7 +520,7 @@ def _keep_memory(module: nn.Module, leaf: str, was: torch.Tensor) -> None:
     new.data = was
 
 
-def _readable(place: Place) -> bool:
+def _readable(place: ParameterMemory) -> bool:
     """Whether the engine holds the parameter as it was loaded."""
     live = _live(place)
     if live is None or live.shape != place.seen.shape or live.dtype != place.seen.dtype:

@@ -32,7 +32,7 @@ from etha.integrations.vllm.weights.trace import whole
 
 
 @dataclass(slots=True)
-class Live:
+class AdapterWeights:
     """An adapter that has come: what vLLM would have read from its directory."""
 
     config: Mapping[str, Any]
@@ -88,7 +88,7 @@ class ReceivedAdapter:
     def apply(self) -> None:
         """What was received is the adapter from here on; vLLM loads it with the next request that asks for it."""
         _serve(self._manager)
-        live = _live(self._manager).setdefault(self._name, Live(self._config, {}))
+        live = _live(self._manager).setdefault(self._name, AdapterWeights(self._config, {}))
         live.config = self._config
         live.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
         for number in live.numbers:  # vLLM does so after every update
@@ -277,11 +277,11 @@ def _stacked(module: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _live(manager: Any) -> dict[str, Live]:
+def _live(manager: Any) -> dict[str, AdapterWeights]:
     """The adapters that this worker's model has received, by name."""
     if not hasattr(manager, "etha_adapters"):
         manager.etha_adapters = {}
-    found: dict[str, Live] = manager.etha_adapters
+    found: dict[str, AdapterWeights] = manager.etha_adapters
     return found
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from etha.client.memory.tensors import empty as mapped
 from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.weights.compare import Comparison, unequal
-from etha.integrations.vllm.weights.cut import Cut
+from etha.integrations.vllm.weights.cut import RegionCut
 from etha.integrations.vllm.weights.direct import live_views
-from etha.integrations.vllm.weights.keep import Kept, Meta, nothing
+from etha.integrations.vllm.weights.keep import KeptPart, Meta, nothing
 from etha.integrations.vllm.weights.loading import Reload, record
 from etha.integrations.vllm.weights.quantized import cast_refused, refuse_quantized
 from etha.integrations.vllm.weights.standin import StandIn
@@ -26,7 +26,7 @@ Dtypes = dict[str, torch.dtype]
 Agree = Callable[[Dtypes], Dtypes]
 
 
-def agreed(kept: Mapping[str, Kept], agree: Agree) -> dict[str, Kept]:
+def agreed(kept: Mapping[str, KeptPart], agree: Agree) -> dict[str, KeptPart]:
     """``kept`` at the dtypes that all workers have, which are one for each tensor.
 
     A worker whose loaders only copy a tensor can receive it at its parameter's dtype, one that computes with it cannot.
@@ -52,12 +52,12 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 class _Replay:
     """The tap of a stand-in whose bytes have come."""
 
-    cut: Cut
+    cut: RegionCut
     changed: torch.Tensor | None = None
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
         if self.changed is not None and trace is not None:
-            return Cut(self.changed, whole(self.changed.shape)).read(trace)
+            return RegionCut(self.changed, whole(self.changed.shape)).read(trace)
         if self.changed is not None:
             return self.changed.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
         if trace is None:  # such a read keeps the whole tensor
@@ -158,7 +158,7 @@ class Received:
                 self._tensors = {name: self._room(item) for name, item in self.kept.items()}
             return self._tensors
 
-    def _room(self, item: Kept) -> torch.Tensor:
+    def _room(self, item: KeptPart) -> torch.Tensor:
         if item.meta.name in self._written:
             return self._written[item.meta.name]
         if self._device.type == "cpu" and not nothing(item):
@@ -188,7 +188,7 @@ class Received:
         self._live = {name: now[name] for name in self._live}
         self._written = {} if self._atomic else self._live
 
-    def _rest(self) -> list[Kept]:
+    def _rest(self) -> list[KeptPart]:
         """What goes through loaders."""
         return [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
 
@@ -217,12 +217,12 @@ class Received:
             found.extend(self._reload.compare(self._stand_in(item, self._tensors[item.meta.name]) for item in rest))
         return found
 
-    def _stand_in(self, item: Kept, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
-        tap = _Replay(Cut(dense, item.region))
+    def _stand_in(self, item: KeptPart, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
+        tap = _Replay(RegionCut(dense, item.region))
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 
-    def _rehearsed(self, item: Kept) -> tuple[str, torch.Tensor]:
-        blank = Cut(torch.empty(item.shape, dtype=item.dtype, device="meta"), item.region)
+    def _rehearsed(self, item: KeptPart) -> tuple[str, torch.Tensor]:
+        blank = RegionCut(torch.empty(item.shape, dtype=item.dtype, device="meta"), item.region)
         tap = _Rehearsal(_Replay(blank), self._device)
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 

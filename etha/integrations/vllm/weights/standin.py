@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from etha.integrations.vllm.weights.cut import Cut
+from etha.integrations.vllm.weights.cut import RegionCut
 from etha.integrations.vllm.weights.trace import Trace, whole
 
 aten: Any = torch.ops.aten
@@ -131,7 +131,7 @@ class _Clone:
         made = self._source._read().contiguous() if self._changed is None else self._changed
         if trace is None:
             return made.as_strided(seen.shape, seen.stride(), int(seen.storage_offset()))
-        return Cut(made, whole(made.shape)).read(trace)  # ``seen`` may be a view of a copy of this one
+        return RegionCut(made, whole(made.shape)).read(trace)  # ``seen`` may be a view of a copy of this one
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
         through = self._through(trace)

@@ -15,8 +15,8 @@ from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, Sever, Standing
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
-from etha.store.records import Member as Holder
 from etha.store.records import PairView, SideView
+from etha.store.records import RankHolder as Holder
 from tests.examples import examples
 
 WORLDS = {"t": 2, "i": 1}

@@ -12,9 +12,9 @@ import torch
 from etha.agent.protocol.evaluation import Where, evaluate
 from etha.agent.protocol.records import Manifest, Record
 from etha.bus.messages import Entry, Register
-from etha.client.arguments.world import Place
-from etha.client.manifest import Manifest as Handed
+from etha.client.arguments.world import RankInfo
 from etha.client.manifest import PairDefaults, build_manifest
+from etha.client.manifest import TensorManifest as Handed
 from etha.client.memory.cpu import CpuHome
 from etha.memory.handles import describe
 from etha.plan import simulate
@@ -31,7 +31,7 @@ class Batch:
 
     def say(self, side: str, rank: int, world: int, local: torch.Tensor, truth: Truth | None, **options: Any) -> Handed:
         """One rank's part, through its client, its agent and Redis."""
-        place = Place(rank=rank, world_size=world, launch=None, ranks=None)
+        place = RankInfo(rank=rank, world_size=world, launch=None, ranks=None)
         mesh = None if truth is None else torch.tensor(truth.ranks).reshape(truth.mesh)
         placements: Any = None if truth is None else tuple(truth.placements)
         handed = build_manifest(

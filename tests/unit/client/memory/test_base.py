@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from etha.bus.messages import LetGo
-from etha.client.connection import Connection
+from etha.client.connection import AgentConnection
 from etha.client.memory.base import home_name
 from etha.client.memory.cpu import CpuHome
 from etha.client.memory.cuda import GpuHome
@@ -178,7 +178,7 @@ def test_an_agent_is_given_time_to_let_go(monkeypatch: pytest.MonkeyPatch, timeo
     monkeypatch.setattr("etha.client.connection.home_of", lambda device: home)
 
     async def close() -> None:
-        await Connection(Link(), SimpleNamespace(close=lambda: None)).close(timeout)  # type: ignore[arg-type]
+        await AgentConnection(Link(), SimpleNamespace(close=lambda: None)).close(timeout)  # type: ignore[arg-type]
 
     asyncio.run(close())
     assert asked == [(LetGo, given)] and closed == [False]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from etha.integrations.vllm.weights.keep import Kept, Meta, Recording, nothing
+from etha.integrations.vllm.weights.keep import KeptPart, Meta, Recording, nothing
 
 Weights = Iterable[tuple[str, Tensor]]
 CPU = torch.device("cpu")
 
 
-def record(load: Callable[[Weights], object], params: dict[str, Tensor], *metas: Meta) -> dict[str, Kept]:
+def record(load: Callable[[Weights], object], params: dict[str, Tensor], *metas: Meta) -> dict[str, KeptPart]:
     return Recording(params, CPU).of(metas, load).kept
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from etha.integrations.vllm.weights.cut import Cut
+from etha.integrations.vllm.weights.cut import RegionCut
 from etha.integrations.vllm.weights.standin import StandIn
 from etha.integrations.vllm.weights.trace import Region, Trace, shape_of, union, whole
 
@@ -21,7 +21,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 class Tap:
     """Notes traces; reads from a cut where there is one."""
 
-    cut: Cut | None = None
+    cut: RegionCut | None = None
     traces: list[Trace | None] = field(default_factory=list)
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_a_read_is_traced_to_exactly_its_elements_and_replayed_from_a_larger_reg
         region = trace.region()
         assert set(dense(original, region).flatten().tolist()) == set(shown.flatten().tolist()), seed
         larger = union(region, tuple(((0, rng.randint(1, n)),) for n in original.shape))
-        cut = Cut(dense(original, larger), larger)
+        cut = RegionCut(dense(original, larger), larger)
         assert cut.dense.shape == shape_of(larger)
         replay = through(StandIn.of(original.shape, original.dtype, CPU, Tap(cut)), views)
         out = torch.empty(shown.shape, dtype=shown.dtype)
@@ -169,7 +169,7 @@ def test_copies_that_only_move_elements_are_reads_of_what_they_were_made_of(bloc
         needed = set(dense(original, region).flatten().tolist())
         assert set(shown.flatten().tolist()) <= needed
         traced += len(needed) == len(set(shown.flatten().tolist()))
-        cut = Cut(dense(original, region), region)
+        cut = RegionCut(dense(original, region), region)
         out.copy_(through(StandIn.of(original.shape, original.dtype, CPU, Tap(cut)), steps))
         assert torch.equal(out, shown), seed
     assert traced > 150, "most of them keep just what they need"
@@ -177,7 +177,7 @@ def test_copies_that_only_move_elements_are_reads_of_what_they_were_made_of(bloc
 
 def test_a_copy_that_is_written_into_is_one_of_its_own() -> None:
     original = torch.arange(24).reshape(4, 6)
-    cut = Cut(original.clone(), whole((4, 6)))
+    cut = RegionCut(original.clone(), whole((4, 6)))
     stand_in = StandIn.of((4, 6), torch.int64, CPU, Tap(cut))
     copied = stand_in.t().contiguous()
     copied[1:3].mul_(0)
@@ -204,7 +204,7 @@ def test_a_walk_of_several_laps_keeps_its_shape() -> None:
 def test_a_region_of_two_runs_is_read_by_a_gather_where_the_steps_are_uneven() -> None:
     original = torch.arange(30).reshape(10, 3)
     region: Region = (((0, 2), (5, 8)), ((0, 3),))
-    cut = Cut(dense(original, region), region)
+    cut = RegionCut(dense(original, region), region)
     trace = Trace.of((10, 3), 3, (2, 3), (15, 3 // 3))
     assert trace is not None
     assert torch.equal(cut.read(trace), original[1:7:5])
