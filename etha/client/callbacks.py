@@ -86,12 +86,12 @@ def _raisable(error: BaseException | None, batch: str) -> BaseException | None:
     stop = error.__cause__ if type(error) is RuntimeError else error
     if not isinstance(stop, StopIteration):
         return error
-    told = ConfigError(
+    raisable = ConfigError(
         f"batch {batch!r}: on_commit raised {shown(stop)}, as next() of an iterator at its end does, which cannot be "
         f"raised here; the transfer is committed and the tensors hold what was received"
     )
-    told.__cause__ = stop
-    return told
+    raisable.__cause__ = stop
+    return raisable
 
 
 async def _in_time(

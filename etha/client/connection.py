@@ -178,10 +178,10 @@ class AgentConnection:
         """Let go without a word, also where the event loop is gone; idempotent. The agent takes it for a death."""
         self.collapser.cancel()
         self._loop_end.cancel()
-        gone = self.lost
+        released = self.lost
         self.link.abort()
         self.page.close()
-        self.home.close(released=gone)
+        self.home.close(released=released)
 
     def drop(self) -> None:
         """``abort`` from any thread and at any moment: nobody holds the client any more."""

@@ -125,7 +125,7 @@ class TransferFuture:
             raise ConfigError(f"add_done_callback takes a function of the future, not {function!r}")
         caller = threading.get_ident()
 
-        def told(_: object) -> None:
+        def call_function(_: object) -> None:
             try:
                 function(self)
             except (SystemExit, KeyboardInterrupt):
@@ -134,7 +134,7 @@ class TransferFuture:
                 log.exception("a done callback of a transfer raised; it does not end the event loop")
 
         adding = True
-        self._future.add_done_callback(told)
+        self._future.add_done_callback(call_function)
         adding = False
 
     def __await__(self) -> Generator[Any, None, TransferResult]:

@@ -106,11 +106,11 @@ class Registration:
     def check_backed(self, stage: StagedTensors, *, committed: bool) -> None:
         """RegistrationError naming every tensor of ``stage`` whose own memory was taken away."""
         items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
-        gone = [item.name for item in items if not stage.home.backed(item.local)]
-        if gone:
-            names = ", ".join(repr(name) for name in gone[:10])
+        freed = [item.name for item in items if not stage.home.backed(item.local)]
+        if freed:
+            names = ", ".join(repr(name) for name in freed[:10])
             raise RegistrationError(
-                f"batch {self.batch!r}: {len(gone)} registered tensors have no memory now: {names}; it was freed, or "
+                f"batch {self.batch!r}: {len(freed)} registered tensors have no memory now: {names}; it was freed, or "
                 f"unmapped as a sleep mode does. "
                 + ("The transfer is committed, and this worker alone has not received it. " if committed else "")
                 + "Give the memory back (wake the engine up), then transfer again"

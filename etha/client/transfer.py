@@ -127,11 +127,11 @@ async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) 
     def look() -> None:
         try:
             found = registration.connection.home.reach(mark, stop)
-            told = partial(reached.set_result, found)
+            deliver = partial(reached.set_result, found)
         except EthaError as error:
-            told = partial(reached.set_exception, error)
+            deliver = partial(reached.set_exception, error)
         with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(told)
+            loop.call_soon_threadsafe(deliver)
 
     # A thread of its own: those of the loop's executor are few, and other calls need them meanwhile.
     threading.Thread(target=look, name=f"etha-mark-{registration.batch}", daemon=True).start()

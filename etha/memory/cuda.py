@@ -162,8 +162,8 @@ class Mappings:
     def forget(self, pid: int, started: int) -> None:
         """Unmap all that a process exported, whoever holds it: it is dead, and nothing uses its memory any more."""
         with self._lock:
-            gone = [key for key in self._opened if key[0] == (pid, started)]
-            for key in gone:
+            stale = [key for key in self._opened if key[0] == (pid, started)]
+            for key in stale:
                 self._unmap(self._opened.pop(key))
 
     def close(self) -> None:

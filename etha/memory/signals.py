@@ -96,7 +96,7 @@ class _Worker:
     """The open events of one process by handle; ``waiting`` threads look at them."""
 
     events: dict[bytes, int] = field(default_factory=dict)
-    gone: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
     waiting: int = 0
 
 
@@ -129,13 +129,13 @@ class Waits:
             pause = _SOON
             # Not cudaEventSynchronize: nothing ends that when the worker's process dies with its work.
             while not self._look(event):
-                if worker.gone.wait(pause):
+                if worker.ended.wait(pause):
                     raise DeviceError("cudaErrorNotReady", f"process {pid} went before the work on its GPU was done")
                 pause = min(2 * pause, _LATE)
         finally:
             with self._lock:
                 worker.waiting -= 1
-                if worker.gone.is_set() and not worker.waiting:
+                if worker.ended.is_set() and not worker.waiting:
                     self._drop(worker)
 
     def release(self, pid: int, started: int) -> None:
@@ -143,7 +143,7 @@ class Waits:
         with self._lock:
             worker = self._workers.pop((pid, started), None)
             if worker is not None:
-                worker.gone.set()
+                worker.ended.set()
                 if not worker.waiting:
                     self._drop(worker)
 

@@ -201,12 +201,12 @@ class PairRecords:
             read = FieldReader(self._keys.prefix + "pair", holder)  # as a script found it in some side's hash
             agent, pid, start = read.name("agent"), read.integer("pid", least=1), read.integer("start")
             if read.text("host") == host:
-                gone = not alive(pid, start)
+                ended = not alive(pid, start)
             else:
                 if agent not in verdicts:
                     verdicts[agent] = await self._agent_died(agent, deadline)
-                gone = verdicts[agent]
-            if not gone:
+                ended = verdicts[agent]
+            if not ended:
                 rank = f"rank {holder['rank']}, " if isinstance(holder.get("rank"), int) else ""
                 return {}, f"{rank}pid {pid} on host {holder.get('name') or holder['host']}"
             found[f"{holder['host']}/{pid}/{start}"] = True

@@ -111,7 +111,7 @@ def check_somebody_elses_lives(
 def test_a_pause_that_nobody_claimed_is_never_due() -> None:
     lease = Lease()
     lease.paused("wait", already=False)
-    assert not lease.gone("trainer")
+    assert not lease.holder_lost("trainer")
     assert not lease.due
 
 
@@ -119,9 +119,9 @@ def test_a_claimed_pause_is_due_when_its_holder_has_gone() -> None:
     lease = Lease()
     lease.claim("trainer", seconds=3.0, in_place=False)
     lease.paused("wait", already=False)
-    assert not lease.gone("another")
+    assert not lease.holder_lost("another")
     assert not lease.due
-    assert lease.gone("trainer")
+    assert lease.holder_lost("trainer")
     assert lease.due
     lease.resumed()
     assert not lease.due
@@ -130,7 +130,7 @@ def test_a_claimed_pause_is_due_when_its_holder_has_gone() -> None:
 def test_a_holder_that_had_gone_before_its_pause_came() -> None:
     lease = Lease()
     lease.claim("trainer", seconds=3.0, in_place=False)
-    assert lease.gone("trainer"), "its pause may be on its way"
+    assert lease.holder_lost("trainer"), "its pause may be on its way"
     lease.paused("wait", already=False)
     assert lease.due
 
@@ -138,7 +138,7 @@ def test_a_holder_that_had_gone_before_its_pause_came() -> None:
 def test_a_claim_of_one_that_has_gone_is_not_for_the_next_pause_of_anybody() -> None:
     lease = Lease()
     lease.claim("trainer", seconds=3.0, in_place=False)
-    assert lease.gone("trainer")
+    assert lease.holder_lost("trainer")
     assert not lease.late("trainer")
     lease.paused("wait", already=False)
     assert not lease.due
@@ -149,7 +149,7 @@ def test_a_second_pause_of_somebody_else_stays() -> None:
     lease.claim("trainer", seconds=3.0, in_place=False)
     lease.paused("wait", already=False)
     lease.paused("keep", already=True)
-    lease.gone("trainer")
+    lease.holder_lost("trainer")
     assert not lease.due
 
 
@@ -158,9 +158,9 @@ def test_the_next_trainers_pause_takes_the_place_of_a_dead_ones() -> None:
     for holder in ("one", "two"):
         lease.claim(holder, seconds=3.0, in_place=False)
         lease.paused("wait", already=holder == "two")
-    lease.gone("one")
+    lease.holder_lost("one")
     assert not lease.due
-    assert lease.gone("two")
+    assert lease.holder_lost("two")
     assert lease.due
 
 
@@ -190,7 +190,7 @@ def test_a_model_of_two_versions_stays_paused(in_place: bool) -> None:
     lease = Lease()
     lease.claim("trainer", seconds=3.0, in_place=in_place)
     lease.paused("wait", already=False)
-    lease.gone("trainer")
+    lease.holder_lost("trainer")
     lease.started()
     assert lease.due is not in_place
     lease.finished(False)

@@ -166,7 +166,7 @@ def test_a_request_for_an_adapter_that_was_not_received_is_refused_alone() -> No
         call("init_weight_transfer_engine", kwargs={"init_info": {}})
         call("finish_weight_update")
         assert refused()
-        call("init_weight_transfer_engine", kwargs={"init_info": {"adapter": POLICY.told()}})
+        call("init_weight_transfer_engine", kwargs={"init_info": {"adapter": POLICY.to_wire()}})
         assert refused()
         with pytest.raises(RuntimeError):
             call("finish_weight_update", 1.0)
@@ -214,7 +214,7 @@ def test_a_configuration_may_have_all_that_peft_writes() -> None:
             return {"peft_type": "LORA", **asdict(self)}
 
     kept = {"lora_dropout": 0.1, "use_rslora": True, "peft_type": "LORA", "base_model_name_or_path": "x"}
-    assert replaced(config={**kept, "arrow_config": None, "use_of_tomorrow": False}).told()["config"]["r"] == 8
+    assert replaced(config={**kept, "arrow_config": None, "use_of_tomorrow": False}).to_wire()["config"]["r"] == 8
 
     def of(config: Any) -> Adapter:
         module: Any = SimpleNamespace(peft_config={"default": config})
@@ -316,7 +316,7 @@ def test_of_a_module_of_peft_the_adapters_tensors_are_sent() -> None:
     assert [*AdapterSource(EthaSource(module), replaced(part="old")).tensors()] == [
         "layer.lora_A.weight", "layer.lora_A.bias",
     ]  # fmt: skip
-    assert json.loads(json.dumps(adapter.told())) == {
+    assert json.loads(json.dumps(adapter.to_wire())) == {
         "name": "policy",
         "config": {"r": 4, "lora_alpha": 8, "target_modules": ["a", "b"], "use_rslora": True, "peft_type": "LORA"},
     }

@@ -4,7 +4,7 @@
     claim(holder)   -->  Lease.claim
     pause           -->  Lease.paused: it is the holder's
     release(holder) -->  Lease.released: resume_scheduler, unless somebody else has paused the engine, too
-    SIGKILL              Lease.gone  <----------------- news ---------  its pair is lost: says so, and of which holder
+    SIGKILL              Lease.holder_lost  <---------- news ---------  its pair is lost: says so, and of which holder
                          ... seconds pass: Lease.due, resume_scheduler
 
 The pause lies in EngineCore's process, so the lease does, too; ``keep_leases`` has its calls tell the lease of them.
@@ -83,7 +83,7 @@ class Lease:
         """An update was brought into the model, whole or not."""
         self.torn = not whole
 
-    def gone(self, holder: str) -> bool:
+    def holder_lost(self, holder: str) -> bool:
         """``holder`` has died, or left; whether its pause is now to end in ``seconds``, or may yet come until then."""
         self._gone.append(holder)
         return holder in (self.holder, self._claimed)
@@ -169,11 +169,11 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
         lease = _lease(self)
         if method == "init_weight_transfer_engine" and kwargs and "init_info" in kwargs:
             kwargs = {**kwargs, "init_info": {**kwargs["init_info"], "news": self._etha_news.name}}
-        if method == "update_weights" and kwargs and "claim" in (told := kwargs.get("update_info") or {}):
-            lease.claim(told["claim"], seconds=float(told["seconds"]), in_place=bool(told["in_place"]))
+        if method == "update_weights" and kwargs and "claim" in (info := kwargs.get("update_info") or {}):
+            lease.claim(info["claim"], seconds=float(info["seconds"]), in_place=bool(info["in_place"]))
             return []
-        if method == "update_weights" and kwargs and "release" in (told := kwargs.get("update_info") or {}):
-            if lease.released(told["release"]):
+        if method == "update_weights" and kwargs and "release" in (info := kwargs.get("update_info") or {}):
+            if lease.released(info["release"]):
                 self.resume_scheduler()
             elif lease.others:
                 log.warning("the engine has taken a version and stays paused: somebody else has paused it, too")
@@ -212,7 +212,7 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
             return
         lease = _lease(self)
         if not request_type.late:
-            if lease.gone(request_type.holder):
+            if lease.holder_lost(request_type.holder):
                 _later(self, lease, request_type.holder)
         elif lease.late(request_type.holder) and self.is_scheduler_paused():
             _end(self, lease)
@@ -225,10 +225,10 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
 def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
     """ConfigError for what needs the weights of an engine that sleeps: on a GPU there is no memory behind them."""
     needs = ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update")
-    told = kwargs.get("update_info") or {}
+    info = kwargs.get("update_info") or {}
     if "weights" not in engine.model_executor.sleeping_tags:
         return
-    if method in needs or (method == "update_weights" and not {"claim", "release", "cancel"}.intersection(told)):
+    if method in needs or (method == "update_weights" and not {"claim", "release", "cancel"}.intersection(info)):
         raise ConfigError(
             "the engine sleeps, and its weights are not there to be written: wake them up first, with "
             "wake_up(tags=['weights']) or POST /wake_up?tags=weights"

@@ -83,8 +83,8 @@ def _know_live(engine: Any, *, awaited: bool) -> None:
 
     def note(self: Any, method: Any, options: Any) -> None:
         if method == "init_weight_transfer_engine":
-            told = options.get("init_info") if isinstance(options, dict) else None
-            adapter = told.get("adapter") if isinstance(told, dict) else None
+            adapter_info = options.get("init_info") if isinstance(options, dict) else None
+            adapter = adapter_info.get("adapter") if isinstance(adapter_info, dict) else None
             self.etha_sent = None if adapter is None else adapter["name"]
         elif method == "finish_weight_update" and getattr(self, "etha_sent", None) is not None:
             live = self.input_processor
@@ -134,11 +134,11 @@ def _enter_adapters(client: Any, wanted: Callable[[Any], bool]) -> None:
 
     @wraps(begun)
     async def init_weight_transfer_engine(self: Any, request: Any) -> None:
-        told = (request.init_info or {}).get("adapter") if wanted(self) else None
-        if told is not None:
-            _refuse(self, told["name"])
+        adapter_info = (request.init_info or {}).get("adapter") if wanted(self) else None
+        if adapter_info is not None:
+            _refuse(self, adapter_info["name"])
         await begun(self, request)
-        self.etha_adapter = None if told is None else told["name"]
+        self.etha_adapter = None if adapter_info is None else adapter_info["name"]
 
     @wraps(ended)
     async def finish_weight_update(self: Any, weight_version: str | None = None) -> None:

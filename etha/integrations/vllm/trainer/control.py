@@ -88,7 +88,7 @@ class Control:
             )
 
 
-def told(call: Callable[..., None], *arguments: Any) -> None:
+def call_engine(call: Callable[..., None], *arguments: Any) -> None:
     """Call the client; an HTTP error is raised with what the server says of it."""
     import requests
 

@@ -83,9 +83,9 @@ class TensorPart:
         for dim, (start, stop) in enumerate(runs):
             local = local.narrow(dim, start, stop - start)
         order = sorted((axis, dim) for dim, axis in enumerate(self.axes) if axis is not None)
-        gone = [dim for dim, axis in enumerate(self.axes) if axis is None]
-        local = local.permute([dim for _, dim in order] + gone)
-        for _ in gone:
+        dropped = [dim for dim, axis in enumerate(self.axes) if axis is None]
+        local = local.permute([dim for _, dim in order] + dropped)
+        for _ in dropped:
             local = local.select(-1, 0)
         taken = {axis for axis, _ in order}
         for axis in range(self.ndim):

@@ -39,7 +39,7 @@ from etha.errors import (
     TransferTimeoutError,
 )
 from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
-from etha.integrations.vllm.trainer.control import Control, told, unreachable
+from etha.integrations.vllm.trainer.control import Control, call_engine, unreachable
 from etha.integrations.vllm.trainer.source import EthaSource, Iterated
 from etha.integrations.vllm.trainer.team import Team, one_engine
 
@@ -194,7 +194,7 @@ class Replica:
         import requests
 
         try:
-            await self._ask(told, self.client.start_weight_update)
+            await self._ask(call_engine, self.client.start_weight_update)
         except requests.HTTPError as error:
             return f"; the engine says: {error}"
         except Exception as error:
@@ -239,7 +239,7 @@ class Replica:
         """Rank 0's: all ranks register again; the engine first, which does so beside its steps."""
         log.info("pair %s: %s in other memory: registering again", self.info.pair, whose)
         try:
-            await self._ask(told, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
+            await self._ask(call_engine, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
             await self._team.say("register", self.info.timeout)
             await self._register_again()
         except BaseException:
@@ -276,7 +276,7 @@ class Replica:
             "timeout": info.timeout,
         }
         if info.adapter is not None:
-            plan["adapter"] = info.adapter.told()
+            plan["adapter"] = info.adapter.to_wire()
         return plan | {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
 
     async def ask_to_join(self, before: Exception | None = None) -> Exception | None:
@@ -287,7 +287,7 @@ class Replica:
         try:
             # A trainer that was killed may have left the engine waiting.
             await self._ask(self._control.recover)
-            await self._ask(told, self.client.init_weight_transfer_engine, self._plan())
+            await self._ask(call_engine, self.client.init_weight_transfer_engine, self._plan())
         except requests.HTTPError as error:
             raise ConfigError(f"pair {self.info.pair!r}: the engine refuses this trainer: {error}") from error
         except Exception as error:
@@ -357,7 +357,7 @@ class Replica:
             raise
         if not live:
             await self._ask(self._control.pause)
-        await self._ask(told, self.client.update_weights, {})
+        await self._ask(call_engine, self.client.update_weights, {})
         await self._finish(label or str(result.seq if version is None else version))
         return result
 
@@ -374,18 +374,18 @@ class Replica:
                 await self._cancel()
                 raise
             try:
-                await self._ask(told, self.client.update_weights, {"verify": True})
+                await self._ask(call_engine, self.client.update_weights, {"verify": True})
             except Exception as error:
                 if absent(error):
                     raise
                 text = f"pair {self.info.pair!r}: the engine does not compute with the trainer's weights: {error}"
                 raise TransferError(text) from error
-            await self._ask(told, self.client.finish_weight_update)
+            await self._ask(call_engine, self.client.finish_weight_update)
         return result
 
     async def _finish(self, version: str) -> None:
         try:
-            await self._ask(told, self.client.finish_weight_update, version)
+            await self._ask(call_engine, self.client.finish_weight_update, version)
         except Exception as error:
             if unreachable(error) or isinstance(error, PeerLostError):
                 raise
@@ -401,7 +401,7 @@ class Replica:
         if (name := self._moved()) is not None:
             await self._renew(f"the trainer has {name!r}")
         try:
-            await self._ask(told, self.client.start_weight_update)
+            await self._ask(call_engine, self.client.start_weight_update)
         except TransferTimeoutError:
             raise
         except Exception as error:
@@ -423,7 +423,7 @@ class Replica:
             await self._cancel()
             if MOVED in str(error):
                 await self._renew("the engine has parameters")
-            await self._ask(told, self.client.start_weight_update)
+            await self._ask(call_engine, self.client.start_weight_update)
 
     async def settle(self) -> None:
         """End what was begun with an engine that stands, and its pause; raises what ``absent`` tells of."""

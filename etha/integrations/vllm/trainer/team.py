@@ -101,26 +101,26 @@ class Team:
         """Tell all other ranks, which hear it now or within ``timeout``. TransferError and its subclasses."""
         if self._batch is None:
             return
-        told: dict[str, object] = {"word": word}
+        message: dict[str, object] = {"word": word}
         if isinstance(word, EthaError):
-            told = {"error": _short(word)}
-        text = json.dumps({"call": self._call, **told}).encode()
+            message = {"error": _short(word)}
+        text = json.dumps({"call": self._call, **message}).encode()
         self._word.copy_(torch.frombuffer(bytearray(text.ljust(_SIZE)), dtype=torch.uint8))
         await self._move("send", timeout)
 
     async def hear(self, timeout: float) -> Word:
         """What rank 0 says next; an error that it says is raised."""
         await self._move("recv", timeout)
-        told = json.loads(self._word.cpu().numpy().tobytes())
-        if told["call"] != self._call:
+        message = json.loads(self._word.cpu().numpy().tobytes())
+        if message["call"] != self._call:
             raise TransferError(
-                f"{self._side} rank 0 is at call {told['call']} of send_weights since all ranks have met, and rank "
+                f"{self._side} rank 0 is at call {message['call']} of send_weights since all ranks have met, and rank "
                 f"{self._rank} at call {self._call}: call it equally often on every rank",
                 outcome="withdrawn",
             )
-        if "error" in told:
-            raise from_wire(told["error"])
-        word: Word = told["word"]
+        if "error" in message:
+            raise from_wire(message["error"])
+        word: Word = message["word"]
         assert word in get_args(Word)
         return word
 

@@ -176,10 +176,10 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         held = [list(self._weights.tensors())]
         world = place_of(self._info).world_size
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world > 1:
-            told: list[Any] = [None] * world
-            dist.all_gather_object(told, (metas, held[0]))
-            metas = merged([metas for metas, _ in told])
-            held = [names for _, names in told]
+            gathered: list[Any] = [None] * world
+            dist.all_gather_object(gathered, (metas, held[0]))
+            metas = merged([metas for metas, _ in gathered])
+            held = [names for _, names in gathered]
         spread = any(set(names) != {meta.name for meta in metas} for names in held)
         if not metas:
             raise ConfigError(

@@ -87,7 +87,7 @@ class Adapter:
             config=config, part=part,
         )  # fmt: skip
 
-    def told(self) -> dict[str, Any]:
+    def to_wire(self) -> dict[str, Any]:
         """What the engine is told of it: plain JSON."""
         own = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         return {"name": self.name, "config": _plain({**self.config, **own})}

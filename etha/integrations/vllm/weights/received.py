@@ -179,11 +179,11 @@ class Received:
     def _look(self) -> None:
         """Where the live parameters are now that are written with no loader between: an engine may have slept."""
         now = live_views(self._model, self.kept) if self._live else {}
-        gone = [name for name in self._live if name not in now]
-        if gone:
+        missing = [name for name in self._live if name not in now]
+        if missing:
             raise TransferError(
-                f"{gone[0]!r} and {len(gone) - 1} more of the engine's parameters are not what they were when the "
-                f"trainer was met: call shutdown() on the trainer engine and make another"
+                f"{missing[0]!r} and {len(missing) - 1} more of the engine's parameters are not what they were when "
+                f"the trainer was met: call shutdown() on the trainer engine and make another"
             )
         self._live = {name: now[name] for name in self._live}
         self._written = {} if self._atomic else self._live
