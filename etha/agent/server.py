@@ -16,8 +16,9 @@ import os
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from etha.addresses import redact
 from etha.agent.dispatch import dispatch, show
@@ -252,7 +253,7 @@ class Agent:
             self._draining = True
             self.done.set()
         if self._draining:
-            return replace(welcome, leaving=_LEAVING)
+            return msgspec.structs.replace(welcome, leaving=_LEAVING)
         if "ETHA_ENCRYPT" in hello.wants and not self.settings.encrypt:
             raise ConfigError(
                 f"ETHA_ENCRYPT=1 is set here, and the agent of {self.device} (process {os.getpid()}) runs without it: "
@@ -283,7 +284,7 @@ class Agent:
         memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
         self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory, differs=differs)
         self._rest()
-        return replace(welcome, differs=differs)
+        return msgspec.structs.replace(welcome, differs=differs)
 
     def received(self, peer: Peer, request: Request) -> None:
         """One message of a worker; every error becomes its answer."""

@@ -4,7 +4,7 @@
     cancel   {"v", "id", "cancel": true}            failure  {"v", "id", "error": {code, text, data, traceback}}
     push     {"v", "id", "push": {"op", "args"}}    id: of the request it belongs to, 0 for none
 
-Pure; nothing is ever unpickled. ``schema`` checks the arguments.
+Pure; nothing is ever unpickled. Messages are structs as in ``schema``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
-import msgpack  # type: ignore[import-untyped, unused-ignore]
+import msgspec
+from msgspec import UNSET, Meta, Raw
+from msgspec.msgpack import Decoder, Encoder
 
-from etha.bus.schema import MAX_NODES, MAX_STRING, STRUCTS, Bounds, Checker, Mismatch, plain, shown, struct
+from etha.bus.schema import MAX_BYTES, JsonObject, StrictStruct, Text
 from etha.errors import EthaError, ProtocolError, from_wire
 
 __all__ = [
     "MAX_MESSAGE",
     "PROTOCOL",
-    "Bounds",
     "Cancel",
     "Envelope",
     "Failure",
@@ -33,7 +35,6 @@ __all__ = [
     "decode",
     "encode",
     "message",
-    "unpack",
 ]
 
 PROTOCOL = 1
@@ -41,13 +42,14 @@ PROTOCOL = 1
 MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.
 MAX_TEXT = 1 << 20
-_MAX_ID = (1 << 63) - 1
+_Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 #: Characters of what is said about a malformed message: it goes back to its sender and into the log.
 _MAX_COMPLAINT = 1000
 
 T = TypeVar("T")
 
-_BY_OP: dict[str, tuple[type, Checker]] = {}
+#: Operation -> its message class, and back.
+MESSAGES: dict[str, type] = {}
 _OPS: dict[type, str] = {}
 
 
@@ -108,23 +110,75 @@ class Malformed(ProtocolError):
 
 
 def message(op: str) -> Callable[[type[T]], type[T]]:
-    """Register the decorated dataclass as the message of operation ``op``; TypeError for unusable hints."""
+    """Register the decorated ``StrictStruct`` as the message of operation ``op``."""
 
     def register(cls: type[T]) -> type[T]:
-        if op in _BY_OP:
-            raise TypeError(f"operation {op!r} belongs to {_BY_OP[op][0].__name__} already")
-        _BY_OP[op] = (cls, struct(cls))
+        if not issubclass(cls, StrictStruct):
+            raise TypeError(f"{cls.__name__} is no StrictStruct: it would take fields that it does not have")
+        if op in MESSAGES:
+            raise TypeError(f"operation {op!r} belongs to {MESSAGES[op].__name__} already")
+        MESSAGES[op] = cls
         _OPS[cls] = op
         return cls
 
     return register
 
 
-def _default(value: Any) -> dict[str, Any]:
-    names = STRUCTS.get(type(value))
-    if names is None:
-        raise TypeError(f"{type(value).__name__} cannot travel")
-    return {name: getattr(value, name) for name in names}
+class _Named(StrictStruct, frozen=True, kw_only=True):
+    op: Text
+    args: Raw
+
+
+class _Error(StrictStruct, frozen=True, kw_only=True):
+    code: Text
+    text: Annotated[str, Meta(max_length=MAX_BYTES)]
+    data: JsonObject
+    traceback: Annotated[str, Meta(max_length=MAX_BYTES)] | None
+
+
+_ABSENT: Any = UNSET
+
+
+class _Wire(StrictStruct, frozen=True, kw_only=True):
+    """Every envelope: which fields are there tells them apart, and all but ``v`` and ``id`` can be absent."""
+
+    v: int
+    id: _Id
+    op: Text = _ABSENT
+    left: float | None = _ABSENT
+    args: Raw = _ABSENT
+    ok: _Named = _ABSENT
+    push: _Named = _ABSENT
+    error: _Error = _ABSENT
+    cancel: bool = _ABSENT
+
+
+class _Head(msgspec.Struct):
+    """What can be read at least of a message that is refused."""
+
+    v: int
+    id: _Id
+
+
+_VARYING = _Wire.__struct_fields__[2:]
+
+
+def plain_scalar(value: Any) -> Any:
+    """The text or number that ``value`` (NumPy's float64) inherits from: msgspec takes exact types only."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot travel")
+
+
+_ENCODER = Encoder(enc_hook=plain_scalar)
+_WIRE = Decoder(_Wire)
+_HEAD = Decoder(_Head)
+
+
+@cache
+def _decoder(op: str) -> Decoder[Any]:
+    return Decoder(MESSAGES[op])
 
 
 def _named(message: Any) -> dict[str, Any]:
@@ -155,12 +209,12 @@ def encode(envelope: Envelope) -> bytes:
             error["text"] = str(error["text"])[:MAX_TEXT]
             wire["error"] = {**error, "traceback": envelope.traceback and envelope.traceback[-MAX_TEXT:]}
     try:
-        data = msgpack.packb(wire, default=_default)
-    except (TypeError, ValueError, OverflowError) as error:
+        data = _ENCODER.encode(wire)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{_describe(envelope)} cannot be encoded: {error}") from None
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"{_describe(envelope)} has {len(data)} bytes, at most {MAX_MESSAGE} travel")
-    return bytes(data)
+    return data
 
 
 def _describe(envelope: Envelope) -> str:
@@ -175,95 +229,60 @@ def decode(data: bytes | memoryview, now: float = 0.0) -> Envelope:
     """
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
-    wire = unpack(data, MAX_NODES)
-    if type(wire) is not dict:
-        raise Malformed(f"not a message: {type(wire).__name__} instead of a map")
-    id, version = wire.pop("id", None), wire.pop("v", None)
-    if type(id) is not int or not 0 <= id <= _MAX_ID:
-        raise Malformed("not a message: no id")
-    if version != PROTOCOL or type(version) is not int:
-        text = f"the other end speaks protocol {shown(version)}, this one {PROTOCOL}: use one version of etha"
-        raise Malformed(text, id)
     try:
-        return _envelope(id, wire, now)
-    except Mismatch as error:
-        raise Malformed(f"malformed message {id}: {error}", id) from None
+        wire = _WIRE.decode(data)
+        if wire.v != PROTOCOL:
+            raise ValueError("another protocol")
+        return _envelope(wire, now)
+    except (ValueError, RecursionError) as error:  # all that msgspec raises, and bad UTF-8, are ValueErrors
+        raise _refusal(data, error) from None
 
 
-def unpack(data: bytes | memoryview, most: int) -> Any:
-    """The one msgpack value in ``data``, none of its collections of more than ``most`` items; Malformed.
-
-    msgpack allocates an array as long as its header says. So where one may be long, the whole is walked
-    first without building anything: what is promised and does not follow costs nothing.
-    """
-    raw = bytes(data)
+def _refusal(data: bytes | memoryview, error: Exception) -> Malformed:
     try:
-        if b"\xdc" in raw or b"\xdd" in raw:  # heads of arrays of 16 items and more
-            walk = msgpack.Unpacker(max_buffer_size=len(raw))
-            walk.feed(raw)
-            walk.skip()
-        return msgpack.unpackb(
-            raw,
-            strict_map_key=True,
-            max_str_len=len(raw),
-            max_bin_len=len(raw),
-            max_array_len=most,
-            max_map_len=most,
-            max_ext_len=0,
-        )
-    except msgpack.OutOfData:
-        raise Malformed("not msgpack: it ends too early") from None
-    except ValueError as error:  # msgpack's other errors and bad UTF-8 are all ValueErrors
-        raise Malformed(f"not msgpack: {error}") from None
+        head = _HEAD.decode(data)
+    except (ValueError, RecursionError):
+        return Malformed(f"not a message: {error}")
+    if head.v != PROTOCOL:
+        text = f"the other end speaks protocol {head.v}, this one {PROTOCOL}: use one version of etha"
+        return Malformed(text, head.id)
+    return Malformed(f"malformed message {head.id}: {error}", head.id)
 
 
-def _envelope(id: int, wire: dict[str, Any], now: float) -> Envelope:
-    keys = wire.keys()
-    if keys == {"op", "left", "args"}:
-        if id == 0:
-            raise Mismatch("a request needs an id above 0")
-        left = wire["left"]
-        if left is not None and (type(left) not in (float, int) or not math.isfinite(left)):
-            raise Mismatch(f"left: expected seconds or null, got {shown(left)}")
-        deadline = math.inf if left is None else now + max(0.0, left)
-        return Request(id, left, _message(wire["op"], wire["args"]), deadline)
-    if len(wire) != 1:
-        raise Mismatch(f"no envelope has the fields {sorted(map(shown, keys))[:8]}")
-    ((kind, body),) = wire.items()
-    match kind:
-        case "ok" | "push":
-            if type(body) is not dict or body.keys() != {"op", "args"}:
-                raise Mismatch(f"{kind}: expected op and args")
-            inner = _message(body["op"], body["args"])
-            return Reply(id, inner) if kind == "ok" else Push(id, inner)
-        case "error":
-            return _failure(id, body)
-        case "cancel" if body is True:
-            return Cancel(id)
-    raise Mismatch(f"no envelope has the field {shown(kind)}")
+def _envelope(wire: _Wire, now: float) -> Envelope:
+    given = tuple(name for name in _VARYING if getattr(wire, name) is not UNSET)
+    match given:
+        case ("op", "left", "args"):
+            if wire.id == 0:
+                raise ValueError("a request needs an id above 0")
+            if wire.left is not None and not math.isfinite(wire.left):
+                raise ValueError("left: expected seconds or null")
+            deadline = math.inf if wire.left is None else now + max(0.0, wire.left)
+            return Request(wire.id, wire.left, _message(wire.op, wire.args), deadline)
+        case ("ok",):
+            return Reply(wire.id, _message(wire.ok.op, wire.ok.args))
+        case ("push",):
+            return Push(wire.id, _message(wire.push.op, wire.push.args))
+        case ("error",):
+            error = made_error(*msgspec.structs.astuple(wire.error))
+            return Failure(wire.id, error, wire.error.traceback)
+        case ("cancel",) if wire.cancel:
+            return Cancel(wire.id)
+    raise ValueError(f"no envelope has the fields {', '.join(given) or 'id and v alone'}")
 
 
-def _message(op: Any, args: Any) -> Any:
-    found = _BY_OP.get(op) if type(op) is str else None
-    if found is None:
-        raise Mismatch(f"unknown operation {shown(op)}")
+def _message(op: str, args: Raw) -> Any:
+    if op not in MESSAGES:
+        raise ValueError(f"unknown operation {op[:60]!r}")
     try:
-        return found[1](args)
-    except Mismatch as error:
-        error.path.append(op)
-        raise
+        return _decoder(op).decode(args)
+    except (ValueError, EthaError) as error:  # EthaError: of the message's own __post_init__
+        raise ValueError(f"{op}: {error}") from None
 
 
-def _failure(id: int, body: Any) -> Failure:
-    if type(body) is not dict or body.keys() != {"code", "text", "data", "traceback"}:
-        raise Mismatch("error: expected code, text, data, traceback")
-    code, text, data, traceback = body["code"], body["text"], body["data"], body["traceback"]
-    if type(code) is not str or len(code) > MAX_STRING or type(text) is not str or type(data) is not dict:
-        raise Mismatch("error: code and text are text, data is a map")
-    if traceback is not None and type(traceback) is not str:
-        raise Mismatch("error.traceback: expected text or null")
-    plain(data)
+def made_error(code: str, text: str, data: dict[str, Any], traceback: str | None) -> EthaError:
+    """The error that came in these parts; ValueError for data that its class does not take."""
     try:
-        return Failure(id, from_wire(body, traceback), traceback)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # data that its class does not take
-        raise Mismatch(f"error.data of {shown(code)}: {error}") from None
+        return from_wire({"code": code, "text": text, "data": data}, traceback)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"data of error {code[:60]!r}: {error}") from None

@@ -7,15 +7,16 @@ agent -> worker   Goodbye, pushed, when the agent leaves
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from etha.bus.codec import Bounds, message
+from msgspec import Meta, field
+
+from etha.bus.codec import message
+from etha.bus.schema import MAX_ITEMS, JsonObject, StrictStruct, Text
 
 
 @message("hello")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(StrictStruct, frozen=True, kw_only=True):
     """Who a worker is. ``redis``: the URL it asks for, None for the embedded server (or any).
 
     An ``observer`` is no worker: it may ask for status and events, is not listed, and does not keep an agent alive.
@@ -23,62 +24,57 @@ class Hello:
     word, ``Peer.pid``, differs.
     """
 
-    version: str
-    namespace: str
-    redis: str | None
-    host: str
+    version: Text
+    namespace: Text
+    redis: Text | None
+    host: Text
     pid: int
     start: int
     observer: bool = False
     #: Settings by variable that it would give an agent that it starts, and whether it would start one.
-    wants: dict[str, str] = field(default_factory=dict)
+    wants: Annotated[dict[Text, Text], Meta(max_length=MAX_ITEMS)] = field(default_factory=dict)
     starts: bool = False
 
 
 @message("welcome")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(StrictStruct, frozen=True, kw_only=True):
     """What the agent is. ``session`` is filled in by the server and opens the descriptor socket.
 
     ``leaving``: why it takes no worker any more and ends the session soon. ``differs``: which of the worker's wishes
     it does not meet, for messages.
     """
 
-    version: str
-    namespace: str
-    device: str
-    redis: str | None
+    version: Text
+    namespace: Text
+    device: Text
+    redis: Text | None
     pid: int
-    session: str = ""
-    leaving: str = ""
-    differs: str = ""
+    session: Text = ""
+    leaving: Text = ""
+    differs: Text = ""
 
 
 @message("attach")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attach:
+class Attach(StrictStruct, frozen=True, kw_only=True):
     """This descriptor connection belongs to ``session``; its end is the session's end. -> Done."""
 
-    session: Annotated[str, Bounds(max=64)]
+    session: Annotated[str, Meta(max_length=64)]
 
 
 @message("descriptors")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptors:
+class Descriptors(StrictStruct, frozen=True, kw_only=True):
     """The file descriptors of this packet, described by ``header``. -> Done."""
 
-    header: dict[str, Any]
+    header: JsonObject
 
 
 @message("goodbye")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye:
+class Goodbye(StrictStruct, frozen=True, kw_only=True):
     """The sender leaves; from a worker a request (-> Done), from an agent a push."""
 
-    text: str
+    text: Text
 
 
 @message("done")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(StrictStruct, frozen=True, kw_only=True):
     """It is done."""

@@ -1,4 +1,4 @@
-"""What a worker and its agent say to each other, one dataclass a message.
+"""What a worker and its agent say to each other, one struct a message.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
                       CloseBatch GetStatus GetEvents LetGo
@@ -10,10 +10,12 @@ Hello and Welcome stand in ``handshake``; how a message becomes bytes in ``codec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from etha.bus.codec import Bounds, message
+from msgspec import Meta
+
+from etha.bus.codec import message
+from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
 from etha.memory.handles import TensorHandle
 
 #: Tensors one worker may register in one batch.
@@ -27,52 +29,47 @@ Verb = Literal["send", "recv"]
 
 
 @message("ok")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ok:
+class Ok(StrictStruct, frozen=True, kw_only=True):
     """Reply that carries nothing but that it was done."""
 
 
 @message("probe")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(StrictStruct, frozen=True, kw_only=True):
     """Can the agent read and write this worker's own memory at ``address``? -> Probed."""
 
     address: int
-    token: bytes
+    token: Blob
 
 
 @message("probed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class Probed(StrictStruct, frozen=True, kw_only=True):
     """``reaches`` tells whether the token was read and echoed; ``text`` why not."""
 
     reaches: bool
-    text: str
+    text: Text
 
 
 @message("init_pair")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitPair:
+class InitPair(StrictStruct, frozen=True, kw_only=True):
     """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed.
 
     ``run``: torchrun's run id, where ``launch`` is made of it. ``takeover``: also from a launch that lives.
     ``give_up``: do not wait for the next launch of the other side if all of it leaves.
     """
 
-    pair: str
-    side: str
-    remote: str
+    pair: Text
+    side: Text
+    remote: Text
     world_size: int
     rank: int
-    launch: str | None
-    run: str | None = None
+    launch: Text | None
+    run: Text | None = None
     takeover: bool = False
     give_up: bool = False
 
 
 @message("pair_formed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairFormed:
+class PairFormed(StrictStruct, frozen=True, kw_only=True):
     """Both sides are complete; ``epoch`` counts the formings of this pair from 1."""
 
     epoch: int
@@ -81,64 +78,59 @@ class PairFormed:
 
 
 @message("pair_lost")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLost:
+class PairLost(StrictStruct, frozen=True, kw_only=True):
     """Push: the pair's ``epoch`` is over; ``reason`` as in PeerLostError."""
 
-    pair: str
+    pair: Text
     epoch: int
-    reason: str
-    text: str
+    reason: Text
+    text: Text
 
 
 @message("batch_lost")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLost:
+class BatchLost(StrictStruct, frozen=True, kw_only=True):
     """Push: registration ``generation`` of a batch is over for all ranks, while its pair stands; ``text`` says why.
 
     ``pair`` and ``epoch`` are of the batch's primary pair. It comes before every answer that is given for this reason.
     """
 
-    pair: str
+    pair: Text
     epoch: int
-    batch: str
+    batch: Text
     generation: int
-    reason: str
-    text: str
+    reason: Text
+    text: Text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(StrictStruct, frozen=True, kw_only=True, gc=False):
     """One registered tensor.
 
     ``shape`` is the global shape, None where only all ranks together tell it; ``layout`` indexes
     ``Register.layouts``, ``pair`` indexes ``Register.pairs``. ``of`` is the tensor of which this is one more
     part, by a name of its own: a region may be a list of products. ``tied`` is the first entry that is the
-    same elements of the same memory.
+    same elements of the same memory. As in a handle, Python's collector has nothing to find in it.
     """
 
-    name: str
+    name: Text
     pair: int
     layout: int
-    shape: tuple[int, ...] | None
+    shape: Items[int] | None
     handle: TensorHandle
-    of: str | None = None
-    tied: str | None = None
+    of: Text | None = None
+    tied: Text | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(StrictStruct, frozen=True, kw_only=True):
     """A reason found by the worker itself; ``target_only`` ones matter only when it receives."""
 
-    code: str
-    name: str
-    text: str
+    code: Text
+    name: Text
+    text: Text
     target_only: bool
 
 
 @message("register")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Register:
+class Register(StrictStruct, frozen=True, kw_only=True):
     """Register a batch, collectively over both sides. -> Registered.
 
     ``seq`` is the highest seq that this client has seen for the batch, so that a number given by an
@@ -146,24 +138,23 @@ class Register:
     memory that can; or nothing.
     """
 
-    batch: str
+    batch: Text
     epoch: int
     form: Literal["list", "map"]
-    pairs: Annotated[tuple[str, ...], Bounds(max=1000)]
-    layouts: Annotated[tuple[dict[str, Any], ...], Bounds(max=MAX_TENSORS)]
-    entries: Annotated[tuple[Entry, ...], Bounds(max=MAX_TENSORS)]
-    refusals: Annotated[tuple[Refusal, ...], Bounds(max=MAX_TENSORS)]
+    pairs: Annotated[tuple[Text, ...], Meta(max_length=1000)]
+    layouts: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_TENSORS)]
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_TENSORS)]
+    refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
     direction: Literal["send", "recv", "both"] | None
     bucket_size: int | None
     atomic: bool
     verify: Verify | None
     seq: int
-    staged: Annotated[str, Bounds(max=500)] = ""
+    staged: Annotated[str, Meta(max_length=500)] = ""
 
 
 @message("registered")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
+class Registered(StrictStruct, frozen=True, kw_only=True):
     """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows before it receives).
 
     ``generation`` numbers the registrations of the batch, alike on all ranks.
@@ -178,79 +169,72 @@ class Registered:
     send: bool
     recv: bool
     receives: bool
-    summary: dict[str, Any]
+    summary: JsonObject
 
 
 @message("attach_shadows")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachShadows:
+class AttachShadows(StrictStruct, frozen=True, kw_only=True):
     """Where this worker receives instead of its live tensors, by entry. -> Ok."""
 
-    batch: str
+    batch: Text
     epoch: int
-    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+    handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
 
 
 @message("attach_snapshot")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachSnapshot:
+class AttachSnapshot(StrictStruct, frozen=True, kw_only=True):
     """Where this worker sets its tensors aside before it sends them, by entry; once a registration. -> Ok."""
 
-    batch: str
+    batch: Text
     epoch: int
-    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+    handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
 
 
 @message("supersede")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supersede:
+class Supersede(StrictStruct, frozen=True, kw_only=True):
     """The snapshot that this worker offers, if it still does, is withdrawn: it takes a newer one. -> Ok."""
 
-    batch: str
+    batch: Text
     epoch: int
 
 
 @message("confirm")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confirm:
+class Confirm(StrictStruct, frozen=True, kw_only=True):
     """Do the batches that this worker holds still stand? -> Ok, after PairLost and BatchLost of those that do not."""
 
 
 @message("transfer")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(StrictStruct, frozen=True, kw_only=True):
     """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word.
 
     ``edition`` names the snapshot that is sent, alike on all ranks of the side; "": what the tensors hold.
     ``mark``: IPC handle of the CUDA event that the call comes after; b"": none.
     """
 
-    batch: str
+    batch: Text
     epoch: int
     verb: Verb
-    version: int | str | None
+    version: int | Text | None
     slot: int
     progress: bool
-    edition: str = ""
-    mark: Annotated[bytes, Bounds(max=MARK)] = b""
+    edition: Text = ""
+    mark: Annotated[bytes, Meta(max_length=MARK)] = b""
 
 
 @message("moved")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Moved(StrictStruct, frozen=True, kw_only=True):
     """A transfer that was committed; ``nbytes`` is this worker's payload, ``seconds`` GO to COMMIT."""
 
     seq: int
-    version: int | str | None
+    version: int | Text | None
     nbytes: int
     seconds: float
-    peers: tuple[tuple[str, int], ...]
+    peers: Items[tuple[Text, int]]
     peak_staging: int
 
 
 @message("progress")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(StrictStruct, frozen=True, kw_only=True):
     """Push under a transfer's id: bytes done and in all, of this worker."""
 
     done: int
@@ -258,69 +242,62 @@ class Progress:
 
 
 @message("wait_offer")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitOffer:
+class WaitOffer(StrictStruct, frozen=True, kw_only=True):
     """Wait until the other side waits to send. -> Offered."""
 
-    batch: str
+    batch: Text
     epoch: int
 
 
 @message("offered")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class Offered(StrictStruct, frozen=True, kw_only=True):
     """The other side is waiting to send ``nbytes`` (whole batch) under this label."""
 
-    version: int | str | None
+    version: int | Text | None
     nbytes: int
 
 
 @message("close_batch")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseBatch:
+class CloseBatch(StrictStruct, frozen=True, kw_only=True):
     """This worker is done with the batch. -> Ok.
 
     ``why``: it cannot take part although the batch stands, so nobody can transfer it; all others have been told when
     the answer comes, but for agents that do not answer.
     """
 
-    batch: str
+    batch: Text
     epoch: int
-    why: str = ""
+    why: Text = ""
 
 
 @message("let_go")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LetGo:
+class LetGo(StrictStruct, frozen=True, kw_only=True):
     """Close those of this worker's ``segments`` that no registration here uses. -> Released.
 
     ``all``: this worker's last request; the answer comes once everything is closed.
     """
 
     all: bool
-    segments: tuple[str, ...] = ()
+    segments: Items[Text] = ()
 
 
 @message("released")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class Released(StrictStruct, frozen=True, kw_only=True):
     """The ``segments`` are not known any more, and unmapped once no transfer runs."""
 
-    segments: tuple[str, ...]
+    segments: Items[Text]
 
 
 @message("get_status")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetStatus:
+class GetStatus(StrictStruct, frozen=True, kw_only=True):
     """-> Status."""
 
 
 @message("status")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class Status(StrictStruct, frozen=True, kw_only=True):
     """``report`` is what ``etha status --json`` prints."""
 
-    report: dict[str, Any]
+    report: JsonObject
 
 
 #: Events that one request may ask for.
@@ -328,17 +305,15 @@ MAX_EVENTS = 1000
 
 
 @message("get_events")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetEvents:
+class GetEvents(StrictStruct, frozen=True, kw_only=True):
     """The last ``count`` events of the namespace that came after the one with id ``after`` ("": all). -> Events."""
 
-    after: Annotated[str, Bounds(max=100)] = ""
+    after: Annotated[str, Meta(max_length=100)] = ""
     count: int = 100
 
 
 @message("events")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
+class Events(StrictStruct, frozen=True, kw_only=True):
     """Oldest first; each has its ``id``, its ``kind``, and what fits of pair, side, rank, batch, reason, text."""
 
-    events: Annotated[tuple[dict[str, Any], ...], Bounds(max=MAX_EVENTS)]
+    events: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_EVENTS)]

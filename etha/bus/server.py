@@ -15,9 +15,10 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+
+import msgspec
 
 from etha import limits
 from etha.bus.attachments import Attachment, Attachments
@@ -162,7 +163,7 @@ class BusServer:
         session.watch(ATTACH_TIMEOUT)
         self._connections.prove(connection)
         self._left.clear()
-        self._post(session.peer, Reply(envelope.id, replace(welcome, session=session.peer.key)))
+        self._post(session.peer, Reply(envelope.id, msgspec.structs.replace(welcome, session=session.peer.key)))
 
     def _admit(self, connection: Connection, credentials: Credentials, message: object) -> Session:
         if credentials.uid != self._uid:

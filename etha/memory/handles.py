@@ -7,31 +7,37 @@ worker's own memory, which the agent reaches with ``process_vm_readv``. Nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:
     import torch
+
+#: Characters of a text, and dimensions of a tensor, in a handle that comes from a socket.
+MAX_TEXT = 1 << 10
+MAX_DIMS = 1 << 10
 
 #: (address, shape, strides, dtype)
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], "torch.dtype"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHandle:
+class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Where one local tensor lies.
 
     ``segment`` is the id (hex) of a mapped segment and ``offset`` a byte offset in it; or ``segment`` is
     None and ``offset`` a virtual address of the worker. ``shape`` is local, ``strides`` are in elements
     and not negative, ``dtype`` is "float32". A handle from a socket is believed by nobody:
-    ``WorkerMemory.resolve`` checks it against what is mapped.
+    ``WorkerMemory.resolve`` checks it against what is mapped. It holds plain data, so Python's collector skips it:
+    registrations have many.
     """
 
-    segment: str | None
+    segment: Annotated[str, Meta(max_length=MAX_TEXT)] | None
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
+    strides: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
+    dtype: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 def span_nbytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

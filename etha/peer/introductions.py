@@ -10,10 +10,11 @@ Copied, Sums: how far a copy is, and what was copied or sent, for who verifies i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from etha.bus.schema import Bounds
+from msgspec import Meta
+
+from etha.bus.schema import Blob, Items, StrictStruct, Text
 from etha.memory.handles import TensorHandle
 from etha.peer.messages import message
 
@@ -26,8 +27,7 @@ MAX_SUMS = 1 << 17
 
 
 @message("meet")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meet:
+class Meet(StrictStruct, frozen=True, kw_only=True):
     """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``.
 
     ``certificate``: SHA-256 of the one that its data port shows; b"": data connections are not encrypted.
@@ -36,53 +36,49 @@ class Meet:
     pid: int
     started: int
     address: int
-    token: Annotated[bytes, Bounds(max=256)]
-    certificate: Annotated[bytes, Bounds(max=32)] = b""
+    token: Annotated[bytes, Meta(max_length=256)]
+    certificate: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 @message("met")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class Met(StrictStruct, frozen=True, kw_only=True):
     """The answer to Meet: this epoch stands here as well; ``reads``: the token was found and echoed."""
 
     reads: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSegment:
+class ShownSegment(StrictStruct, frozen=True, kw_only=True):
     """A mapped segment of a worker: see ``transport.copy.host.SegmentClaim``."""
 
-    id: Annotated[str, Bounds(max=64)]
+    id: Annotated[str, Meta(max_length=64)]
     nbytes: int
     device: int = 0
     inode: int = 0
-    gpu: Annotated[str, Bounds(max=64)] = ""
-    handle: Annotated[str, Bounds(max=128)] = ""
+    gpu: Annotated[str, Meta(max_length=64)] = ""
+    handle: Annotated[str, Meta(max_length=128)] = ""
 
 
 @message("exhibits")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exhibits:
+class Exhibits(StrictStruct, frozen=True, kw_only=True):
     """Tensors of ``side`` ``rank``, whose worker is process ``pid``; ``last`` of all ranks of the sender.
 
     ``pid`` 0: this rank's worker cannot be shown, its memory is to be sent. A rank may come in several parts.
     ``snapshot``: where this one rank sets them aside, shown when it first does; ``last`` of its parts.
     """
 
-    side: Annotated[str, Bounds(max=100)]
+    side: Annotated[str, Meta(max_length=100)]
     rank: int
     pid: int
     started: int
-    segments: tuple[ShownSegment, ...]
-    names: Annotated[tuple[str, ...], Bounds(max=MAX_TENSORS)]
-    handles: Annotated[tuple[TensorHandle, ...], Bounds(max=MAX_TENSORS)]
+    segments: Items[ShownSegment]
+    names: Annotated[tuple[Text, ...], Meta(max_length=MAX_TENSORS)]
+    handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
     last: bool
     snapshot: bool = False
 
 
 @message("ask_tokens")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskTokens:
+class AskTokens(StrictStruct, frozen=True, kw_only=True):
     """Give me ``count`` tokens for your data port; ``request`` comes back with them."""
 
     request: int
@@ -90,17 +86,15 @@ class AskTokens:
 
 
 @message("give_tokens")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveTokens:
+class GiveTokens(StrictStruct, frozen=True, kw_only=True):
     """The tokens of ``request``."""
 
     request: int
-    tokens: Annotated[tuple[bytes, ...], Bounds(max=MAX_TOKENS)]
+    tokens: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TOKENS)]
 
 
 @message("copied")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class Copied(StrictStruct, frozen=True, kw_only=True):
     """Of what I do in transfer ``seq``, which copies from your workers too, this share (0.0 to 1.0) is done."""
 
     seq: int
@@ -108,8 +102,7 @@ class Copied:
 
 
 @message("sums")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(StrictStruct, frozen=True, kw_only=True):
     """Checksums ``first``, first + 1, ... of the chunks that I have given you in transfer ``seq``, 8 bytes each.
 
     Little-endian, in the order of ``transport.checks``; several messages where there are many.
@@ -117,48 +110,43 @@ class Sums:
 
     seq: int
     first: int
-    sums: Annotated[bytes, Bounds(max=8 * MAX_SUMS)]
+    sums: Annotated[bytes, Meta(max_length=8 * MAX_SUMS)]
 
 
 @message("unique_id")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UniqueId:
+class UniqueId(StrictStruct, frozen=True, kw_only=True):
     """The id of the NCCL communicator that runs after failed transfer ``edition``, of the agent that makes them."""
 
     edition: int
-    id: Annotated[bytes, Bounds(max=128)]
+    id: Annotated[bytes, Meta(max_length=128)]
 
 
 @message("ask_missing")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskMissing:
+class AskMissing(StrictStruct, frozen=True, kw_only=True):
     """Who is not ready for a transfer from side ``source``, which you coordinate?"""
 
     request: int
-    source: Annotated[str, Bounds(max=100)]
+    source: Annotated[str, Meta(max_length=100)]
 
 
 @message("tell_missing")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TellMissing:
+class TellMissing(StrictStruct, frozen=True, kw_only=True):
     """(side, rank) of those whose agent has not said READY as this direction needs it."""
 
     request: int
-    missing: tuple[tuple[str, int], ...]
+    missing: Items[tuple[Text, int]]
 
 
 @message("forsaken")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forsaken:
+class Forsaken(StrictStruct, frozen=True, kw_only=True):
     """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why. -> Noted."""
 
     request: int
-    text: Annotated[str, Bounds(max=4096)]
+    text: Annotated[str, Meta(max_length=4096)]
 
 
 @message("noted")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class Noted(StrictStruct, frozen=True, kw_only=True):
     """The answer to Forsaken: the registration is over here, and what was said to my workers says so first."""
 
     request: int

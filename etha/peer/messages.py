@@ -11,17 +11,17 @@ generation of one pair epoch; the link carries that beside it. Order on a link i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from etha.bus.schema import Items, StrictStruct, Text
 from etha.errors import EthaError
 
 T = TypeVar("T")
 
 Verb = Literal["send", "recv"]
-Version = int | str | None
+Version = int | Text | None
 #: Whose booking comes first, the smaller the sooner: (start in ns, coordinator's agent, batch).
-Ticket = tuple[int, str, str]
+Ticket = tuple[int, Text, Text]
 #: What an agent says of a transfer: its end, or that it will take no COMMIT any more.
 Known = Literal["committed", "aborted", "fenced"]
 
@@ -30,9 +30,11 @@ OPS: dict[type, str] = {}
 
 
 def message(op: str) -> Callable[[type[T]], type[T]]:
-    """Give the decorated dataclass the operation ``op``, which travels; the class can be renamed, ``op`` cannot."""
+    """Give the decorated ``StrictStruct`` the operation ``op``, which travels and stays when the class is renamed."""
 
     def register(cls: type[T]) -> type[T]:
+        if not issubclass(cls, StrictStruct):
+            raise TypeError(f"{cls.__name__} is no StrictStruct: it would take fields that it does not have")
         if op in OPS.values():
             raise TypeError(f"operation {op!r} belongs to another message already")
         OPS[cls] = op
@@ -42,20 +44,19 @@ def message(op: str) -> Callable[[type[T]], type[T]]:
 
 
 @message("ready")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(StrictStruct, frozen=True, kw_only=True):
     """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
 
     ``edition`` names the snapshot that they send, "" what their tensors hold; only equal ones go together.
     ``lane``: what this needs of me was free and is booked already, as young as can be; see ``held_number``.
     """
 
-    side: str
+    side: Text
     verb: Verb
     attempt: int
     version: Version
-    digest: str
-    edition: str = ""
+    digest: Text
+    edition: Text = ""
     lane: bool = False
 
     @property
@@ -65,84 +66,75 @@ class Ready:
 
 
 @message("unready")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unready:
+class Unready(StrictStruct, frozen=True, kw_only=True):
     """Take READY ``attempt`` of ``side`` back; answered by Stood, or overtaken by Go."""
 
-    side: str
+    side: Text
     attempt: int
 
 
 @message("stood")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stood:
+class Stood(StrictStruct, frozen=True, kw_only=True):
     """The withdrawal of ``attempt`` stands; ``missing`` are the ranks that were not ready, by side."""
 
-    side: str
+    side: Text
     attempt: int
-    missing: tuple[tuple[str, int], ...]
+    missing: Items[tuple[Text, int]]
 
 
 @message("refused")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(StrictStruct, frozen=True, kw_only=True):
     """The coordinator cannot let these calls meet (both sides send, labels or plans disagree)."""
 
-    side: str
+    side: Text
     attempt: int
     error: EthaError
 
 
 @message("offer")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(StrictStruct, frozen=True, kw_only=True):
     """All source ranks of ``side`` wait to send (``standing``), or no longer do."""
 
-    side: str
+    side: Text
     standing: bool
     version: Version
 
 
 @message("book")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class Book(StrictStruct, frozen=True, kw_only=True):
     """All of the direction from ``side`` are ready: book what it needs of you. ``number`` is never used twice."""
 
-    side: str
+    side: Text
     number: int
     ticket: Ticket
 
 
 @message("booked")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Booked:
+class Booked(StrictStruct, frozen=True, kw_only=True):
     """It is booked until Go and the end of its transfer, or Unbook."""
 
-    side: str
+    side: Text
     number: int
 
 
 @message("recall")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
+class Recall(StrictStruct, frozen=True, kw_only=True):
     """An older ticket wants what is booked here: give it back, unless you have said GO."""
 
-    side: str
+    side: Text
     number: int
 
 
 @message("unbook")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unbook:
+class Unbook(StrictStruct, frozen=True, kw_only=True):
     """I want what is booked under ``number`` no longer."""
 
-    side: str
+    side: Text
     number: int
 
 
 @message("go")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Go:
+class Go(StrictStruct, frozen=True, kw_only=True):
     """Transfer ``seq`` from ``side``: take each rank's oldest waiting call and move.
 
     ``snapshot``: out of the snapshots that the source ranks have taken, not out of their tensors.
@@ -151,23 +143,21 @@ class Go:
     """
 
     seq: int
-    side: str
+    side: Text
     version: Version
     snapshot: bool = False
-    attempts: tuple[tuple[str, str, int], ...]
+    attempts: Items[tuple[Text, Text, int]]
 
 
 @message("done")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(StrictStruct, frozen=True, kw_only=True):
     """My part of ``seq`` is moved: my vote to commit."""
 
     seq: int
 
 
 @message("failed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(StrictStruct, frozen=True, kw_only=True):
     """My part of ``seq`` cannot be finished, or one of my workers wants it ended."""
 
     seq: int
@@ -175,8 +165,7 @@ class Failed:
 
 
 @message("abort")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
+class Abort(StrictStruct, frozen=True, kw_only=True):
     """``seq`` ends without a result for anybody; ``cause`` is the first one."""
 
     seq: int
@@ -184,24 +173,21 @@ class Abort:
 
 
 @message("commit")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
+class Commit(StrictStruct, frozen=True, kw_only=True):
     """Everybody's part of ``seq`` is done: the result stands."""
 
     seq: int
 
 
 @message("committed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(StrictStruct, frozen=True, kw_only=True):
     """I know that ``seq`` is committed."""
 
     seq: int
 
 
 @message("declined")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declined:
+class Declined(StrictStruct, frozen=True, kw_only=True):
     """I take no COMMIT of ``seq``, now or later: survivors have asked, or it has ended here."""
 
     seq: int
@@ -209,16 +195,14 @@ class Declined:
 
 
 @message("question")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(StrictStruct, frozen=True, kw_only=True):
     """I am fenced: I lost the coordinator of ``seq`` after my vote, or was asked this. What do you know?"""
 
     seq: int
 
 
 @message("answer")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(StrictStruct, frozen=True, kw_only=True):
     """What I know of ``seq``; "fenced": I have voted, know no more, and take no COMMIT from now on."""
 
     seq: int

@@ -2,22 +2,24 @@
 
     {"v": 1, "op": "ready", "scope": [pair, epoch, batch, generation] | null, "args": {...}}
 
-Pure; fields are checked by the bus's schema, errors inside messages travel as code, text and data.
+Pure; messages are structs as in the bus's ``schema``, errors inside messages travel as code, text and data.
 What is ``Said`` has a scope; Hello, Welcome, Beat and Bye are the link's own, without.
 """
 
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgpack  # type: ignore[import-untyped, unused-ignore]
+import msgspec
+from msgspec import Meta, Raw
+from msgspec.msgpack import Decoder, Encoder
 
-from etha.bus.codec import Malformed, unpack
-from etha.bus.schema import MAX_ITEMS, STRUCTS, Bounds, Checker, Mismatch, plain, shown, struct
+from etha.bus.codec import Malformed, made_error, plain_scalar
+from etha.bus.schema import JsonObject, StrictStruct, Text
 from etha.config import check_name
-from etha.errors import EthaError, ProtocolError, from_wire
+from etha.errors import EthaError, ProtocolError
 from etha.peer.introductions import Introduction
 from etha.peer.messages import OPS, Message, message
 
@@ -72,36 +74,32 @@ class Scope:
 
 
 @message("hello")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(StrictStruct, frozen=True, kw_only=True):
     """First on every link. ``losses``: how often the sender has lost this peer, so that both lose alike."""
 
-    version: Annotated[str, Bounds(max=100)]
+    version: Annotated[str, Meta(max_length=100)]
     losses: int
 
 
 @message("welcome")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(StrictStruct, frozen=True, kw_only=True):
     """The answer to Hello: the link stands."""
 
-    version: Annotated[str, Bounds(max=100)]
+    version: Annotated[str, Meta(max_length=100)]
 
 
 @message("beat")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Beat(StrictStruct, frozen=True, kw_only=True):
     """Beat ``number`` of the one who opened the link; comes back as it is."""
 
     number: int
 
 
 @message("bye")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bye:
+class Bye(StrictStruct, frozen=True, kw_only=True):
     """The sender takes part in this link no more; ``text`` says why."""
 
-    text: Annotated[str, Bounds(max=MAX_TEXT)]
+    text: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 Control = Hello | Welcome | Beat | Bye
@@ -117,23 +115,22 @@ class Envelope:
     message: Said | Control
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Error:
+class _Error(StrictStruct, frozen=True, kw_only=True):
     """An EthaError as it travels."""
 
-    code: Annotated[str, Bounds(max=100)]
-    text: Annotated[str, Bounds(max=MAX_TEXT)]
-    data: dict[str, Any] = field(default_factory=dict)
-    traceback: Annotated[str, Bounds(max=MAX_TEXT)] | None = None
+    code: Annotated[str, Meta(max_length=100)]
+    text: Annotated[str, Meta(max_length=MAX_TEXT)]
+    data: JsonObject
+    traceback: Annotated[str, Meta(max_length=MAX_TEXT)] | None
 
 
 def _error_to_wire(error: EthaError) -> dict[str, Any]:
     data = error.data()
     # Losing details must never lose the message: an ABORT without its list of violations still aborts.
     try:
-        if len(msgpack.packb(data)) > MAX_DATA:
+        if len(_ENCODER.encode(data)) > MAX_DATA:
             data = {}
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         data = {}
     trace = error.remote_traceback
     return {
@@ -149,42 +146,34 @@ def _sound(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _error_from_wire(wire: _Error) -> EthaError:
-    try:
-        plain(wire.data)
-        return from_wire({"code": wire.code, "text": wire.text, "data": wire.data}, wire.traceback)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:  # data that its class does not take
-        raise Mismatch(f"data of error {shown(wire.code)}: {error}") from None
+class _Wire(StrictStruct, frozen=True, kw_only=True):
+    v: int
+    op: Text
+    scope: tuple[Text, int, Text, int] | None
+    args: Raw
 
 
-def _checker(cls: type) -> Checker:
-    """The strict checker of ``cls``: errors inside are checked as ``_Error`` and then made again."""
+def _decoder(cls: type) -> tuple[Decoder[Any], frozenset[str]]:
+    """The decoder of ``cls``, and the fields that hold errors: they are decoded as ``_Error``."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    errors = [name for name, hint in hints.items() if hint is EthaError]
+    errors = frozenset(name for name, hint in hints.items() if hint is EthaError)
     if not errors:
-        return struct(cls)
-    shape = [(f.name, _Error if f.name in errors else hints[f.name]) for f in fields(cls)]
-    check = struct(make_dataclass(cls.__name__, shape, frozen=True, slots=True, kw_only=True))
-
-    def made(value: Any) -> Any:
-        checked = check(value)
-        values = {f.name: getattr(checked, f.name) for f in fields(cls)}
-        return cls(**values | {name: _error_from_wire(values[name]) for name in errors})
-
-    return made
+        return Decoder(cls), errors
+    shape = [(name, _Error if name in errors else hint) for name, hint in hints.items()]
+    return Decoder(msgspec.defstruct(cls.__name__, shape, bases=(StrictStruct,))), errors
 
 
 _CONTROLS = frozenset(typing.get_args(Control))
-_NAMES: dict[type, tuple[str, ...]] = {cls: tuple(f.name for f in fields(cls)) for cls in OPS}
-_BY_OP: dict[str, tuple[type, Checker]] = {op: (cls, _checker(cls)) for cls, op in OPS.items()}
+_BY_OP: dict[str, type] = {op: cls for cls, op in OPS.items()}
+_DECODERS = {cls: _decoder(cls) for cls in OPS}
+_WIRE = Decoder(_Wire)
 
 
 def _default(value: Any) -> Any:
-    if isinstance(value, EthaError):
-        return _error_to_wire(value)
-    if (names := STRUCTS.get(type(value))) is not None:
-        return {name: getattr(value, name) for name in names}
-    raise TypeError(f"{type(value).__name__} cannot travel")
+    return _error_to_wire(value) if isinstance(value, EthaError) else plain_scalar(value)
+
+
+_ENCODER = Encoder(enc_hook=_default)
 
 
 def encode(scope: Scope | None, message: Said | Control) -> bytes:
@@ -192,15 +181,10 @@ def encode(scope: Scope | None, message: Said | Control) -> bytes:
     op = OPS.get(type(message))
     if op is None or (scope is None) is not (type(message) in _CONTROLS):
         raise ProtocolError(f"{type(message).__name__} with scope {scope} is no message between agents")
-    wire = {
-        "v": PROTOCOL,
-        "op": op,
-        "scope": None if scope is None else (scope.pair, scope.epoch, scope.batch, scope.generation),
-        "args": {name: getattr(message, name) for name in _NAMES[type(message)]},
-    }
+    about = None if scope is None else (scope.pair, scope.epoch, scope.batch, scope.generation)
     try:
-        data = bytes(msgpack.packb(wire, default=_default))
-    except (TypeError, ValueError, OverflowError) as error:
+        data = _ENCODER.encode({"v": PROTOCOL, "op": op, "scope": about, "args": message})
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{op} cannot be encoded: {error}") from None
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"{op} has {len(data)} bytes, at most {MAX_MESSAGE} travel")
@@ -211,31 +195,38 @@ def decode(data: bytes | memoryview) -> Envelope:
     """The message in ``data``; Malformed (a ProtocolError that names the field) for anything else than one."""
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
-    wire = unpack(data, MAX_ITEMS)
-    if type(wire) is not dict or wire.keys() != {"v", "op", "scope", "args"}:
-        raise Malformed("not a message between agents")
-    if type(wire["v"]) is not int or wire["v"] != PROTOCOL:
-        theirs = shown(wire["v"])
-        raise Malformed(f"the other agent speaks protocol {theirs}, this one {PROTOCOL}: use one version of etha")
-    found = _BY_OP.get(wire["op"]) if type(wire["op"]) is str else None
-    if found is None:
-        raise Malformed(f"unknown message {shown(wire['op'])}")
-    cls, check = found
     try:
-        scope = _scope(wire["scope"])
+        wire = _WIRE.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not a message between agents: {error}") from None
+    if wire.v != PROTOCOL:
+        raise Malformed(f"the other agent speaks protocol {wire.v}, this one {PROTOCOL}: use one version of etha")
+    cls = _BY_OP.get(wire.op)
+    if cls is None:
+        raise Malformed(f"unknown message {wire.op[:60]!r}")
+    try:
+        scope = None if wire.scope is None else _scope(*wire.scope)
         if (scope is None) is not (cls in _CONTROLS):
-            raise Mismatch("its scope is missing" if scope is None else "a scope where none belongs")
-        return Envelope(scope, check(wire["args"]))
-    except Mismatch as error:
-        raise Malformed(f"malformed {wire['op']}: {error}") from None
+            raise ValueError("its scope is missing" if scope is None else "a scope where none belongs")
+        return Envelope(scope, _message(cls, wire.args))
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"malformed {wire.op}: {error}") from None
 
 
-def _scope(value: Any) -> Scope | None:
-    if value is None:
-        return None
-    if type(value) is not list or [type(item) for item in value] != [str, int, str, int]:
-        raise Mismatch("scope: expected pair, epoch, batch, generation")
+def _scope(pair: str, epoch: int, batch: str, generation: int) -> Scope:
     try:
-        return Scope(pair=value[0], epoch=value[1], batch=value[2], generation=value[3])
+        return Scope(pair=pair, epoch=epoch, batch=batch, generation=generation)
     except EthaError as error:
-        raise Mismatch(f"scope: {error}") from None
+        raise ValueError(f"scope: {error}") from None
+
+
+def _message(cls: type, args: Raw) -> Any:
+    decoder, errors = _DECODERS[cls]
+    try:
+        found = decoder.decode(args)
+    except EthaError as error:  # of the message's own __post_init__
+        raise ValueError(str(error)) from None
+    if not errors:
+        return found
+    values = msgspec.structs.asdict(found)
+    return cls(**values | {name: made_error(*msgspec.structs.astuple(values[name])) for name in errors})

@@ -1,17 +1,19 @@
-"""Valid messages of every kind, made from the type hints of their dataclasses: new kinds are covered as they come."""
+"""Valid messages of every kind, made from the type hints of their structs: new kinds are covered as they come."""
 
 from __future__ import annotations
 
 import random
 import types
 import typing
-from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
 
 from etha.bus import codec
 from etha.bus import handshake as handshake
 from etha.bus import messages as messages
 from etha.bus.codec import Cancel, Failure, Push, Reply, Request
+from etha.bus.schema import JsonObject
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from etha.peer import wire
 from etha.peer.wire import Scope
@@ -29,9 +31,11 @@ ERRORS = (
 def of_hint(hint: Any, rng: random.Random) -> Any:
     """A value that a field of type ``hint`` takes."""
     origin, args = get_origin(hint), get_args(hint)
+    if hint == JsonObject:
+        return rng.choice((LAYOUT, REGION, {}, {"a": [1, {"b": "c"}], "d": None}))
     if origin is Annotated:
         value = of_hint(args[0], rng)
-        return value[: args[1].max] if args[0] is bytes else value
+        return value[: args[1].max_length] if args[0] is bytes else value
     if origin is Union or origin is types.UnionType:
         return of_hint(rng.choice(args), rng)
     if origin is Literal:
@@ -41,13 +45,11 @@ def of_hint(hint: Any, rng: random.Random) -> Any:
             return tuple(of_hint(args[0], rng) for _ in range(rng.randrange(4)))
         return tuple(of_hint(arg, rng) for arg in args)
     if origin is dict:
-        if args[1] is Any:
-            return rng.choice((LAYOUT, REGION, {}, {"a": [1, {"b": b"c"}], "d": None}))
         return {rng.choice("abc"): of_hint(args[1], rng) for _ in range(rng.randrange(3))}
     if isinstance(hint, type) and issubclass(hint, EthaError):
         return rng.choice(ERRORS)
-    if is_dataclass(hint):
-        return of_class(typing.cast("type", hint), rng)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return of_class(hint, rng)
     simple: dict[Any, Any] = {
         int: rng.choice((0, 1, 2, 7, 4096)),
         float: rng.choice((0.0, 0.5, 12.0)),
@@ -61,14 +63,14 @@ def of_hint(hint: Any, rng: random.Random) -> Any:
 
 
 def of_class(cls: type, rng: random.Random) -> Any:
-    """An instance of a dataclass."""
+    """An instance of a struct."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return cls(**{field.name: of_hint(hints[field.name], rng) for field in fields(cls)})
+    return cls(**{field.name: of_hint(hints[field.name], rng) for field in msgspec.structs.fields(cls)})
 
 
 def bus_messages(rng: random.Random) -> list[bytes]:
     """One of every envelope with one of every message that etha itself registers, encoded."""
-    kinds = [cls for cls, _ in codec._BY_OP.values() if cls.__module__.startswith("etha.")]
+    kinds = [cls for cls in codec.MESSAGES.values() if cls.__module__.startswith("etha.")]
     found: list[codec.Envelope] = [Cancel(3)]
     for cls in kinds:
         made = of_class(cls, rng)

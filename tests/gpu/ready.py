@@ -10,7 +10,7 @@ NEEDED = {
     "torch": "torch for CUDA",
     "numpy": "numpy",
     "zmq": "pyzmq",
-    "msgpack": "msgpack",
+    "msgspec": "msgspec",
     "redis": "redis",
     "uvloop": "uvloop",
     "typer": "typer",

@@ -10,9 +10,11 @@ one of its participants and is told by the same messages. A batch on one agent b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
+
+import msgspec
 
 from etha.agent.protocol.conflict import conflict
 from etha.agent.protocol.effects import name_agents
@@ -190,14 +192,14 @@ class Coordinator(Machine[Phase]):
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
-        self.ready = {key: replace(message, lane=False) for key, message in self.ready.items()}
+        self.ready = {key: msgspec.structs.replace(message, lane=False) for key, message in self.ready.items()}
         return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.gone]
 
     def _give_way(self, agent: str, message: Recall) -> Letters:
         """An agent wants back what came with its READY: another transfer can begin before this one."""
         for key, found in self.ready.items():
             if key[0] == agent and found.lane and found.held_number == message.number:
-                self.ready[key] = replace(found, lane=False)
+                self.ready[key] = msgspec.structs.replace(found, lane=False)
                 return [(agent, Unbook(side=self.source, number=message.number))]
         return []
 

@@ -10,7 +10,9 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+
+import msgspec
 
 from etha.agent.protocol.effects import Member
 from etha.agent.runtime.sessions import Session
@@ -40,8 +42,8 @@ def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:
             found = None
         out += _parts(side, rank, found)
     if snapshot:
-        out = [replace(part, snapshot=True) for part in out]
-    return [*out[:-1], replace(out[-1], last=True)] if out else []
+        out = [msgspec.structs.replace(part, snapshot=True) for part in out]
+    return [*out[:-1], msgspec.structs.replace(out[-1], last=True)] if out else []
 
 
 def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
@@ -167,6 +169,6 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
     return Exhibit(
         pid=part.pid,
         started=part.started,
-        segments=tuple(SegmentClaim(**asdict(segment)) for segment in segments),
+        segments=tuple(SegmentClaim(**msgspec.structs.asdict(segment)) for segment in segments),
         tensors=handles,
     )

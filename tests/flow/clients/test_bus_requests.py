@@ -216,7 +216,7 @@ async def test_a_malformed_request_is_answered_and_named(
     path: Path, service: EchoService, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected(path) as link:
-        with pytest.raises(ProtocolError, match=r"test_echo\.text: expected text, got 3"):
+        with pytest.raises(ProtocolError, match=r"test_echo: Expected `str`, got `int` - at `\$\.text`"):
             await link.request(Echo(text=3), timeout=5.0)  # type: ignore[arg-type]
         assert await link.request(Echo(text="on")) == Echo(text="on")
     assert len([r for r in caplog.records if "dropped" in r.message]) == 1

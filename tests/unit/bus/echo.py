@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,29 @@ from etha.bus.codec import Request, message
 from etha.bus.handshake import Hello, Welcome
 from etha.bus.peer import Peer
 from etha.bus.process import start_time
+from etha.bus.schema import StrictStruct, Text
 from etha.errors import ConfigError, RegistrationError, TransferAbortedError, Violation
 
 
 @message("test_echo")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Echo:
-    text: str
+class Echo(StrictStruct, frozen=True, kw_only=True):
+    text: Text
 
 
 @message("test_hold")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class Hold(StrictStruct, frozen=True, kw_only=True):
     """Answered when it is cancelled, with an abort; with ``deaf``, never."""
 
     deaf: bool = False
 
 
 @message("test_fail")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    how: str
+class Fail(StrictStruct, frozen=True, kw_only=True):
+    how: Text
 
 
 @message("test_feed")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
+class Feed(StrictStruct, frozen=True, kw_only=True):
     """``count`` pushes under this request, of ``size`` characters each, then its echo."""
 
     count: int

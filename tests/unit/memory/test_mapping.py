@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from etha.client.memory.tensors import empty
 from etha.errors import RegistrationError

@@ -6,7 +6,6 @@ Whoever changes a name here changes the protocol: agents and workers of the vers
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
 
 import msgpack
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from etha.bus import codec
 from etha.bus import handshake as handshake
 from etha.bus import messages as messages
+from etha.bus.schema import StrictStruct
 from etha.peer import messages as peer_messages
 from etha.peer.wire import Control, Said, Scope, encode
 
@@ -34,7 +34,7 @@ LINK_ITSELF = {"hello", "welcome", "beat", "bye"}
 
 
 def test_the_operations_of_the_bus_are_these() -> None:
-    assert {op for op, (cls, _) in codec._BY_OP.items() if cls.__module__.startswith("etha.")} == BUS
+    assert {op for op, cls in codec.MESSAGES.items() if cls.__module__.startswith("etha.")} == BUS
 
 
 def test_the_operations_of_a_link_are_these() -> None:
@@ -47,9 +47,13 @@ def test_an_operation_of_a_link_belongs_to_one_class() -> None:
     with pytest.raises(TypeError, match="'beat' belongs to"):
 
         @peer_messages.message("beat")
-        @dataclass(frozen=True, slots=True, kw_only=True)
-        class Other:
+        class Other(StrictStruct, frozen=True, kw_only=True):
             number: int
+
+
+def test_a_message_of_a_link_is_a_strict_struct() -> None:
+    with pytest.raises(TypeError, match="int is no StrictStruct"):
+        peer_messages.message("test_bad")(int)
 
 
 def test_a_message_on_a_link_carries_the_name_of_its_definition() -> None:

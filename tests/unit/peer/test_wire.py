@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import fields
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,18 +40,20 @@ OF_HINT: dict[Any, st.SearchStrategy[Any]] = {str: texts, int: st.integers(-(2**
 def of_hint(hint: Any) -> st.SearchStrategy[Any]:
     """Values of ``hint`` that can travel: integers of 64 bits, text that is UTF-8."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:  # values of such a size have no bounds to break
+        return of_hint(args[0])
     if origin is tuple:
         if args[-1] is Ellipsis:
             return st.lists(of_hint(args[0]), max_size=5).map(tuple)
         return st.tuples(*map(of_hint, args))
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return st.one_of(*map(of_hint, args))
     return OF_HINT[hint] if hint in OF_HINT else st.from_type(hint)
 
 
 def of(cls: type) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{f.name: of_hint(hints[f.name]) for f in fields(cls)})
+    return st.builds(cls, **{f.name: of_hint(hints[f.name]) for f in msgspec.structs.fields(cls)})
 
 
 messages = st.one_of([of(cls) for cls in typing.get_args(Message)])
@@ -60,7 +62,7 @@ controls = st.one_of([of(cls) for cls in typing.get_args(Control)])
 
 def plain(message: object) -> dict[str, Any]:
     """A message with its errors, which compare by identity, as data."""
-    values = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]
+    values = {f.name: getattr(message, f.name) for f in msgspec.structs.fields(message)}
     return {
         name: (type(value), value.to_wire(), value.remote_traceback) if isinstance(value, EthaError) else value
         for name, value in values.items()
@@ -149,32 +151,32 @@ def test_the_examples_below_are_wrong_in_one_thing_only() -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "not msgpack"),
-        (b"\xc1", "not msgpack"),
-        (b"\x91" * 5000, "not msgpack"),
-        (b"\xdd\x00\x0f\xff\xff" * 100, "not msgpack"),
-        (msgpack.packb(GOOD) + b"\x00", "not msgpack"),
+        (b"", "truncated"),
+        (b"\xc1", "malformed"),
+        (b"\x91" * 5000, "array"),
+        (b"\xdd\x00\x0f\xff\xff" * 100, "array"),
+        (msgpack.packb(GOOD) + b"\x00", "trailing"),
         (msgpack.packb([GOOD]), "not a message"),
         (msgpack.packb({**GOOD, "more": 1}), "not a message"),
         (msgpack.packb({**GOOD, "v": 2}), "use one version of etha"),
-        (msgpack.packb({**GOOD, "v": True}), "use one version of etha"),
+        (msgpack.packb({**GOOD, "v": True}), r"got `bool` - at `\$\.v`"),
         (msgpack.packb({**GOOD, "op": "explode"}), "unknown message 'explode'"),
-        (msgpack.packb({**GOOD, "op": ["commit"]}), "unknown message"),
+        (msgpack.packb({**GOOD, "op": ["commit"]}), r"got `array` - at `\$\.op`"),
         (msgpack.packb({**GOOD, "scope": None}), "its scope is missing"),
         (msgpack.packb({**GOOD, "op": "beat", "args": {"number": 1}}), "a scope where none belongs"),
-        (msgpack.packb({**GOOD, "scope": ["p", 1, "b"]}), "scope: expected"),
-        (msgpack.packb({**GOOD, "scope": ["p", True, "b", 2]}), "scope: expected"),
+        (msgpack.packb({**GOOD, "scope": ["p", 1, "b"]}), r"length 4, got 3 - at `\$\.scope`"),
+        (msgpack.packb({**GOOD, "scope": ["p", True, "b", 2]}), r"got `bool` - at `\$\.scope\[1\]`"),
         (msgpack.packb({**GOOD, "scope": ["p p", 1, "b", 2]}), "not allowed"),
         (msgpack.packb({**GOOD, "scope": ["p", 1, "b", 2**60]}), "generation"),
-        (msgpack.packb({**GOOD, "args": {"seq": "7"}}), r"\.?seq: expected int"),
-        (msgpack.packb({**GOOD, "args": {"seq": 7, "more": 1}}), "unknown: "),
-        (msgpack.packb({**GOOD, "args": {}}), "missing: "),
-        (msgpack.packb(abort(code=5)), "cause.code"),
-        (msgpack.packb(abort(text="x" * (wire.MAX_TEXT + 1))), "cause.text"),
-        (msgpack.packb(abort(data=[])), "cause.data"),
+        (msgpack.packb({**GOOD, "args": {"seq": "7"}}), r"malformed commit: Expected `int`, got `str` - at `\$\.seq`"),
+        (msgpack.packb({**GOOD, "args": {"seq": 7, "more": 1}}), "unknown field `more`"),
+        (msgpack.packb({**GOOD, "args": {}}), "missing required field `seq`"),
+        (msgpack.packb(abort(code=5)), r"\$\.cause\.code"),
+        (msgpack.packb(abort(text="x" * (wire.MAX_TEXT + 1))), r"\$\.cause\.text"),
+        (msgpack.packb(abort(data=[])), r"\$\.cause\.data"),
         (msgpack.packb(abort(data={"message": "taken"})), "data of error"),
         (msgpack.packb(abort(code="registration", data={"violations": [{"code": "x"}]})), "data of error"),
-        (msgpack.packb(abort(traceback=5)), "cause.traceback"),
+        (msgpack.packb(abort(traceback=5)), r"\$\.cause\.traceback"),
     ],
 )
 def test_anything_else_than_a_message_is_malformed(data: bytes, why: str) -> None:
@@ -212,9 +214,9 @@ plain_data = st.recursive(
 )  # fmt: skip
 @settings(deadline=None, max_examples=examples(500))
 def test_well_packed_nonsense_is_malformed_or_a_message(op: str, scope: Any, args: Any, data: st.DataObject) -> None:
-    cls = wire._BY_OP[op][0]
+    cls = wire._BY_OP[op]
     if data.draw(st.booleans()):  # the right fields with anything in them
-        args = {f.name: data.draw(plain_data) for f in fields(cls)}
+        args = {f.name: data.draw(plain_data) for f in msgspec.structs.fields(cls)}
     try:
         got = decode(msgpack.packb({"v": 1, "op": op, "scope": scope, "args": args}))
     except Malformed:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from etha.agent.protocol.effects import BeginLane, Doubt, Fail, FreeLane, Settled, StartMove, Tell, WantLane
 from etha.agent.protocol.participant import Transfers
 from etha.agent.protocol.waiting import Call
@@ -56,6 +58,8 @@ def frozen(value: Any) -> Hashable:
             return frozenset((frozen(k), frozen(v)) for k, v in value.items())
         case set() | frozenset():
             return frozenset(map(frozen, value))
+    if isinstance(value, msgspec.Struct):
+        return (type(value).__name__, *map(frozen, msgspec.structs.astuple(value)))
     if is_dataclass(value):
         return (type(value).__name__, *(frozen(getattr(value, f.name)) for f in fields(value)))
     if hasattr(value, "__dict__"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -100,7 +101,7 @@ def test_a_tensor_outside_of_its_segment_is_refused(memory: WorkerMemory) -> Non
     a = tensors.empty(4)
     exhibit = shown(memory, a=a)
     handle = exhibit.tensors["a"]
-    for wrong in (replace(handle, offset=1 << 40), replace(handle, segment="ab" * 8)):
+    for wrong in (msgspec.structs.replace(handle, offset=1 << 40), msgspec.structs.replace(handle, segment="ab" * 8)):
         with pytest.raises(RegistrationError):
             HostMemory(replace(exhibit, tensors={"a": wrong}))
 
