@@ -101,22 +101,22 @@ class Connection:
     def _readable(self) -> None:
         for _ in range(_READS):
             try:
-                data = self._conn.recv(_READ)
+                count = self._conn.recv_into(self._owner.received)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                data = b""
-            if not data:
+                count = 0
+            if not count:
                 return self._owner.ended(self, "" if self._parser.ready or not self.spoke else "it ended early")
             self.spoke = True
             try:
-                for parts in self._parser.feed(data):
+                for parts in self._parser.feed(self._owner.received[:count]):
                     self._owner.heard(self, parts)
                     if self.closed:
                         return
             except NotZmtp as error:
                 return self._owner.ended(self, str(error))
-            if len(data) < _READ:
+            if count < _READ:
                 return
 
 
@@ -135,6 +135,8 @@ class Connections:
         path: str,
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        #: What a connection reads into, and parses at once. malloc may map and unmap a new buffer for each read.
+        self.received = memoryview(bytearray(_READ))
         self.max_message, self.high_water = max_message, high_water
         self._on_message, self._on_end = on_message, on_end
         self._listener, self._patience, self._path = listener, patience, path

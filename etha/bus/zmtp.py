@@ -50,7 +50,7 @@ class Parser:
         self._greeted = False
         self.ready = False
 
-    def feed(self, data: bytes) -> Iterator[list[bytes]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[list[bytes]]:
         """Each message that is complete now, as its parts; NotZmtp ends the connection."""
         self._data += data
         at = 0
