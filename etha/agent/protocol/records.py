@@ -228,14 +228,18 @@ def _check_parts(tensors: Mapping[str, Described]) -> None:
     """ProtocolError for a part of a tensor that the rank does not register."""
     for name, d in tensors.items():
         if d.of is not None and (d.of not in tensors or tensors[d.of].of is not None):
-            raise ProtocolError(f"{name!r} is told to be a part of {d.of!r}, which is no tensor of its rank")
+            raise ProtocolError(
+                f"{name[:200]!r} is told to be a part of {d.of[:200]!r}, which is no tensor of its rank"
+            )
 
 
 def _check_ties(ties: Mapping[str, str], tensors: Mapping[str, Described]) -> None:
     """ProtocolError for ties to what the rank does not register, or not to the first name of a memory."""
     for name, first in ties.items():
         if name not in tensors or first not in tensors or first in ties:
-            raise ProtocolError(f"{name!r} is told to be one memory with {first!r}, which is not its first name")
+            raise ProtocolError(
+                f"{name[:200]!r} is told to be one memory with {first[:200]!r}, which is not its first name"
+            )
 
 
 def _size(value: Any) -> bool:
