@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 
 import etha
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.run import Execution
 from etha.client.memory import tensors
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe

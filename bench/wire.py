@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.run import Execution
 from etha.client.memory import tensors
 from etha.memory import shared
 from etha.memory.handles import describe

@@ -120,7 +120,7 @@ IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess"
 VALUE_MODULES = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 
 #: Packages whose folders import each other in one direction only.
-DAG_PACKAGES = {"client", "integrations", "plan", "transport"}
+DAG_PACKAGES = {"agent", "client", "integrations", "plan", "transport"}
 
 #: Files that may look at the environment, and why.
 ENVIRONMENT = {

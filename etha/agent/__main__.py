@@ -13,10 +13,10 @@ from dataclasses import replace
 import uvloop
 
 from etha.addresses import Advertised, check_redis_url, parse_address
-from etha.agent.fleet import SPOILT, leave_with_parent, serve_all
-from etha.agent.gc_scheduler import settle
+from etha.agent.fleet import CONTEXT_LOST, leave_with_parent, serve_all
 from etha.agent.logfile import RotatingLog
 from etha.agent.runtime.device import Card, find
+from etha.agent.runtime.gc_scheduler import settle
 from etha.agent.runtime.lane import Lane
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
@@ -111,10 +111,10 @@ async def serve(
     if card is not None:
         card.close()
     if lost:
-        raise Spoilt(f"the context of {device} is lost ({lost[0]}): start the agent again")
+        raise ContextLost(f"the context of {device} is lost ({lost[0]}): start the agent again")
 
 
-class Spoilt(AgentLostError):
+class ContextLost(AgentLostError):
     """A GPU's context is lost; only a new process gets another."""
 
 
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         error = _cause(raised)
         log.error("%s", error)
         startup.failed(error)
-        return SPOILT if isinstance(error, Spoilt) else 1
+        return CONTEXT_LOST if isinstance(error, ContextLost) else 1
     return 0
 
 

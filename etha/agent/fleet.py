@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 
 #: What an agent exits with when only a new process can have its card again.
-SPOILT = 75
+CONTEXT_LOST = 75
 #: Times in a row that one agent is started again, and seconds after which it has served.
 RETRIES, SERVED = 3, 60.0
 
@@ -70,7 +70,7 @@ class Fleet:
             del self._running[device.uuid]
             if self._stopping or code == 0:
                 return ""
-            if code != SPOILT:
+            if code != CONTEXT_LOST:
                 self.stop()  # a fleet that lacks a card is no fleet: who started it shall know
                 return f"the agent of cuda:{device.ordinal} ({device.uuid}) ended with status {code}: its log says why"
             tries = 1 if loop.time() - began > SERVED else tries + 1

@@ -5,7 +5,7 @@
                              +-- Batches  (registrations, planning)
                              +-- Movers   (transfers, the lane)
 
-This file wires them and dispatches messages; what they decide stands in the state machines.
+This file wires them and hands each request to the one that it is for; what they decide stands in the state machines.
 """
 
 from __future__ import annotations
@@ -21,21 +21,40 @@ from typing import Any
 import msgspec
 
 from etha.addresses import redact
-from etha.agent.dispatch import dispatch, show
-from etha.agent.gc_scheduler import Sweep
-from etha.agent.runtime.calls import Calls
 from etha.agent.runtime.device import Card
+from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import Calls, Session
 from etha.agent.services.hints import Hints
 from etha.agent.services.registration import Batches
 from etha.agent.services.rendezvous import Pairs
-from etha.agent.services.stream_order import Behind
+from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfers import Movers
+from etha.agent.status import report
 from etha.bus.codec import Request
 from etha.bus.handshake import Hello, Welcome
-from etha.bus.messages import GetStatus, Released
+from etha.bus.messages import (
+    MAX_EVENTS,
+    AttachShadows,
+    AttachSnapshot,
+    CloseBatch,
+    Confirm,
+    Events,
+    GetEvents,
+    GetStatus,
+    InitPair,
+    LetGo,
+    Ok,
+    Probe,
+    Probed,
+    Register,
+    Released,
+    Status,
+    Supersede,
+    Transfer,
+    WaitOffer,
+)
 from etha.bus.peer import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
@@ -49,6 +68,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a leaving agent gives to running transfers.
 DRAIN = 30.0
+#: Seconds that Redis is given for what an observer wants to see.
+EVENTS_SECONDS = 2.0
 _LEFT = "the agent is leaving; init_pair and register_tensors again start another"
 _LEAVING = "this agent is leaving and takes no new work"
 
@@ -84,7 +105,7 @@ class Agent:
         self._hurried = False
         self._patience: asyncio.Timeout | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sweep = Sweep()
+        self._gc = GcScheduler()
         self.links = Links(
             me=self.id,
             host=settings.host_id,
@@ -94,12 +115,12 @@ class Agent:
             encrypt=settings.encrypt,
             staging=settings.staging,
             said=lambda *said: self.batches.hear(*said),
-            gone=self.lost,
+            on_agent_lost=self.on_agent_lost,
             card=card,
         )
-        behind = Behind(card, self.calls)
+        stream_order = StreamOrder(card, self.calls)
         self.movers = Movers(
-            store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, behind=behind
+            store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, stream_order=stream_order
         )
         hints = Hints(store, settings, redis)
         self.pairs = Pairs(
@@ -118,7 +139,7 @@ class Agent:
             calls=self.calls,
             pairs=self.pairs,
             movers=self.movers,
-            sweep=self._sweep,
+            gc_scheduler=self._gc,
             spawn=self.spawn,
             hints=hints,
         )
@@ -138,10 +159,10 @@ class Agent:
             version=__version__,
         )
 
-    def lost(self, agent: str, text: str) -> None:
+    def on_agent_lost(self, agent: str, text: str) -> None:
         """The link to another agent is over: transfers with it first, they know best how they end."""
-        self.batches.lose(agent)
-        self.pairs.lose(agent, text)
+        self.batches.on_agent_lost(agent)
+        self.pairs.on_agent_lost(agent, text)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
@@ -156,10 +177,10 @@ class Agent:
         self._draining = True
         try:
             async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
-                await self.movers.rest.wait()
+                await self.movers.idle_tracker.wait()
         except TimeoutError:
             how = "are not waited for" if self._hurried else f"did not end within {DRAIN:.0f} s"
-            log.warning("%d transfers %s", self.movers.rest.running, how)
+            log.warning("%d transfers %s", self.movers.idle_tracker.running, how)
         self._patience = None
         moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
         for key in self.calls:
@@ -170,13 +191,13 @@ class Agent:
         for session in sessions:
             self._part(session, "closed")
         try:
-            await self.movers.chronicle.close()
+            await self.movers.status_writer.close()
             await self.store.agents.withdraw(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
         for task in self._tasks:
             task.cancel()
-        self._sweep.cancel()
+        self._gc.cancel()
         self.lane.close()
 
     def hurry(self) -> None:
@@ -221,7 +242,9 @@ class Agent:
 
     async def _at_rest(self, session: Session) -> None:
         """Return when no transfer moves a worker's memory."""
-        await self.movers.rest.wait_for(live for live in self.movers.rest.moving if live.serves(session))
+        await self.movers.idle_tracker.wait_for(
+            live for live in self.movers.idle_tracker.moving if live.serves(session)
+        )
 
     # ---- the bus's Service --------------------------------------------------------------------
 
@@ -290,11 +313,11 @@ class Agent:
         """One message of a worker; every error becomes its answer."""
         try:
             if peer.key in self._observers:
-                return show(self, peer, request)
+                return self._show(peer, request)
             session = self._session(peer)
             if self._draining and not isinstance(request.message, GetStatus):
                 raise AgentUnavailableError(_LEAVING)
-            dispatch(self, session, request)
+            self._dispatch(session, request)
         except EthaError as error:
             self._refuse(peer, request, error)
         except Exception as error:
@@ -323,8 +346,8 @@ class Agent:
 
     def _part(self, session: Session, reason: Reason, *, released: bool = True) -> None:
         self.calls.drop(session.peer)
-        self.pairs.gone(session, reason)
-        self.batches.gone(session, reason)
+        self.pairs.on_worker_lost(session, reason)
+        self.batches.on_worker_lost(session, reason)
         if released:
             self.spawn(self._release(session))
         self._rest()
@@ -336,7 +359,7 @@ class Agent:
             self.card.release(session)
         await asyncio.to_thread(session.memory.close)
         session.revocation = None  # ended registrations remember their sessions for a while
-        self._sweep.soon()
+        self._gc.soon()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -347,6 +370,64 @@ class Agent:
         if (session := self.sessions.get(peer.key)) is None:
             raise AgentUnavailableError(_LEAVING)
         return session
+
+    def _dispatch(self, session: Session, request: Request) -> None:
+        """Hand a worker's request to the part of the agent that it is for; EthaErrors are its answer."""
+        peer = session.peer
+        match request.message:
+            case InitPair() as message:
+                self.pairs.init(session, request, message)
+            case Register() as message:
+                self.batches.register(session, request, message)
+            case AttachShadows() | AttachSnapshot() as message:
+                self.batches.attach(session, request, message)
+            case Transfer() as message:
+                live = self.batches.find(session, message.batch, message.epoch)
+                self.movers.transfer(session, request, message, live)
+            case Supersede(batch=batch, epoch=epoch):
+                self.movers.supersede(session, self.batches.find(session, batch, epoch))
+                peer.reply(request.id, Ok())
+            case WaitOffer(batch=batch, epoch=epoch):
+                self.movers.offers.wait(session, request, self.batches.find(session, batch, epoch))
+            case Confirm():
+                peer.reply(request.id, Ok())  # what there is to say has been said
+            case CloseBatch() as message:
+                self.batches.close(session, request, message)
+            case Probe(address=address, token=token):
+                text = session.probe(address, token)
+                peer.reply(request.id, Probed(reaches=not text, text=text))
+            case LetGo(all=True):
+                self.spawn(self.let_go(session, request))
+            case LetGo(segments=segments):
+                self.spawn(self.unmap(session, request, segments))
+            case _:
+                self._show(peer, request)
+
+    def _show(self, peer: Peer, request: Request) -> None:
+        """What workers and observers may ask: status and events. ProtocolError for everything else."""
+        match request.message:
+            case GetStatus():
+                self.spawn(self._status(peer, request.id))
+            case GetEvents() as message:
+                self.spawn(self._events(peer, request.id, message))
+            case _:
+                raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
+
+    async def _status(self, peer: Peer, request_id: int) -> None:
+        stale, _ = await asyncio.gather(
+            self.pairs.refresh(), self.movers.inquiries.refresh(list(self.batches.live.values()))
+        )
+        peer.reply(request_id, Status(report=report(self, stale)))
+
+    async def _events(self, peer: Peer, request_id: int, message: GetEvents) -> None:
+        try:
+            found = await self.store.events(
+                max(1, min(message.count, MAX_EVENTS)), after=message.after or "-", timeout=EVENTS_SECONDS
+            )
+        except EthaError as error:
+            peer.fail(request_id, error, None)
+        else:
+            peer.reply(request_id, Events(events=tuple({"id": at, **fields} for at, fields in found)))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
         if (key := (peer.key, request.id)) in self.calls:

@@ -38,7 +38,7 @@ def report(agent: Agent, stale: str = "") -> dict[str, Any]:
                 }
                 for session in agent.sessions.values()
             ],
-            "running": agent.movers.rest.running,
+            "running": agent.movers.idle_tracker.running,
             **agent.links.published,
             "encrypted": agent.links.encrypts,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},

@@ -1,7 +1,7 @@
 """An agent's links to all others, on its event loop: open, send, hear, and be told of a loss.
 
 Each agent speaks on links that it opened and hears on those that others opened to it, so two that open
-each other at once never collide. Whoever is heard by ``on_message`` will be told by ``on_gone``: what
+each other at once never collide. Whoever is heard by ``on_message`` is reported by ``on_agent_lost``: what
 comes from an agent that this one has no open link to is held until it has. A loss is a loss for both:
 who loses a link says so on the other's, and nothing more is heard on that.
 """
@@ -62,7 +62,7 @@ class Hub:
 
     ``known``: public key -> agent id, from what the namespace's agents have published; on a miss one
     ``refresh`` is awaited and ``known`` asked again. ``on_message(agent, scope, message)`` in order for
-    each agent, from the moment that the link to it is open. ``on_gone(agent, text)`` once for each link
+    each agent, from the moment that the link to it is open. ``on_agent_lost(agent, text)`` once for each link
     that was open, except those that this hub drops itself; then nothing more is heard of that agent
     until ``open`` has succeeded again. ``data`` listens on PORT+1 for whoever accepts there.
     """
@@ -74,7 +74,7 @@ class Hub:
         *,
         known: Callable[[str], str | None],
         on_message: Callable[[str, Scope, Said], None],
-        on_gone: Callable[[str, str], None],
+        on_agent_lost: Callable[[str, str], None],
         refresh: Callable[[], Awaitable[None]] | None = None,
         beat: float = BEAT,
         misses: int = MISSES,
@@ -83,7 +83,7 @@ class Hub:
         self._advertised = advertised
         self._listen, self.keys = listen, keys
         self._known, self._refresh = known, refresh
-        self._on_gone = on_gone
+        self._on_agent_lost = on_agent_lost
         self._links: dict[str, Link] = {}
         self._sessions = Sessions(self._links.get, self._answer, on_message)
         self._beat, self._misses = beat, misses
@@ -190,7 +190,7 @@ class Hub:
     def send(self, agent: str, scope: Scope, message: Said) -> None:
         """Send on the open link to ``agent``, in order.
 
-        Raises PeerLostError when there is none (``on_gone`` tells or has told), ProtocolError for what
+        Raises PeerLostError when there is none (``on_agent_lost`` tells or has told), ProtocolError for what
         cannot travel.
         """
         link = self._links.get(agent)
@@ -198,7 +198,7 @@ class Hub:
             raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
 
     def drop(self, agent: str) -> None:
-        """End the links with ``agent`` both ways, without ``on_gone`` here; it is told. Nothing if there are none."""
+        """End the links with ``agent`` both ways, without ``on_agent_lost`` here. Nothing if there are none."""
         self._sessions.drop(agent, "the other agent dropped the link")
         link = self._links.pop(agent, None)
         if link is not None:
@@ -229,7 +229,7 @@ class Hub:
         )
 
     async def close(self) -> None:
-        """Say goodbye after everything that was sent, wait up to a second, close; idempotent, no ``on_gone``."""
+        """Say goodbye after everything that was sent, wait up to a second, close; idempotent, no ``on_agent_lost``."""
         if self._closing:
             return
         self._closing = self._sessions.closing = True
@@ -285,7 +285,7 @@ class Hub:
         self._losses[agent] = self._losses.get(agent, 0) + 1
         if not self._closing:
             log.warning("agent %s is gone: %s", agent, text)
-            self._on_gone(agent, text)
+            self._on_agent_lost(agent, text)
 
     def _settle(self) -> None:
         if not self._links:

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from etha.agent.__main__ import serve
-from etha.agent.protocol.coordinator import Coordinator, Letters, Phase
+from etha.agent.protocol.coordinator import Coordinator, Outbox, Phase
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.codec import Request
@@ -36,7 +36,7 @@ class Seam:
             message: Any = request.message
             tell(f"{type(message).__name__} {getattr(message, 'pair', getattr(message, 'batch', ''))}")
 
-        def decide(coordinator: Coordinator) -> Letters:
+        def decide(coordinator: Coordinator) -> Outbox:
             if not seam.holding or not coordinator.votes >= set(coordinator.peers):
                 return seam._decide(coordinator)
             seam.held, seam.holding = coordinator, False

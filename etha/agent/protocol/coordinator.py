@@ -9,21 +9,21 @@ one of its participants and is told by the same messages. A batch on one agent b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
 
-from etha.agent.protocol.conflict import conflict
 from etha.agent.protocol.effects import name_agents
 from etha.agent.protocol.machine import Machine
-from etha.agent.protocol.reservation import Reservation
 from etha.agent.protocol.termination import Outcome
-from etha.errors import EthaError, PeerLostError
+from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
 from etha.peer.messages import (
     Abort,
+    Book,
     Booked,
     Commit,
     Committed,
@@ -37,10 +37,109 @@ from etha.peer.messages import (
     Recall,
     Refused,
     Stood,
+    Ticket,
     Unbook,
     Unready,
     Version,
 )
+
+Key = tuple[str, str]  # (agent, side)
+
+
+def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key, Ready]) -> EthaError | None:
+    """What is wrong with ``ready`` in the direction from ``source``, of which all ``wanted`` have to come; or None."""
+    if set(wanted) <= ready.keys() and all(m.verb == "send" for m in ready.values()):
+        a, b = sorted({side for _, side in wanted})
+        return TransferError(
+            f"{name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
+            outcome="withdrawn",
+        )
+    # Of this direction only: READYs of the other one may be of a transfer whose GO has not been heard of here.
+    sends = [m for (_, side), m in ready.items() if side == source and m.verb == "send"]
+    editions = {m.edition for m in sends}
+    if "" in editions and len(editions) > 1:
+        return TransferError(
+            f"{name}: some ranks of {source} send a snapshot, others what their tensors hold; "
+            f"give the same snapshot= on every rank",
+            outcome="withdrawn",
+        )
+    labels = {str(m.version) for m in sends if m.version is not None}
+    if len(labels) > 1 and len(editions) <= 1:  # of snapshots, a rank may be one ahead
+        return TransferError(
+            f"{name}: the ranks of {source} send under different versions, {', '.join(sorted(labels))}; "
+            f"give the same version on every rank, or on one only",
+            outcome="withdrawn",
+        )
+    digests = {m.digest for (_, side), m in ready.items() if m.verb == ("send" if side == source else "recv")}
+    if len(digests) > 1:
+        return ProtocolError(f"{name}: the agents hold different plans ({', '.join(sorted(digests))})")
+    return None
+
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
+
+
+class Reservation:
+    """A coordinator's bookings at every agent of its batch, from all READY to GO.
+
+    READY with a booking, or Book --> Booked    all booked: GO
+    Recall --> Unbook, Book (same ticket)       an older transfer goes first on that agent
+
+    ``side`` is the coordinator's source side. A number names one Book, so that a late message is recognized.
+    """
+
+    def __init__(self, side: str) -> None:
+        self.side = side
+        self.ticket: Ticket | None = None
+        self._last = 0
+        self._numbers: dict[str, int] = {}
+        self._booked: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Every agent that was asked has granted it."""
+        return bool(self._numbers) and self._booked == self._numbers.keys()
+
+    def ask(
+        self, agents: Iterable[str], ticket: Ticket, held: Mapping[str, int] = _NOBODY
+    ) -> list[tuple[str, Book | Unbook]]:
+        """Book at ``agents`` under ``ticket``; those ``held`` (agent -> number) came with READY."""
+        self.ticket = ticket
+        self._numbers |= held
+        self._booked |= held.keys()
+        return [(agent, self._book(agent, ticket)) for agent in agents if agent not in held]
+
+    def booked(self, agent: str, message: Booked) -> None:
+        """An agent granted it, if it is the one that was asked for last."""
+        if self._numbers.get(agent) == message.number:
+            self._booked.add(agent)
+
+    def recall(self, agent: str, message: Recall) -> list[tuple[str, Book | Unbook]]:
+        """An agent wants it back for an older one: queue behind that, as old as before."""
+        if self.ticket is None or self._numbers.get(agent) != message.number:
+            return []
+        self._booked.discard(agent)
+        back = Unbook(side=self.side, number=message.number)
+        return [(agent, back), (agent, self._book(agent, self.ticket))]
+
+    def cancel(self) -> list[tuple[str, Book | Unbook]]:
+        """Give everything back."""
+        out: list[tuple[str, Book | Unbook]] = [
+            (agent, Unbook(side=self.side, number=number)) for agent, number in self._numbers.items()
+        ]
+        self.close()
+        return out
+
+    def close(self) -> None:
+        """GO is said: what was booked is the transfer's."""
+        self.ticket = None
+        self._numbers.clear()
+        self._booked.clear()
+
+    def _book(self, agent: str, ticket: Ticket) -> Book:
+        self._last += 1
+        self._numbers[agent] = self._last
+        return Book(side=self.side, number=self._last, ticket=ticket)
 
 
 class Phase(Enum):
@@ -64,7 +163,7 @@ class Settle:
     cause: EthaError | None
 
 
-Letters = list[tuple[str, Message | Settle]]
+Outbox = list[tuple[str, Message | Settle]]
 
 
 class Coordinator(Machine[Phase]):
@@ -97,10 +196,10 @@ class Coordinator(Machine[Phase]):
         self.reservation = Reservation(source)
         self.votes: set[str] = set()
         self.declined: dict[str, EthaError] = {}
-        self.gone: set[str] = set()
+        self.lost_agents: set[str] = set()
         self.offered = False
 
-    def hear(self, agent: str, message: Message) -> Letters:
+    def hear(self, agent: str, message: Message) -> Outbox:
         """Take one participant's message; returns (agent, message) to send, in order."""
         match message:
             case Ready():
@@ -127,13 +226,13 @@ class Coordinator(Machine[Phase]):
                 return self._settle()
         return []  # of a transfer that is over: the sender has been told its end already
 
-    def lose(self, agent: str) -> Letters:
+    def on_agent_lost(self, agent: str) -> Outbox:
         """An agent's link closed: a transfer in motion ends, a decided one goes on without it, none begins."""
-        self.gone.add(agent)
+        self.lost_agents.add(agent)
         self.ready = {key: value for key, value in self.ready.items() if key[0] != agent}
         match self.state:
             case Phase.MOVING:
-                return self._abort(self._lost({agent}))
+                return self._abort(self._agent_lost_error({agent}))
             case Phase.COMMITTING:
                 return self._settle()
         return [*self._collect(), *self._offer()]
@@ -151,7 +250,7 @@ class Coordinator(Machine[Phase]):
             or (found.verb == "send" and found.edition != newest)
         )
 
-    def observe(self, go: Go) -> Letters:
+    def observe(self, go: Go) -> Outbox:
         """A transfer began, in either direction: its number is taken, its READYs are used up."""
         self.skip(go.seq)
         for agent, side, attempt in go.attempts:
@@ -167,7 +266,7 @@ class Coordinator(Machine[Phase]):
     def _current(self, seq: int, phase: Phase) -> bool:
         return self.state is phase and seq == self.seq
 
-    def _ready(self, agent: str, message: Ready) -> Letters:
+    def _ready(self, agent: str, message: Ready) -> Outbox:
         if (agent, message.side) not in self.wanted:
             return []
         self.ready.pop((agent, message.side), None)  # the newest comes last
@@ -178,7 +277,7 @@ class Coordinator(Machine[Phase]):
             return [*self._collect(), *refused, *self._offer()]
         return self._next()
 
-    def _unready(self, agent: str, message: Unready) -> Letters:
+    def _unready(self, agent: str, message: Unready) -> Outbox:
         found = self.ready.get((agent, message.side))
         if found is None or found.attempt != message.attempt:
             return []  # GO or a refusal has overtaken it
@@ -187,15 +286,15 @@ class Coordinator(Machine[Phase]):
         stood = Stood(side=message.side, attempt=message.attempt, missing=missing)
         return [*self._collect(), (agent, stood), *self._offer()]
 
-    def _collect(self) -> Letters:
+    def _collect(self) -> Outbox:
         """Back from BOOKING: nothing is held for calls that may not come again."""
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
         self.ready = {key: msgspec.structs.replace(message, lane=False) for key, message in self.ready.items()}
-        return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.gone]
+        return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.lost_agents]
 
-    def _give_way(self, agent: str, message: Recall) -> Letters:
+    def _give_way(self, agent: str, message: Recall) -> Outbox:
         """An agent wants back what came with its READY: another transfer can begin before this one."""
         for key, found in self.ready.items():
             if key[0] == agent and found.lane and found.held_number == message.number:
@@ -216,9 +315,9 @@ class Coordinator(Machine[Phase]):
         found = [m.version for _, m in sorted(self.ready.items()) if m.verb == "send" and m.version is not None]
         return found[0] if found else None
 
-    def _next(self) -> Letters:
+    def _next(self) -> Outbox:
         """Begin if all are ready: by booking at their agents, or at once where there is one agent only."""
-        if self.state is not Phase.COLLECTING or self.gone or self.missing():
+        if self.state is not Phase.COLLECTING or self.lost_agents or self.missing():
             return self._offer()
         if len(self.peers) == 1:
             return self._go()
@@ -227,7 +326,7 @@ class Coordinator(Machine[Phase]):
         letters = self.reservation.ask(self.peers, (self.now(), self.me, self.batch), held)
         return self._go() if self.reservation.complete else [*self._offer(), *letters]
 
-    def _go(self) -> Letters:
+    def _go(self) -> Outbox:
         self.seq += 1
         attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready.items()))
         snapshot = bool(self._edition())
@@ -239,7 +338,7 @@ class Coordinator(Machine[Phase]):
         self.move(Phase.MOVING)
         return [*self._offer(), *((peer, go) for peer in self.peers)]
 
-    def _offer(self) -> Letters:
+    def _offer(self) -> Outbox:
         """Tell the receivers' agents when the whole source side began or ceased to wait."""
         keys = {(agent, self.source) for agent in self.agents[self.source]}
         newest = self._edition()
@@ -251,16 +350,16 @@ class Coordinator(Machine[Phase]):
             return []
         self.offered = standing
         offer = Offer(side=self.source, standing=standing, version=self._label() if standing else None)
-        return [(agent, offer) for agent in sorted(set(self.agents[self.target]) - self.gone)]
+        return [(agent, offer) for agent in sorted(set(self.agents[self.target]) - self.lost_agents)]
 
-    def _decide(self) -> Letters:
+    def _decide(self) -> Outbox:
         if not self.votes >= set(self.peers):
             return []
         self.votes.clear()
         self.move(Phase.COMMITTING)
         return [(peer, Commit(seq=self.seq)) for peer in self.peers]
 
-    def _settle(self) -> Letters:
+    def _settle(self) -> Outbox:
         """Every peer has acknowledged, declined or gone: one acknowledgement makes the commit stand.
 
         Survivors that lost this coordinator have aborted if none of them knew the commit. So without one
@@ -268,24 +367,24 @@ class Coordinator(Machine[Phase]):
         """
         others = {peer for peer in self.peers if peer != self.me}
         known = self.votes | self.declined.keys()
-        if not known | self.gone >= set(self.peers):
+        if not known | self.lost_agents >= set(self.peers):
             return []
         self.move(Phase.COLLECTING)
         if not others or self.votes & others:
             return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
         if silent := others - known:
-            settle = Settle(seq=self.seq, outcome="unknown", cause=self._lost(silent))
+            settle = Settle(seq=self.seq, outcome="unknown", cause=self._agent_lost_error(silent))
             return [(self.me, settle), *self._next()]
         cause = self.declined[min(self.declined)]
         abort = Abort(seq=self.seq, cause=cause)
-        letters: Letters = [(peer, abort) for peer in sorted(others - self.gone)]
+        letters: Outbox = [(peer, abort) for peer in sorted(others - self.lost_agents)]
         return [*letters, (self.me, Settle(seq=self.seq, outcome="aborted", cause=cause)), *self._next()]
 
-    def _abort(self, cause: EthaError) -> Letters:
+    def _abort(self, cause: EthaError) -> Outbox:
         self.move(Phase.COLLECTING)
         abort = Abort(seq=self.seq, cause=cause)
-        letters: Letters = [(peer, abort) for peer in self.peers if peer not in self.gone]
+        letters: Outbox = [(peer, abort) for peer in self.peers if peer not in self.lost_agents]
         return [*letters, *self._next()]
 
-    def _lost(self, agents: set[str]) -> PeerLostError:
+    def _agent_lost_error(self, agents: set[str]) -> PeerLostError:
         return PeerLostError(f"{name_agents(self.agents, agents)} gone", reason="died")

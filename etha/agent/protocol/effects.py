@@ -118,6 +118,16 @@ class Doubt:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldLane:
+    """Book what a transfer from side ``source`` needs of this agent, which ``can_hold`` has said is free.
+
+    Always the first of an event's effects, so that nobody takes it in between.
+    """
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class WantLane:
     """Book what a transfer from side ``source`` needs of this agent; ``granted()`` and ``recalled()`` are fed back."""
 

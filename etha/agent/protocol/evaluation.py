@@ -6,14 +6,14 @@ else: no clock, no memory of earlier batches, one order of everything.
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from etha.agent.protocol.effects import Member
-from etha.agent.protocol.products import beyond, clashes, joined, parts_of
 from etha.agent.protocol.records import Described, Manifest, Record
-from etha.agent.protocol.ties import double_writes
 from etha.bus.messages import Verify
 from etha.errors import LayoutError, Violation
 from etha.plan import (
@@ -147,9 +147,9 @@ def _strongest(records: Mapping[Member, Record]) -> Verify | None:
     return "full" if "full" in wishes else "sample" if "sample" in wishes else None
 
 
-def _follows(found: Violation, told: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:
+def _follows(found: Violation, reported: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:
     """Whether a plan's violation only repeats one that is told: a refused tensor is not also unknown or uncovered."""
-    about = [v for v in told if v.name == found.name]
+    about = [v for v in reported if v.name == found.name]
     return (found.code == "uncovered" and bool(about)) or any(v.name not in specs[v.side] for v in about)
 
 
@@ -311,3 +311,161 @@ def _refused(
     """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
     wanted = asked or (sides if all(violations.values()) else ())
     return tuple(dict.fromkeys(v for source in sides if source in wanted for v in violations[source]))
+
+
+# ---- regions that are lists of products: a part is planned as a tensor by itself, whose source is its tensor ----
+
+
+def parts_of(manifests: Mapping[int, Manifest]) -> dict[str, str]:
+    """Name of each part that a rank of a side registered -> its tensor's."""
+    return {name: d.of for m in manifests.values() for name, d in m.tensors.items() if d.of is not None}
+
+
+def clashes(manifests: Mapping[int, Manifest], side: str, parts: Mapping[str, str]) -> list[Violation]:
+    """Names of ``side`` that are also those of ``parts``, of either side, but of other tensors."""
+    found = []
+    for rank, manifest in manifests.items() if parts else ():
+        for name in manifest.tensors.keys() & parts.keys():
+            if manifest.tensors[name].of != parts[name]:
+                text = f"it has the name of a part of {parts[name]!r} on another rank: rename it"
+                found.append(Violation(code="layout", name=name, side=side, rank=rank, text=text))
+    return sorted(found, key=lambda v: (v.name, v.rank or 0))
+
+
+def joined(
+    source: Mapping[str, TensorSpec],
+    target: Mapping[str, TensorSpec],
+    source_parts: Mapping[str, str],
+    target_parts: Mapping[str, str],
+) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
+    """What is planned: for each part of a target the source's tensor under the part's name.
+
+    What a source has in parts, and parts of what the source has not, are told by their tensors alone.
+    """
+    if source_parts:
+        source = {name: spec for name, spec in source.items() if name not in source_parts}
+    if target_parts:
+        target = {n: spec for n, spec in target.items() if n not in target_parts or target_parts[n] in source}
+        source = {**source, **{n: source[of] for n, of in target_parts.items() if n in target}}
+    return source, target
+
+
+def beyond(name: str, side: str, ranks: Mapping[int, Described]) -> list[Violation]:
+    """Ranks whose region does not lie in the global shape, each by itself."""
+    found = []
+    for rank, d in ranks.items():
+        if d.layout.kept is None:
+            continue
+        try:
+            if d.shape is None:
+                raise LayoutError("it registers a region without the global shape: give shapes=")
+            d.layout.check(d.shape)
+        except LayoutError as error:
+            found.append(Violation(code="layout", name=name, side=side, rank=rank, text=error.message))
+    return found
+
+
+# ---- names that are one memory on a target: allowed where they are one memory on the source, too ----
+# Otherwise every rank would hold what came last, whichever that is. What counts is memory and not values, because
+# equal values in two places may be different ones at the next transfer.
+
+#: A side by its name, what its ranks registered, and what that amounts to for the plan.
+Side = tuple[str, Mapping[int, Manifest], Mapping[str, TensorSpec]]
+
+
+def double_writes(source: Side, target: Side, parts: Mapping[str, str]) -> list[Violation]:
+    """Every rank of ``target`` and every name of it that would be written twice, with different elements.
+
+    ``parts``: names of parts of regions, whose source is the tensor that they are parts of.
+    """
+    found = []
+    known: dict[tuple[str, str], str | None] = {}
+    for rank, manifest in sorted(target[1].items()):
+        for name, first in sorted(manifest.ties.items()):
+            held = parts.get(first, first), parts.get(name, name)
+            if any(one not in source[2] for one in held) or any(one not in target[2] for one in (first, name)):
+                continue  # that is told by itself
+            if held not in known:
+                known[held] = _apart(source, *held)
+            why = known[held]
+            if why is None and _owned(target[2][first], rank) != _owned(target[2][name], rank):
+                why = f"here it holds other elements of {name!r} than of {first!r}"
+            if why is not None:
+                text = (
+                    f"it is one memory with {first!r}, but {why}: tie them on the source as well, or register one of "
+                    "them"
+                )
+                found.append(Violation(code="double_write", name=name, side=target[0], rank=rank, text=text))
+    return found
+
+
+def _apart(source: Side, first: str, name: str) -> str | None:
+    """Why two names are not one memory on the source, None where they are."""
+    side, members, specs = source
+    for rank, manifest in sorted(members.items()):
+        here = [one for one in (first, name) if one in manifest.tensors]
+        if all(_empty(specs[one], rank) for one in here):
+            continue
+        if len(here) < 2 or manifest.region(first) != manifest.region(name):
+            return f"{side} rank {rank} holds them in different memory"
+        if _owned(specs[first], rank) != _owned(specs[name], rank):
+            return f"{side} rank {rank} gives different elements of them"
+    return None
+
+
+def _empty(spec: TensorSpec, rank: int) -> bool:
+    shape = spec.local_shape(rank)
+    return shape is None or prod(shape) == 0
+
+
+def _owned(spec: TensorSpec, rank: int) -> object:
+    """The global shape, and the runs of it that a rank owns; of a contribution, which one it is."""
+    for part in spec.layouts:
+        if rank in part:
+            return spec.shape, part.owned(spec.shape, rank), str(part) if any(a.partial for a in part.axes) else ""
+    return None
+
+
+# ---- what equal registrations amounted to before ----
+
+#: Evaluations kept; the one that was used longest ago goes first. Plans of large models are some MB a rank.
+_KEPT = 8
+
+_Key = tuple[object, ...]
+
+
+class Evaluations:
+    """A bounded memory in front of ``evaluate``; one an agent.
+
+    ``evaluate`` depends on records, manifests and places alone, but for ``seq``, so that what was found for equal
+    ones is found again, with all plan rows that have been asked for.
+
+    From any thread: two that look for the same at once may both evaluate it."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._most = kept
+        self._found: OrderedDict[_Key, Evaluation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def of(self, records: Mapping[Member, Record], manifests: Mapping[str, Manifest], where: Where) -> Evaluation:
+        """``evaluate`` of the same; its plans are shared with every equal registration."""
+        key = _key(records, where)
+        found = self._found.pop(key, None)
+        if found is None:
+            found = evaluate(records, manifests, where)
+        self._found[key] = found
+        while len(self._found) > self._most:
+            self._found.popitem(last=False)
+        seq = max((record.seq for record in records.values()), default=0)
+        return found if found.seq == seq else dataclasses.replace(found, seq=seq)
+
+
+def _key(records: Mapping[Member, Record], where: Where) -> _Key:
+    """All that an evaluation depends on, but for ``seq``."""
+    reported = tuple((member, dataclasses.replace(record, seq=0)) for member, record in sorted(records.items()))
+    places = tuple(
+        tuple((side, tuple(names)) for side, names in sorted(some.items())) for some in (where.agents, where.hosts)
+    )
+    return (reported, places)

@@ -69,19 +69,21 @@ class Bookings:
         self._bookings[key] = _Booking(ticket=ticket, need=self._within(need))
         return [*before, *self._decide()]
 
-    def hold(self, key: Hashable, need: Need = LANE) -> bool:
-        """Take it for ``key`` if nobody older wants it and it is there, younger than any ticket; whether it was."""
+    def can_hold(self, key: Hashable, need: Need = LANE) -> bool:
+        """Whether ``hold`` would grant it: ``key`` has nothing, nobody older wants it, and it is there."""
         if key in self._bookings:
             return False
-        booking = _Booking(ticket=YOUNGEST, need=self._within(need))
         left = self._left()
         for other in self._bookings.values():
             if not other.held:
                 self._take(left, other.need)
-        if self._short(left, booking.need):
+        return not self._short(left, self._within(need))
+
+    def hold(self, key: Hashable, need: Need = LANE) -> bool:
+        """Take it for ``key`` if ``can_hold``, younger than any ticket; whether it was taken."""
+        if not self.can_hold(key, need):
             return False
-        booking.held = True
-        self._bookings[key] = booking
+        self._bookings[key] = _Booking(ticket=YOUNGEST, need=self._within(need), held=True)
         return True
 
     def begin(self, key: Hashable) -> list[Granted | Recalled]:

@@ -29,7 +29,7 @@ from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
 
 
-class Standing(Enum):
+class PairState(Enum):
     """Where a pair stands."""
 
     FORMING = 1
@@ -38,7 +38,7 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class JoinRequest:
     """A worker's ``init_pair`` that is waiting."""
 
     key: CallKey
@@ -57,7 +57,7 @@ class Asked:
 class Join:
     """Ask the store to let this worker in; its view comes back through ``joined``."""
 
-    asked: Asked
+    asked: JoinRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +97,22 @@ class Broken:
 PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
 
 
-class Pair(Machine[Standing]):
+class Pair(Machine[PairState]):
     """The pair ``name`` on one agent; ``epoch`` is the last that formed; ``redis`` is a URL for messages."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        Standing.FORMING: frozenset({Standing.FORMED}),
-        Standing.FORMED: frozenset({Standing.LOST}),
-        Standing.LOST: frozenset({Standing.FORMED}),
+        PairState.FORMING: frozenset({PairState.FORMED}),
+        PairState.FORMED: frozenset({PairState.LOST}),
+        PairState.LOST: frozenset({PairState.FORMED}),
     }
 
     def __init__(self, name: str, redis: str = "") -> None:
-        super().__init__(f"pair {name}", Standing.FORMING)
+        super().__init__(f"pair {name}", PairState.FORMING)
         self.pair, self.redis = name, redis
         self.epoch = 0
         self.view: PairView | None = None
         self.lost: PeerLostError | None = None
-        self.waiting: dict[CallKey, Asked] = {}
+        self.waiting: dict[CallKey, JoinRequest] = {}
         self._met = 0
         #: Why the agents of the last epoch could not meet.
         self._unmet = ""
@@ -122,7 +122,7 @@ class Pair(Machine[Standing]):
         #: Of calls that give up when the other side has left: the epoch before the one that it was seen to wait for.
         self._seen: dict[CallKey, int] = {}
 
-    def ask(self, asked: Asked) -> list[PairEffect]:
+    def ask(self, asked: JoinRequest) -> list[PairEffect]:
         """A worker calls ``init_pair``."""
         self.waiting[asked.key] = asked
         return [Join(asked=asked)]
@@ -144,7 +144,7 @@ class Pair(Machine[Standing]):
         self.view = view
         out: list[PairEffect] = []
         formed = view.state == "formed"
-        if self.state is Standing.FORMED and (not formed or view.epoch > self.epoch):
+        if self.state is PairState.FORMED and (not formed or view.epoch > self.epoch):
             # Of a later epoch Redis tells how that one ended. This one's members were displaced by it.
             passed = view.epoch > self.epoch
             reason = "relaunched" if passed else view.reason or "relaunched"
@@ -152,13 +152,13 @@ class Pair(Machine[Standing]):
             out += self._break(reason, text or "the other side was launched again")
         if formed and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
-            self.move(Standing.FORMED)
+            self.move(PairState.FORMED)
             out.append(Formed(epoch=view.epoch, view=view))
         return out + self._admit(view)
 
     def met(self, epoch: int) -> list[PairEffect]:
         """All agents of ``epoch`` are linked and hold it."""
-        if epoch != self.epoch or self.state is not Standing.FORMED or self.view is None:
+        if epoch != self.epoch or self.state is not PairState.FORMED or self.view is None:
             return []
         self._met, self._unmet = epoch, ""
         return self._admit(self.view)
@@ -168,7 +168,7 @@ class Pair(Machine[Standing]):
 
         Mostly one of them is dead, and Redis lists it until its lease ends. Who has been through that before is told.
         """
-        if epoch != self.epoch or self.state is not Standing.FORMED:
+        if epoch != self.epoch or self.state is not PairState.FORMED:
             return []
         self._unmet = error.message
         failed = sorted(self._inside & self._again)
@@ -176,10 +176,10 @@ class Pair(Machine[Standing]):
             self._forget(key)
         return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, sever=True)]
 
-    def lose(self, agent: str, text: str) -> list[PairEffect]:
+    def on_agent_lost(self, agent: str, text: str) -> list[PairEffect]:
         """The link to an agent of this pair is lost."""
         theirs = [member for member, holder in self.members().items() if holder.agent == agent]
-        if self.state is not Standing.FORMED or not theirs:
+        if self.state is not PairState.FORMED or not theirs:
             return []
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
@@ -193,7 +193,7 @@ class Pair(Machine[Standing]):
         text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
         error: EthaError
         before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
-        if inside and self.state is Standing.FORMED:
+        if inside and self.state is PairState.FORMED:
             error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
         elif inside:
             missing = self.missing(asked)
@@ -208,16 +208,16 @@ class Pair(Machine[Standing]):
         out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
         for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
             self._forget(key)
-        if self.state is Standing.FORMED and self._holds(side, rank, holder):
+        if self.state is PairState.FORMED and self._holds(side, rank, holder):
             how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.shown_host})"
             out += self._break(reason, f"{side} rank {rank} {how}")
         return out
 
     def waits_for_others(self, key: CallKey) -> bool:
         """Whether this call has come to Redis, and somebody else has not."""
-        return key in self._inside and self.state is not Standing.FORMED
+        return key in self._inside and self.state is not PairState.FORMED
 
-    def missing(self, asked: Asked) -> dict[str, tuple[int, ...]]:
+    def missing(self, asked: JoinRequest) -> dict[str, tuple[int, ...]]:
         """Ranks that have not come; rank 0 stands for a side that nobody came from."""
         if self.view is None:
             return {asked.side: tuple(range(asked.world_size)), asked.remote: (0,)}
@@ -225,7 +225,7 @@ class Pair(Machine[Standing]):
 
     def error(self, epoch: int) -> PeerLostError | None:
         """Why a call of ``epoch`` cannot go on, None when it can."""
-        if self.state is Standing.FORMED and epoch == self.epoch:
+        if self.state is PairState.FORMED and epoch == self.epoch:
             return None
         if self.lost is not None and epoch == self.epoch:
             return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
@@ -257,7 +257,7 @@ class Pair(Machine[Standing]):
         found = self.members().get((side, rank))
         return found is not None and found.is_same(holder)
 
-    def _superseded(self, asked: Asked, view: PairView) -> bool:
+    def _superseded(self, asked: JoinRequest, view: PairView) -> bool:
         """Whether somebody has the rank of a caller that had it, or its launch is not the one that counts."""
         side = view.sides.get(asked.side)
         if side is None:
@@ -265,7 +265,7 @@ class Pair(Machine[Standing]):
         newer = asked.launch is not None and side.launch is not None and side.launch != asked.launch
         return newer or asked.rank in side.members
 
-    def _deserted(self, asked: Asked, view: PairView) -> bool:
+    def _deserted(self, asked: JoinRequest, view: PairView) -> bool:
         """Whether workers of the other side waited for the next epoch, and none does any more."""
         side = view.sides.get(asked.remote)
         if side is not None and any(member.epoch == view.epoch + 1 for member in side.members.values()):
@@ -278,7 +278,7 @@ class Pair(Machine[Standing]):
         for key in list(self._inside):
             asked = self.waiting[key]
             inside = self._holds(asked.side, asked.rank, asked.holder)
-            if inside and view.state == "formed" and self.state is Standing.FORMED:
+            if inside and view.state == "formed" and self.state is PairState.FORMED:
                 if self._met != self.epoch:
                     continue
                 self._forget(key)
@@ -310,7 +310,7 @@ class Pair(Machine[Standing]):
 
         Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
         """
-        self.move(Standing.LOST)
+        self.move(PairState.LOST)
         error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
         self.lost = error
         fails: list[PairEffect] = []
@@ -330,7 +330,7 @@ class Pair(Machine[Standing]):
         severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
         return [*fails, Broken(epoch=self.epoch, error=error), *severs, *joins]
 
-    def _forget(self, key: CallKey) -> Asked | None:
+    def _forget(self, key: CallKey) -> JoinRequest | None:
         self._inside.discard(key)
         self._again.discard(key)
         self._seen.pop(key, None)

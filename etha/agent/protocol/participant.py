@@ -2,38 +2,53 @@
 
 Pure. Calls wait in a queue a rank; when every local rank of a side waits, the agent says READY. What
 it says to itself (it may be the coordinator of one or both directions) is delivered before ``handle``
-returns, so one agent alone and many agents run the same machine. ``standing`` has the part before GO,
-``doubt`` says why the end is safe when the coordinator is lost.
+returns, so one agent alone and many agents run the same machine. ``termination`` says why the end is
+safe when the coordinator is lost.
 
     IDLE --Go--> MOVING --moved--> VOTED --Commit--> COMMITTED --Settle--> IDLE
       |             |                 |\\--Abort--> IDLE
       |             |                 +--coordinator lost, asked--> DOUBT --answers, Abort--> COMMITTED | IDLE
-      |             +--stop--> STOPPING --quiet--> SPOILT --Abort--> IDLE
-      +--Go that cannot begin here--------------> SPOILT
+      |             +--stop--> STOPPING --quiet--> FAILED --Abort--> IDLE
+      +--Go that cannot begin here--------------> FAILED
 """
 
 from __future__ import annotations
 
-from etha.agent.protocol.coordinator import Settle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from typing import Any, ClassVar
+
+from etha.agent.protocol.coordinator import Coordinator, Outbox, Settle
 from etha.agent.protocol.effects import (
     BeginLane,
     CallKey,
     Doubt,
     Fail,
+    FreeLane,
+    HoldLane,
     Member,
     OfferChanged,
     Settled,
     StartMove,
     StopMove,
+    Tell,
+    WantLane,
+    name_agents,
+    name_members,
 )
-from etha.agent.protocol.standing import Moving, Standing, TransferEffect
-from etha.agent.protocol.termination import Inquiry, Outcome
-from etha.agent.protocol.waiting import Call, Current, unknown, verdict
+from etha.agent.protocol.machine import Machine
+from etha.agent.protocol.termination import Inquiry, Memory, Outcome
 from etha.errors import (
     EthaError,
     PeerLostError,
     TransferAbortedError,
+    TransferError,
     TransferTimeoutError,
+    with_again,
 )
 from etha.peer.messages import (
     Abort,
@@ -55,19 +70,230 @@ from etha.peer.messages import (
     Stood,
     Unbook,
     Unready,
+    Verb,
+    Version,
 )
 
-__all__ = ["Moving", "TransferEffect", "Transfers"]
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A worker's waiting call; ``cause`` is set once it wants to end, ``yields`` if GO goes before that.
+
+    ``edition`` names the snapshot that it sends, "" what its tensors hold.
+    """
+
+    key: CallKey
+    member: Member
+    verb: Verb
+    version: Version = None
+    edition: str = ""
+    cause: EthaError | None = None
+    yields: bool = False
 
 
-class Transfers(Standing):
+@dataclass(slots=True)
+class Side:
+    """READY of one side: ``standing`` while it is with the coordinators."""
+
+    attempt: int = 0
+    standing: Verb | None = None
+    withdrawing: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Current:
+    """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision.
+
+    ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost. ``answered``
+    are those whose calls have been answered before the decision.
+    """
+
+    seq: int
+    source: str
+    version: Version
+    coordinator: str
+    calls: dict[Member, Call]
+    causes: dict[Member, EthaError] = field(default_factory=dict)
+    answered: set[Member] = field(default_factory=set)
+    abort: EthaError | None = None
+    begun: bool = False
+    touched: bool = False
+    inquiry: Inquiry | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Booking:
+    """What ``agent``, coordinator of the direction from ``side``, has booked here under ``number``.
+
+    ``ready``: the side with whose READY it was held, None where the coordinator asked for it.
+    """
+
+    agent: str
+    side: str
+    number: int
+    ready: str | None = None
+    granted: bool = False
+    begun: bool = False
+
+
+class Queues:
+    """Per local rank its waiting calls, oldest first; per side with local ranks its READY."""
+
+    def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
+        self.me, self.agents = me, agents
+        self.calls: dict[Member, deque[Call]] = {
+            (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
+        }
+        self.sides = {side: Side() for side, _ in self.calls}
+
+    def __iter__(self) -> Iterator[Call]:
+        for queue in self.calls.values():
+            yield from queue
+
+    def of(self, side: str) -> list[Call]:
+        """All waiting calls of a side."""
+        return [call for call in self if call.member[0] == side]
+
+    def heads(self, side: str) -> list[Call] | None:
+        """Each local rank's oldest call, None while one has none."""
+        queues = [queue for (s, _), queue in self.calls.items() if s == side]
+        return [queue[0] for queue in queues] if all(queues) else None
+
+    def waits(self, member: Member, verb: Verb) -> bool:
+        """Whether a local rank's oldest call is a ``verb``."""
+        queue = self.calls.get(member)
+        return bool(queue) and queue is not None and queue[0].verb == verb
+
+    def missing(self, call: Call, elsewhere: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Of this agent's ranks those without a call that fits ``call``; of the others' those that we are told."""
+        return tuple(
+            (side, rank)
+            for side, agents in self.agents.items()
+            for rank, agent in enumerate(agents)
+            if (not self.waits((side, rank), _fitting(call, side)) if agent == self.me else (side, rank) in elsewhere)
+        )
+
+    def named(self, call: Call, cause: EthaError, elsewhere: tuple[Member, ...]) -> EthaError:
+        """``cause`` with who was not ready, for a call that is still in its queue."""
+        missing = self.missing(call, elsewhere)
+        if not missing or not isinstance(cause, TransferTimeoutError):
+            return cause
+        text = f"{cause.message}; not ready: {name_members(missing)}"
+        same = [m for m in missing if m[0] != call.member[0] and self.waits(m, call.verb)]
+        text += f" ({name_members(same)} wait to {call.verb}, too)" if same else ""
+        return TransferTimeoutError(text, **cause.data())
+
+    def take(self) -> dict[Member, Call]:
+        """GO: each rank's oldest call leaves its queue, and every READY is used up."""
+        self.rest()
+        taken = {member: queue.popleft() for member, queue in self.calls.items()}
+        for call in taken.values():
+            if call.yields:
+                call.cause, call.yields = None, False
+        return taken
+
+    def rest(self) -> None:
+        """No READY stands any more."""
+        for side in self.sides.values():
+            side.standing, side.withdrawing = None, False
+
+
+def _fitting(call: Call, side: str) -> Verb:
+    """What the ranks of ``side`` have to call for ``call`` to begin."""
+    if side == call.member[0]:
+        return call.verb
+    return "recv" if call.verb == "send" else "send"
+
+
+def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
+    """What one worker is told about an aborted transfer: its own cause, else the first one."""
+    error = own or first
+    data = error.data() if isinstance(error, TransferError) else {}
+    data |= {"outcome": "aborted", "torn": torn}
+    text = f"{name} seq {seq} aborted: {error.message}"
+    text = with_again(text) if isinstance(error, PeerLostError) else text
+    if isinstance(error, PeerLostError) or own is not None:
+        return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
+    return TransferAbortedError(text, outcome="aborted", torn=torn)
+
+
+def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
+    """What every worker here is told about a transfer whose end nobody that this agent can reach knows."""
+    text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
+    return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn)
+
+
+LaneEffect = HoldLane | WantLane | BeginLane | FreeLane
+TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | Doubt | LaneEffect
+
+
+class Moving(Enum):
+    """Where this agent stands in a transfer."""
+
+    IDLE = 1
+    MOVING = 2
+    STOPPING = 3
+    FAILED = 4
+    VOTED = 5
+    DOUBT = 6
+    COMMITTED = 7
+
+
+class Transfers(Machine[Moving]):
     """The transfers of one batch on agent ``me``.
 
     ``agents``: side -> agent of each rank; ``digests``: source side -> plan digest; ``seq``: the last
     number given; ``atomic``: targets are shadows, so an abort never tears a live tensor; ``now``: ns of
-    a clock that all agents share roughly, for the order in which transfers get what they book; ``hold(source)``:
-    book it at once for a transfer from that side, if it is there.
+    a clock that all agents share roughly, for the order in which transfers get what they book;
+    ``can_hold(source)``: whether what a transfer from that side needs of this agent is free. It changes nothing.
     """
+
+    TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Moving.IDLE: frozenset({Moving.MOVING, Moving.FAILED}),
+        Moving.MOVING: frozenset({Moving.VOTED, Moving.STOPPING, Moving.FAILED}),
+        Moving.STOPPING: frozenset({Moving.FAILED, Moving.IDLE}),
+        Moving.FAILED: frozenset({Moving.IDLE}),
+        Moving.VOTED: frozenset({Moving.COMMITTED, Moving.DOUBT, Moving.IDLE}),
+        Moving.DOUBT: frozenset({Moving.COMMITTED, Moving.IDLE}),
+        Moving.COMMITTED: frozenset({Moving.IDLE}),
+    }
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        me: str,
+        agents: Mapping[str, tuple[str, ...]],
+        digests: Mapping[str, str],
+        seq: int,
+        atomic: bool,
+        now: Callable[[], int] = time.time_ns,
+        can_hold: Callable[[str], bool] = lambda source: False,
+    ) -> None:
+        super().__init__(f"batch {name}", Moving.IDLE)
+        self.me, self.agents, self.digests, self.atomic = me, agents, digests, atomic
+        self.members = frozenset(chain.from_iterable(agents.values()))
+        first, second = agents
+        self.other = {first: second, second: first}
+        self.coordinators = {
+            side: Coordinator(name, source=side, target=self.other[side], agents=agents, seq=seq, now=now)
+            for side in agents
+            if agents[side][0] == me
+        }
+        self.seq, self._can_hold = seq, can_hold
+        self.memory = Memory()
+        self.queues = Queues(me, agents)
+        self.sides = self.queues.sides
+        self.offers: dict[str, Version] = {}
+        self.current: Current | None = None
+        self.booking: Booking | None = None
+        self.broken: PeerLostError | None = None
+        self.lost_agents: set[str] = set()
+        self._inbox: deque[Message | Settle] = deque()
+        self._out: list[TransferEffect] = []
+        self._want: WantLane | None = None
+        #: Source side -> who was missing when its coordinator, another agent, last said so.
+        self._heard: dict[str, tuple[Member, ...]] = {}
 
     # ---- events -------------------------------------------------------------------------------
 
@@ -75,7 +301,7 @@ class Transfers(Standing):
         """A worker's call came in."""
         self.queues.calls[call.member].append(call)
         if self.broken is not None:
-            self._drop(call, self._gone(self.broken))
+            self._drop(call, self._withdrawn_error(self.broken))
         self._ready(call.member[0])
         return self._flush()
 
@@ -109,7 +335,7 @@ class Transfers(Standing):
 
     def hear(self, agent: str, message: Message) -> list[TransferEffect]:
         """Another agent's message; nothing is heard of one that is lost."""
-        if agent not in self.gone:
+        if agent not in self.lost_agents:
             self._hear(agent, message)
         return self._flush()
 
@@ -120,7 +346,7 @@ class Transfers(Standing):
             current.touched = touched
             if self.state is Moving.STOPPING:
                 if current.abort is None:
-                    self.move(Moving.SPOILT)
+                    self.move(Moving.FAILED)
                     self._tell_ahead()
                 else:
                     self._aborted()
@@ -128,19 +354,19 @@ class Transfers(Standing):
                 self.move(Moving.VOTED)
                 self._tell(current.coordinator, Done(seq=seq))
             else:
-                self.move(Moving.SPOILT)
+                self.move(Moving.FAILED)
                 self._tell_ahead()
                 self._tell(current.coordinator, Failed(seq=seq, cause=error))
         return self._flush()
 
-    def lose_agent(self, agent: str) -> list[TransferEffect]:
+    def on_agent_lost(self, agent: str) -> list[TransferEffect]:
         """An agent's link closed: it is not heard any more, and no transfer of this batch begins here."""
-        if agent not in self.members or agent in self.gone:
+        if agent not in self.members or agent in self.lost_agents:
             return []
-        self.gone.add(agent)
-        cause = self._lost(agent)
+        self.lost_agents.add(agent)
+        cause = self._agent_lost_error(agent)
         for coordinator in self.coordinators.values():
-            self._post(coordinator.lose(agent))
+            self._post(coordinator.on_agent_lost(agent))
         if self.booking is not None and self.booking.agent == agent:
             self._unbook()
         for side in self.sides:
@@ -149,7 +375,7 @@ class Transfers(Standing):
         if current is None:
             pass
         elif current.inquiry is not None:
-            current.inquiry.lose(agent)
+            current.inquiry.on_agent_lost(agent)
             self._conclude()
         elif self.state not in (Moving.VOTED, Moving.COMMITTED):
             if current.coordinator == agent:
@@ -169,7 +395,7 @@ class Transfers(Standing):
                 self._tell_coordinators(Unready(side=side, attempt=state.attempt))
         self.queues.rest()
         for call in list(self.queues):
-            self._drop(call, self._gone(error))
+            self._drop(call, self._withdrawn_error(error))
         if self.booking is not None and not self.booking.begun:
             self._unbook()
         if self.current is not None:
@@ -199,6 +425,16 @@ class Transfers(Standing):
         return self._flush()
 
     # ---- questions ----------------------------------------------------------------------------
+
+    def find(self, key: CallKey) -> Call | None:
+        """The waiting or running call under ``key``."""
+        running = self.current.calls.values() if self.current is not None else ()
+        return next((call for call in chain(self.queues, running) if call.key == key), None)
+
+    def missing(self) -> tuple[Member, ...]:
+        """Ranks that the oldest waiting call here still waits for, as far as this agent knows."""
+        call = next(iter(self.queues), None)
+        return () if self.current is not None or call is None else self.queues.missing(call, self._not_ready(call))
 
     def validate(self) -> None:
         """What must hold between any two events; for tests."""
@@ -273,7 +509,7 @@ class Transfers(Standing):
             self._out.append(BeginLane())
         if (refusal := self._refusal(seq, agent)) is not None:
             self.current.causes |= {member: call.cause for member, call in calls.items() if call.cause is not None}
-            self.move(Moving.SPOILT)
+            self.move(Moving.FAILED)
             self._tell_ahead()
             self._tell(agent, Failed(seq=seq, cause=refusal))
             return
@@ -287,10 +523,10 @@ class Transfers(Standing):
 
     def _refusal(self, seq: int, coordinator: str) -> PeerLostError | None:
         """Why a transfer whose GO came cannot begin here."""
-        if self.gone:
-            return self._lost(*self.gone)
+        if self.lost_agents:
+            return self._agent_lost_error(*self.lost_agents)
         if self.memory[seq] is not None:  # asked about it before GO came, and answered
-            return self._lost(coordinator, to_others=True)
+            return self._agent_lost_error(coordinator, to_others=True)
         return None
 
     def _spoil(self, member: Member | None, cause: EthaError) -> None:
@@ -311,11 +547,11 @@ class Transfers(Standing):
         For the word of a coordinator that is cut off comes only when its link is found to be lost.
         """
         current = self.current
-        if current is None or self.state is not Moving.SPOILT:
+        if current is None or self.state is not Moving.FAILED:
             return
         for member, cause in current.causes.items():
-            if member not in current.told:
-                current.told.add(member)
+            if member not in current.answered:
+                current.answered.add(member)
                 error = verdict(self.name, current.seq, cause, cause, self._torn(member))
                 self._out.append(Fail(call=current.calls[member].key, error=error))
 
@@ -332,7 +568,7 @@ class Transfers(Standing):
         current = self.current
         assert current is not None and current.abort is not None
         for member, call in current.calls.items():
-            if member in current.told:
+            if member in current.answered:
                 continue
             own = current.causes.get(member)
             error = verdict(self.name, current.seq, own, current.abort, self._torn(member))
@@ -360,7 +596,7 @@ class Transfers(Standing):
             self.move(Moving.COMMITTED)
         if not known:
             cause = current.inquiry.cause if current is not None and current.inquiry is not None else None
-            self._tell(agent, Declined(seq=seq, cause=cause or self._lost(agent, to_others=True)))
+            self._tell(agent, Declined(seq=seq, cause=cause or self._agent_lost_error(agent, to_others=True)))
             return
         self._tell(agent, Committed(seq=seq))
         if self.state is Moving.COMMITTED and agent != self.me:
@@ -379,7 +615,7 @@ class Transfers(Standing):
         if current is not None and current.seq == seq:
             if self.me == current.coordinator:
                 return  # it lives and decides; who asks has lost it, and wants to hear the others
-            asked = self._lost(current.coordinator, to_others=True)
+            asked = self._agent_lost_error(current.coordinator, to_others=True)
             if self.state is Moving.VOTED:
                 self._doubt(asked)
             if current.inquiry is not None:
@@ -407,7 +643,7 @@ class Transfers(Standing):
         assert current is not None
         self.move(Moving.DOUBT)
         others = self.members - {self.me, current.coordinator}
-        current.inquiry = Inquiry(others, self.gone, cause)
+        current.inquiry = Inquiry(others, self.lost_agents, cause)
         for agent in sorted(others):
             self._tell(agent, Question(seq=current.seq))
         self._out.append(Doubt(seq=current.seq))
@@ -438,3 +674,174 @@ class Transfers(Standing):
         self._unbook()
         for side in self.sides:
             self._ready(side)
+
+    # ---- telling ------------------------------------------------------------------------------
+
+    def _tell(self, agent: str, message: Message | Settle) -> None:
+        if agent == self.me:
+            self._inbox.append(message)
+        elif agent not in self.lost_agents:
+            assert not isinstance(message, Settle)
+            self._out.append(Tell(agent=agent, message=message))
+
+    def _post(self, letters: Outbox) -> None:
+        for agent, message in letters:
+            self._tell(agent, message)
+
+    def _tell_coordinators(self, message: Ready | Unready) -> None:
+        for agent in sorted({ranks[0] for ranks in self.agents.values()}):
+            self._tell(agent, message)
+
+    def _coordinating(self, verb: Verb, side: str) -> str:
+        """The agent that can say GO to calls of ``side`` with ``verb``."""
+        return self.agents[side if verb == "send" else self.other[side]][0]
+
+    def _drop(self, call: Call, error: EthaError) -> None:
+        self.queues.calls[call.member].remove(call)
+        self._out.append(Fail(call=call.key, error=error))
+
+    def _drop_all(self, calls: list[Call], text: str) -> None:
+        for call in calls:
+            self._drop(call, TransferError(text, outcome="withdrawn"))
+
+    def _not_ready(self, call: Call) -> tuple[Member, ...]:
+        """Who is not ready for ``call``, if this agent coordinates its direction; else as its coordinator last said."""
+        source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
+        coordinator = self.coordinators.get(source)
+        return coordinator.missing() if coordinator is not None else self._heard.get(source, ())
+
+    def _withdrawn_error(self, error: PeerLostError) -> PeerLostError:
+        return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
+
+    def _agent_lost_error(self, *agents: str, to_others: bool = False) -> PeerLostError:
+        """``to_others``: others of the batch have lost it, whatever this agent's own link says."""
+        text = f"{name_agents(self.agents, agents)} {'lost to other agents of the batch' if to_others else 'gone'}"
+        return PeerLostError(text, reason="died")
+
+    def note_missing(self, source: str, missing: tuple[Member, ...]) -> None:
+        """What the coordinator of the direction from ``source``, another agent, says of who is not ready."""
+        self._heard[source] = missing
+
+    # ---- READY --------------------------------------------------------------------------------
+
+    def _ready(self, side: str) -> None:
+        state, heads = self.sides[side], self.queues.heads(side)
+        if self.state is not Moving.IDLE or state.standing is not None or heads is None or self.lost_agents:
+            return
+        verbs = {call.verb for call in heads}
+        if len(verbs) > 1 or any(call.cause for call in heads):
+            return
+        labels = {str(c.version): c.version for c in heads if c.version is not None}
+        verb, editions = heads[0].verb, {call.edition for call in heads}
+        if "" not in editions and len(editions) > 1:
+            return  # a rank is still to come with the snapshot that another has taken already
+        if verb == "send" and len(editions) > 1:
+            self._drop_all(heads, f"{self.name}: some ranks of {side} send a snapshot, others what their tensors hold")
+            return
+        if verb == "send" and len(labels) > 1:
+            listed = ", ".join(sorted(labels))
+            self._drop_all(heads, f"{self.name}: ranks of {side} send under different versions, {listed}")
+            return
+        state.attempt += 1
+        state.standing = verb
+        digest = self.digests.get(side if verb == "send" else self.other[side], "")
+        version = next(iter(labels.values()), None)
+        source = side if verb == "send" else self.other[side]
+        lane = len(self.members) > 1 and self.booking is None and self._hold(source)
+        message = Ready(
+            side=side,
+            verb=verb,
+            attempt=state.attempt,
+            version=version,
+            digest=digest,
+            edition=heads[0].edition,
+            lane=lane,
+        )
+        if lane:
+            self.booking = Booking(
+                agent=self.agents[source][0], side=source, number=message.held_number, ready=side, granted=True
+            )
+        self._tell_coordinators(message)
+
+    def _withdraw(self, call: Call, cause: EthaError) -> None:
+        """A waiting call wants to end: at once, or once the coordinator lets go of the READY that it is part of."""
+        side = self.sides[call.member[0]]
+        if side.standing is None or self.queues.calls[call.member][0] is not call:
+            self._drop(call, self.queues.named(call, cause, self._not_ready(call)))
+            self._ready(call.member[0])
+        else:
+            call.cause = cause
+            if not side.withdrawing:
+                side.withdrawing = True
+                self._tell_coordinators(Unready(side=call.member[0], attempt=side.attempt))
+
+    def _stood(self, agent: str, message: Stood) -> None:
+        side = self.sides.get(message.side)
+        if side is None or not side.withdrawing or side.attempt != message.attempt or side.standing is None:
+            return
+        # Both coordinators answer, but GO can come only from the one whose direction the verb fits:
+        # only its word ends the race. (On one agent the first answer does: GO would be here already.)
+        if agent == self._coordinating(side.standing, message.side):
+            source = message.side if side.standing == "send" else self.other[message.side]
+            self._heard[source] = message.missing
+            self._stand_down(message.side, message.missing)
+
+    def _refused(self, message: Refused) -> None:
+        side = self.sides.get(message.side)
+        if side is None or side.standing is None or side.attempt != message.attempt:
+            return
+        side.standing, side.withdrawing = None, False
+        self._let_go(message.side)
+        self._tell_coordinators(Unready(side=message.side, attempt=message.attempt))
+        for call in self.queues.heads(message.side) or ():
+            self._drop(call, call.cause or message.error)
+        self._ready(message.side)
+
+    def _retreat(self, name: str) -> None:
+        """An agent is gone: no READY is to stand, for nothing begins without it."""
+        side = self.sides[name]
+        if side.standing is None:
+            return
+        if not side.withdrawing:
+            side.withdrawing = True
+            self._tell_coordinators(Unready(side=name, attempt=side.attempt))
+        if self._coordinating(side.standing, name) in self.lost_agents:  # neither GO nor Stood can come any more
+            self._stand_down(name, ())
+
+    def _stand_down(self, name: str, missing: tuple[Member, ...]) -> None:
+        side = self.sides[name]
+        side.standing, side.withdrawing = None, False
+        self._let_go(name)
+        for call in self.queues.of(name):
+            if call.cause is not None:
+                self._drop(call, self.queues.named(call, call.cause, missing))
+        self._ready(name)
+
+    # ---- the booking --------------------------------------------------------------------------
+
+    def _hold(self, source: str) -> bool:
+        """Book what a transfer from side ``source`` needs, if it is free now; whether it was."""
+        freed = any(isinstance(effect, FreeLane) for effect in self._out)  # the shell has not given it back yet
+        if freed or not self._can_hold(source):
+            return False
+        self._out.insert(0, HoldLane(source))
+        return True
+
+    def _book(self, agent: str, message: Book) -> None:
+        if self.broken is not None or self.lost_agents:
+            return  # READY has been taken back, which ends the booking
+        self._unbook()
+        self.booking = Booking(agent=agent, side=message.side, number=message.number)
+        self._want = WantLane(message.ticket, message.side)
+
+    def _let_go(self, side: str) -> None:
+        """READY of ``side`` stands no more, nor does the booking that came with it."""
+        if self.booking is not None and self.booking.ready == side and not self.booking.begun:
+            self._unbook()
+
+    def _unbook(self) -> None:
+        if self._want is not None:
+            self._want = None
+        elif self.booking is not None:
+            self._out.append(FreeLane())
+        self.booking = None

@@ -56,7 +56,7 @@ class Manifest:
         """From the message of ``rank``; LayoutError and ProtocolError for what no client of ours sends."""
         layouts = [Layout.from_plain(plain) for plain in register.layouts]
         tensors: dict[str, Described] = {}
-        told: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...] | None] = {}
+        predicted: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...] | None] = {}
         for entry in register.entries:
             if entry.layout >= len(layouts) or entry.pair >= len(register.pairs) or min(entry.layout, entry.pair) < 0:
                 raise ProtocolError(f"tensor {entry.name!r} refers to a layout or pair that was not sent")
@@ -64,14 +64,14 @@ class Manifest:
                 raise ProtocolError(f"tensor {entry.name!r} is registered twice")
             dtypes.from_name(entry.handle.dtype)
             key = (entry.layout, entry.shape)
-            if key not in told:
-                told[key] = _predict(layouts[entry.layout], entry.shape, rank)
+            if key not in predicted:
+                predicted[key] = _predict(layouts[entry.layout], entry.shape, rank)
             tensors[entry.name] = Described(
                 pair=register.pairs[entry.pair],
                 dtype=entry.handle.dtype,
                 layout=layouts[entry.layout],
                 shape=entry.shape,
-                local=None if entry.handle.shape == told[key] else entry.handle.shape,
+                local=None if entry.handle.shape == predicted[key] else entry.handle.shape,
                 of=entry.of,
             )
         ties = {entry.name: entry.tied for entry in register.entries if entry.tied is not None}

@@ -22,7 +22,7 @@ from etha.bus.messages import Registered
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 
 
-class Standing(Enum):
+class RegistrationState(Enum):
     """Where a registration stands."""
 
     ENROLLING = 1
@@ -66,21 +66,25 @@ class Unenroll:
 BatchEffect = Answer | Fail | Evaluate | Declare | Stand | Unenroll
 
 
-class Batch(Machine[Standing]):
+#: Where any registration that has not ended may go.
+_OVER = frozenset({RegistrationState.LOST, RegistrationState.CLOSED})
+
+
+class Batch(Machine[RegistrationState]):
     """``agents``: side -> agent of each rank; ``me`` is this one. ``name`` is what messages call it."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        Standing.ENROLLING: frozenset({Standing.EVALUATING, Standing.LOST, Standing.CLOSED}),
-        Standing.EVALUATING: frozenset({Standing.AGREEING, Standing.REFUSED, Standing.LOST, Standing.CLOSED}),
-        Standing.AGREEING: frozenset({Standing.REGISTERED, Standing.REFUSED, Standing.LOST, Standing.CLOSED}),
-        Standing.REGISTERED: frozenset({Standing.LOST, Standing.CLOSED}),
-        Standing.REFUSED: frozenset({Standing.CLOSED}),
-        Standing.LOST: frozenset({Standing.CLOSED}),
-        Standing.CLOSED: frozenset(),
+        RegistrationState.ENROLLING: _OVER | {RegistrationState.EVALUATING},
+        RegistrationState.EVALUATING: _OVER | {RegistrationState.AGREEING, RegistrationState.REFUSED},
+        RegistrationState.AGREEING: _OVER | {RegistrationState.REGISTERED, RegistrationState.REFUSED},
+        RegistrationState.REGISTERED: _OVER,
+        RegistrationState.REFUSED: frozenset({RegistrationState.CLOSED}),
+        RegistrationState.LOST: frozenset({RegistrationState.CLOSED}),
+        RegistrationState.CLOSED: frozenset(),
     }
 
     def __init__(self, name: str, *, me: str, agents: Mapping[str, tuple[str, ...]], generation: int = 0) -> None:
-        super().__init__(f"batch {name}", Standing.ENROLLING)
+        super().__init__(f"batch {name}", RegistrationState.ENROLLING)
         self.batch, self.me, self.agents, self.generation = name, me, agents, generation
         self.waiting: dict[CallKey, Member] = {}
         self.open: set[Member] = set()
@@ -100,25 +104,25 @@ class Batch(Machine[Standing]):
             return [Fail(call=key, error=self.lost), Unenroll(member=member)]
         self.waiting[key] = member
         self.open.add(member)
-        return self._answer_all() if self.state is Standing.REGISTERED else []
+        return self._answer_all() if self.state is RegistrationState.REGISTERED else []
 
     def rostered(self, entries: Mapping[Member, str], verdicts: Mapping[str, str]) -> list[BatchEffect]:
         """What the roster holds now."""
         self._verdicts = verdicts
         self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
-        if self.state is Standing.ENROLLING and not self.absent:
-            self.move(Standing.EVALUATING)
+        if self.state is RegistrationState.ENROLLING and not self.absent:
+            self.move(RegistrationState.EVALUATING)
             return [Evaluate(entries=entries)]
         return self._agree()
 
     def evaluated(self, evaluation: Evaluation, verdict: Verdict | None = None) -> list[BatchEffect]:
         """The plans of both directions, or why there are none; ``verdict`` where several agents have to agree."""
-        if self.state is not Standing.EVALUATING:
+        if self.state is not RegistrationState.EVALUATING:
             return []
         self.evaluation = evaluation
         if evaluation.refused:
             return self._refuse(evaluation.refused)
-        self.move(Standing.AGREEING)
+        self.move(RegistrationState.AGREEING)
         if self.alone:
             return self._stand(Terms())
         assert verdict is not None
@@ -130,8 +134,8 @@ class Batch(Machine[Standing]):
         out += [Unenroll(member=member) for member in self.waiting.values()]
         self.open -= set(self.waiting.values())
         self.waiting.clear()
-        if not self.open and self.state is not Standing.CLOSED:
-            self.move(Standing.CLOSED)
+        if not self.open and self.state is not RegistrationState.CLOSED:
+            self.move(RegistrationState.CLOSED)
         return out
 
     def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[BatchEffect]:
@@ -155,10 +159,10 @@ class Batch(Machine[Standing]):
 
     def break_up(self, error: PeerLostError) -> list[BatchEffect]:
         """The pair's epoch is over, or a rank cannot take part. Who waits is told, and has no part in it any more."""
-        if self.state in (Standing.LOST, Standing.CLOSED, Standing.REFUSED):
+        if self.state in (RegistrationState.LOST, RegistrationState.CLOSED, RegistrationState.REFUSED):
             return []
         self.lost = error
-        self.move(Standing.LOST)
+        self.move(RegistrationState.LOST)
         return self.failed(error)
 
     @property
@@ -170,12 +174,12 @@ class Batch(Machine[Standing]):
         if member not in self.open:
             return []
         self.open.discard(member)
-        if not self.open and self.state is not Standing.CLOSED:
-            self.move(Standing.CLOSED)
+        if not self.open and self.state is not RegistrationState.CLOSED:
+            self.move(RegistrationState.CLOSED)
         return [Unenroll(member=member)]
 
     def _agree(self) -> list[BatchEffect]:
-        if self.state is not Standing.AGREEING or self.evaluation is None:
+        if self.state is not RegistrationState.AGREEING or self.evaluation is None:
             return []
         wanted = {agent for ranks in self.agents.values() for agent in ranks}
         if not wanted <= self._verdicts.keys():
@@ -198,11 +202,11 @@ class Batch(Machine[Standing]):
 
     def _stand(self, terms: Terms) -> list[BatchEffect]:
         assert self.evaluation is not None
-        self.move(Standing.REGISTERED)
+        self.move(RegistrationState.REGISTERED)
         return [Stand(evaluation=self.evaluation, terms=terms), *self._answer_all()]
 
     def _refuse(self, violations: tuple[Violation, ...]) -> list[BatchEffect]:
-        self.move(Standing.REFUSED)
+        self.move(RegistrationState.REFUSED)
         listed = "\n  ".join(str(v) for v in violations[:20])
         more = f"\n  and {len(violations) - 20} more, see .violations" if len(violations) > 20 else ""
         text = f"batch {self.batch} cannot be registered, {len(violations)} reasons:\n  {listed}{more}"

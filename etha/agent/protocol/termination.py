@@ -19,8 +19,8 @@ Outcome = Literal["committed", "aborted", "unknown"]
 class Inquiry:
     """The questions of one agent about one transfer; ``others`` are its agents but itself and the coordinator."""
 
-    def __init__(self, others: Iterable[str], gone: Iterable[str], cause: PeerLostError) -> None:
-        self.others, self.gone = frozenset(others), set(gone)
+    def __init__(self, others: Iterable[str], lost_agents: Iterable[str], cause: PeerLostError) -> None:
+        self.others, self.lost_agents = frozenset(others), set(lost_agents)
         self.cause = cause
         self.answers: dict[str, Known] = {}
 
@@ -29,9 +29,9 @@ class Inquiry:
         if agent in self.others:
             self.answers[agent] = verdict
 
-    def lose(self, agent: str) -> None:
+    def on_agent_lost(self, agent: str) -> None:
         """An agent will answer no more; what it has said stands."""
-        self.gone.add(agent)
+        self.lost_agents.add(agent)
 
     def outcome(self) -> Outcome | None:
         """None while an answer that can still come would change it."""
@@ -40,7 +40,7 @@ class Inquiry:
             return "committed"
         if "aborted" in said or self.others == self.answers.keys():
             return "aborted"
-        return "unknown" if self.others <= self.answers.keys() | self.gone else None
+        return "unknown" if self.others <= self.answers.keys() | self.lost_agents else None
 
 
 class Memory:

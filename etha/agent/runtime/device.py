@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from etha.agent.runtime.lane import Workspaces
 from etha.agent.runtime.sessions import Session
-from etha.agent.runtime.workspaces import Workspaces
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver, driver
 from etha.cuda.nccl import nccl

@@ -12,15 +12,49 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from etha.agent.protocol.verification import Book, Checks, Piece
 from etha.agent.runtime.lane import Lane, Running
-from etha.agent.runtime.tally import Tally
 from etha.memory.revocation import Guard
 from etha.peer.introductions import MAX_SUMS, Sums
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, StagingMemory
+from etha.transport.verify import chunks
 from etha.transport.verify.checksums import ChecksumReader
+
+
+class Tally:
+    """``watch`` is called after each message that counts."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[int, bytearray]] = {}
+        self.watch: Callable[[], None] | None = None
+
+    def take(self, agent: str, message: Sums) -> None:
+        """One message; what is late, out of order or beyond all bounds does not count."""
+        seq, data = self._held.get(agent, (0, bytearray()))
+        if message.seq < seq:
+            return
+        if message.seq > seq:
+            seq, data = message.seq, bytearray()
+            self._held[agent] = seq, data
+        follows = len(message.sums) % 8 == 0 and message.first * 8 == len(data)
+        if follows and len(data) + len(message.sums) <= 8 * chunks.MAX_SUMS:
+            data += message.sums
+        if self.watch is not None:
+            self.watch()
+
+    def sums(self, agent: str, seq: int, count: int) -> npt.NDArray[np.uint64] | None:
+        """The ``count`` sums of a transfer, None while some are missing."""
+        held, data = self._held.get(agent, (0, b""))
+        if held != seq or len(data) < 8 * count:
+            return None
+        return np.frombuffer(bytes(data), "<u8", count)
+
+    def forget(self, seq: int) -> None:
+        """A transfer is over here: what came for it, or for one before it, is needed no more."""
+        self._held = {agent: held for agent, held in self._held.items() if held[0] > seq}
 
 
 class _Pass:
@@ -109,8 +143,8 @@ class Inspection:
             for first in range(0, len(sums), 8 * MAX_SUMS):
                 self._tell(agent, Sums(seq=self._seq, first=first // 8, sums=sums[first : first + 8 * MAX_SUMS]))
         for agent, lines in book.takes.items():
-            for line, told in zip(lines, await self._told(agent, len(lines)), strict=True):
-                line.expected.append(told)
+            for line, found in zip(lines, await self._sums_of(agent, len(lines)), strict=True):
+                line.expected.append(found)
                 self._checks.compare(line)
 
     def stop(self, error: BaseException) -> None:
@@ -141,7 +175,7 @@ class Inspection:
         if self._error is not None:
             raise self._error
 
-    async def _told(self, agent: str, count: int) -> list[int]:
+    async def _sums_of(self, agent: str, count: int) -> list[int]:
         """The sums that another agent found, waited for; its loss or the call's end stops this."""
         self._tally.watch = self._news.set
         while (sums := self._tally.sums(agent, self._seq, count)) is None:

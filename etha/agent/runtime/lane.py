@@ -4,7 +4,7 @@
 
 Piece by piece all jobs get the same share, so a small one is soon over beside a big one. A piece waits for nothing
 but memory of this machine. Threads sleep on a condition; nothing polls. ``on_done`` fires when no thread touches the
-job's memory any more, whatever ended it.
+job's memory any more, whatever ended it. Each thread keeps a workspace from job to job.
 """
 
 from __future__ import annotations
@@ -20,9 +20,53 @@ from typing import Any, Protocol
 
 import torch
 
-from etha.agent.runtime.workspaces import Workspaces
+from etha.cuda.driver import Driver
+from etha.transport.copy.cpu import Workspace
 
 log = logging.getLogger(__name__)
+
+
+class Workspaces:
+    """Kept from job to job. On a GPU's agent give ``driver`` and the ``uuid``: each thread has a stream there."""
+
+    def __init__(self, driver: Driver | None = None, uuid: str = "") -> None:
+        self._driver, self._uuid = driver, uuid
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._all: list[Workspace] = []
+
+    @property
+    def device(self) -> bool:
+        """Whether copies are a device's, which the event loop leaves to threads."""
+        return self._driver is not None
+
+    def make(self) -> Workspace:
+        """One more, of whoever asks; CardError where the device has failed."""
+        if self._driver is None:
+            return Workspace()
+        # Only an agent that has a card loads what serves it.
+        from etha.transport.copy.device import Copier
+
+        made = Workspace(Copier(self._driver, self._uuid))
+        with self._lock:
+            self._all.append(made)
+        return made
+
+    def mine(self) -> Workspace:
+        """The calling thread's."""
+        found: Workspace | None = getattr(self._mine, "work", None)
+        if found is None:
+            found = self._mine.work = self.make()
+        return found
+
+    def close(self) -> None:
+        """Give streams and device memory back; no thread may be using one any more. Idempotent."""
+        with self._lock:
+            while self._all:
+                copier = self._all.pop().copier
+                if copier is not None:
+                    copier.close()
+
 
 #: Least seconds between two progress callbacks of one job.
 PROGRESS_EVERY = 0.1
@@ -68,7 +112,7 @@ class Running:
         self.next = self.active = self.bytes = 0
         self.error: BaseException | None = None
         self.finished = False
-        self.told = 0.0
+        self.progress_at = 0.0
 
     def abort(self, cause: BaseException) -> None:
         """End the job with ``cause`` after the pieces that run now; idempotent, returns at once."""
@@ -206,8 +250,8 @@ class Lane:
         if running.active == 0 and running.barriers and running.error is None:
             self._changed.notify_all()
         now = time.monotonic()
-        if running.on_progress is not None and now - running.told >= PROGRESS_EVERY:
-            running.told = now
+        if running.on_progress is not None and now - running.progress_at >= PROGRESS_EVERY:
+            running.progress_at = now
             self._tell(running, running.on_progress, running.bytes)
 
     def close(self) -> None:

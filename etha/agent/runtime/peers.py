@@ -65,14 +65,14 @@ class Links:
         advertise: str | None = None,
         encrypt: bool = False,
         said: Callable[[str, Scope, Said], None],
-        gone: Callable[[str, str], None],
+        on_agent_lost: Callable[[str, str], None],
         staging: int = STAGING,
         card: Card | None = None,
     ) -> None:
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
         self._advertised = None if advertise is None else Advertised.parse(advertise)
-        self._listen, self._said, self._gone = listen, said, gone
+        self._listen, self._said, self._on_agent_lost = listen, said, on_agent_lost
         self._identity = Identity.fresh() if encrypt else None
         #: Of the agents that were met, what their data ports show.
         self._certificates: dict[str, bytes] = {}
@@ -102,7 +102,7 @@ class Links:
                     known=self._known.get,
                     refresh=self._refresh,
                     on_message=self._heard,
-                    on_gone=self._lost,
+                    on_agent_lost=self._on_link_lost,
                     advertised=self._advertised is not None,
                 )
             )
@@ -231,7 +231,7 @@ class Links:
         try:
             self.hub.send(agent, scope, Met(reads=reads))
         except PeerLostError:
-            return  # on_gone tells the meeting
+            return  # on_agent_lost tells the meeting
         if meeting is not None:
             meeting.owed.discard(agent)
             self._settle(meeting)
@@ -337,7 +337,7 @@ class Links:
         except PeerLostError as error:
             log.debug("%s", error)
 
-    def _lost(self, agent: str, text: str) -> None:
+    def _on_link_lost(self, agent: str, text: str) -> None:
         error = PeerLostError(f"agent {agent} is gone: {text}", reason="died")
         self.plane.drop(agent)
         self._tokens.revoke(agent)
@@ -349,4 +349,4 @@ class Links:
         for other, answer in self._asked.values():
             if other == agent and not answer.done():
                 answer.set_exception(error)
-        self._gone(agent, text)
+        self._on_agent_lost(agent, text)

@@ -1,25 +1,27 @@
 """One agent's part of a transfer while it moves: copies on the lane and streams, side by side.
 
-Part   what this agent does in a direction of a batch: a program of its own copies, what it exchanges, its checks
-Move   one run of it; ``over`` is told once, when nothing touches memory any more, whatever ended it
+Part              what this agent does in a direction of a batch: its own copies, what it exchanges, its checks
+Move              one run of it; ``over`` is called once, when nothing touches memory any more, whatever ended it
+Execution         a program as a job of the lane, of which each piece runs only while the calls lend their memory
+TransferProgress  how far a transfer has come, here and in the agents that copy from this one's workers
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from etha.agent.protocol.verification import Checks
 from etha.agent.runtime.inspection import Inspection
-from etha.agent.runtime.lane import Lane, Running
-from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.lane import Lane, Running, Workspaces
 from etha.agent.runtime.transports import Wire
 from etha.errors import TransferError
+from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
 from etha.transport.base import WireRun
-from etha.transport.copy.program import Member, Program
+from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.copy.staging import Peak
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.wire.flows import WireProgram
@@ -223,3 +225,97 @@ class Move:
             self.peak_staging = max(self.peak_staging, self._inspection.close())
         self._running = self._job = self._run = None  # which know this move, or workers' memory
         self._tell(self._error, touched)
+
+
+#: Of threads whose agent has no card.
+_workspaces = Workspaces()
+
+
+class Execution:
+    """One run of a program, guarded by the revocation words of the calls that lend memory to it.
+
+    A member without a guard (an in-process test, staging) is always lent. ``workspaces``: of the agent's threads.
+    """
+
+    def __init__(self, program: Program, guards: Mapping[Member, Guard], workspaces: Workspaces = _workspaces) -> None:
+        self.program = program
+        self._workspaces = workspaces
+        self._guards = guards
+        #: Whether targets may have been written.
+        self.touched = False
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the program."""
+        return len(self.program.pieces)
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Where the program's phases begin."""
+        return self.program.barriers
+
+    def run(self, piece: int, thread: int) -> int:
+        """Run a piece; RevokedError when a call has returned, other ReachErrors as memory raises them."""
+        what = self.program.pieces[piece]
+        entered: list[Guard] = []
+        work = self._workspaces.mine()
+        work.wrote = False
+        try:
+            for member in what.owners:
+                guard = self._guards.get(member)
+                if guard is not None:
+                    if not guard.enter(thread):
+                        raise RevokedError(f"{member[0]} rank {member[1]} took its memory back", owner=member)
+                    entered.append(guard)
+            return self.program.run(piece, work)
+        except ReachError as error:
+            if error.owner is None:
+                error.owner = _owner(self.program, what, error.pid)
+            raise
+        finally:
+            self.touched = self.touched or work.wrote
+            for guard in entered:
+                guard.leave(thread)
+
+
+def _owner(program: Program, piece: CopyPiece, pid: int | None) -> Member | None:
+    """The member of a piece whose memory is process ``pid``'s."""
+    for pair in program.pairs:
+        for member in pair.owners:
+            view = pair.source if member[0] == "source" else pair.target
+            if member in piece.owners and view.process is not None and view.process.pid == pid:
+                return member
+    return piece.owners[0] if len(piece.owners) == 1 else None
+
+
+class TransferProgress:
+    """``readers`` are the agents that copy from this one's workers."""
+
+    def __init__(self, part: Part, readers: Collection[str]) -> None:
+        self._own = part.work
+        sent = 0
+        if part.wire is not None:
+            sent = sum(flow.nbytes for flow in part.wire.sends.values()) - part.wire.passed
+        given = sum(nbytes for (role, _), nbytes in part.nbytes.items() if role == "source")
+        self._theirs = max(0, given - sent - part.near.total) if readers else 0
+        self._done = 0
+        self._shares = dict.fromkeys(readers, 0.0)
+
+    def own(self, done: int) -> float:
+        """This agent's part has come to ``done`` bytes; as a share of it."""
+        self._done = max(self._done, min(done, self._own))
+        return self._done / self._own if self._own else 1.0
+
+    def heard(self, agent: str, share: float) -> None:
+        """A reader has copied this share of its part."""
+        if agent in self._shares:
+            self._shares[agent] = max(self._shares[agent], min(max(share, 0.0), 1.0))
+
+    @property
+    def fraction(self) -> float:
+        """Of all bytes that this agent's workers give and take, those that are done: 0.0 to 1.0."""
+        whole = self._own + self._theirs
+        if not whole:
+            return 0.0
+        theirs = self._theirs * sum(self._shares.values()) / len(self._shares) if self._shares else 0.0
+        return (self._done + theirs) / whole

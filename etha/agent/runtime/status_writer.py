@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Awaitable, Mapping
 
-from etha.agent.services.rendezvous import Spawn, outage
+from etha.agent.runtime.tasks import Spawn, outage
 from etha.errors import EthaError
 from etha.store.registry import Store
 
@@ -27,7 +27,7 @@ Fields = Mapping[str, int | float | str | None]
 Batch = tuple[str, str]
 
 
-class Chronicle:
+class StatusWriter:
     """Batch hashes that are to be brought up to date. An isolated change is written at once."""
 
     def __init__(self, store: Store, spawn: Spawn) -> None:

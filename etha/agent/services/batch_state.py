@@ -15,12 +15,10 @@ from etha.agent.protocol.effects import CallKey, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.participant import Transfers
 from etha.agent.protocol.registration import Batch
-from etha.agent.runtime.gauge import Gauge
-from etha.agent.runtime.host_sharing import Exhibition, serves
-from etha.agent.runtime.run import Move, Part
+from etha.agent.runtime.host_sharing import Exhibition, Snapshots, serves
+from etha.agent.runtime.inspection import Tally
+from etha.agent.runtime.run import Move, Part, TransferProgress
 from etha.agent.runtime.sessions import Session
-from etha.agent.runtime.snapshots import Snapshots
-from etha.agent.runtime.tally import Tally
 from etha.agent.runtime.transports import NcclWire, Wire
 from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
@@ -97,7 +95,7 @@ class Current:
     started: float
     part: Part | None = None
     move: Move | None = None
-    gauge: Gauge | None = None
+    progress: TransferProgress | None = None
     stopped: bool = False
     #: Set while an end that is over waits for a better cause.
     late: asyncio.TimerHandle | None = None
@@ -221,7 +219,7 @@ class Live:
                     found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, hold: Callable[[str], bool]) -> None:
+    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, can_hold: Callable[[str], bool]) -> None:
         """The registration is agreed: its transfers can begin. ``wire`` where several agents take part."""
         self.evaluation, self.terms, self.wire = evaluation, terms, wire
         self.transfers = Transfers(
@@ -231,7 +229,7 @@ class Live:
             digests=evaluation.digests,
             seq=max(self.seq, evaluation.seq, terms.seq),
             atomic=evaluation.atomic,
-            hold=hold,
+            can_hold=can_hold,
         )
 
     def show(self, agent: str, message: Exhibits) -> None:

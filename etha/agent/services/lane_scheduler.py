@@ -1,17 +1,73 @@
-"""Whose turn it is at this agent: the shell around ``Bookings``, over all batches with several agents."""
+"""Whose turn it is at this agent, over all batches with several agents, and what a transfer needs of it.
+
+staging     bytes, for chunks of streams that pack and for reductions
+to AGENT    one place on the way to each peer with which streams are exchanged
+card        everything for NCCL, because its groups have to be in one order on a card; a share for all else
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from etha.agent.protocol.lane_queue import Bookings, Granted, Recalled
+from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
 from etha.agent.protocol.participant import TransferEffect
 from etha.agent.services.batch_state import Live
-from etha.agent.services.needs import Needs
 from etha.peer.messages import Ticket
+from etha.transport.tcp.data_plane import DataPlane
+from etha.transport.verify.checksums import READER
+from etha.transport.wire.flows import CHUNK, WireProgram
+
+#: Transfers that exchange streams with one peer at once; what is more waits, as what needs more staging does.
+PLACES = 8
+_CARD = 1 << 30
 
 
-class Turns:
+class Needs:
+    """Of one agent, whose streams are ``plane``'s and whose lane has ``threads``."""
+
+    def __init__(self, plane: DataPlane, threads: int) -> None:
+        self._plane = plane
+        # What checks use on lane threads is nobody's booking, for transfers of one agent alone have them, too.
+        self._staging = max(plane.budget.limit // 2, plane.room - threads * READER)
+
+    def limit(self, resource: str) -> int:
+        """How much there is."""
+        return {"staging": self._staging, "card": _CARD}.get(resource, PLACES)
+
+    def of(self, live: Live, source: str) -> Need:
+        """For the direction from side ``source``: what its program takes, or may take while that is not compiled."""
+        if live.over_nccl:
+            return {"card": _CARD}
+        programs = self._programs(live, source)
+        if programs is None:
+            peers, nbytes = live.agents - {live.machine.me}, self._bound(live, source)
+        else:
+            peers = frozenset(peer for p in programs for peer in (*p.sends, *p.receives))
+            nbytes = max((self._plane.need(p) for p in programs), default=0)
+        return {"card": 1, "staging": nbytes, **dict.fromkeys((f"to {peer}" for peer in peers), 1)}
+
+    @staticmethod
+    def _programs(live: Live, source: str) -> list[WireProgram] | None:
+        """What may be run, None while some of it is not compiled: what is sent may be tensors or snapshots of them."""
+        sent = [tensors for (side, _), tensors in live.tensors.items() if side == source]
+        kinds = [(source, False), (source, True)]
+        if sent and all(tensors.snapshot is None for tensors in sent):
+            kinds.pop()
+        found = [live.parts[kind] for kind in kinds if kind in live.parts]
+        if not found or (sent and len(found) < len(kinds)):
+            return None
+        return [part.wire for part in found if part.wire is not None]
+
+    def _bound(self, live: Live, source: str) -> int:
+        assert live.evaluation is not None
+        chunks = 2 * (len(live.agents) - 1) * live.terms.streams * CHUNK
+        reduces = any(klass.reduction is not None for klass in live.evaluation.plans[source].classes)
+        slabs = 2 * (live.terms.staging // 8) if reduces else 0
+        both = all(live.machine.me in agents for agents in live.machine.agents.values())
+        return chunks + slabs + (live.terms.staging // 4 if both else 0)
+
+
+class LaneScheduler:
     """``perform`` takes what a batch's transfers make of a grant or a recall; ``needs`` is asked once it is used."""
 
     def __init__(self, perform: Callable[[Live, list[TransferEffect]], None], needs: Callable[[], Needs]) -> None:
@@ -24,12 +80,15 @@ class Turns:
         self._booked[live.key] = live
         self._tell(self._bookings.want(live.key, ticket, self._needs().of(live, source)))
 
-    def hold(self, live: Live, source: str) -> bool:
-        """A batch's calls are ready here: what they need, if it is there."""
+    def can_hold(self, live: Live, source: str) -> bool:
+        """Whether what a transfer from side ``source`` needs is free."""
+        return self._bookings.can_hold(live.key, self._needs().of(live, source))
+
+    def hold(self, live: Live, source: str) -> None:
+        """A batch's calls are ready here: book what they need, which is free."""
         held = self._bookings.hold(live.key, self._needs().of(live, source))
-        if held:
-            self._booked[live.key] = live
-        return held
+        assert held, f"{live.name}: what was free is not"
+        self._booked[live.key] = live
 
     def begin(self, live: Live) -> None:
         """GO: what it has booked is this batch's until it is freed."""

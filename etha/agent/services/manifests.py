@@ -9,7 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from etha.agent.protocol.evaluations import Evaluations
+from etha.agent.protocol.evaluation import Evaluations
 from etha.agent.protocol.records import Manifest, digest_of
 from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
@@ -60,16 +60,16 @@ class Library:
 
     def _fields(self, manifest: Manifest) -> tuple[str, dict[str, str]]:
         """The digest and the fields of a manifest, made once: a relaunch registers what it registered before."""
-        told = (
+        content = (
             tuple((n, d.pair, d.dtype, d.layout.digest(), d.shape, d.local, d.of) for n, d in manifest.tensors.items()),
             manifest.refusals,
             tuple(manifest.ties.items()),
         )
-        found = self._published.pop(told, None)
+        found = self._published.pop(content, None)
         if found is None:
             fields = manifest.fields()
             found = digest_of(fields), fields
-        self._published[told] = found
+        self._published[content] = found
         while len(self._published) > _KEPT:
             self._published.popitem(last=False)
         return found

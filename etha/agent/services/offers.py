@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etha.agent.protocol.effects import CallKey, Member
-from etha.agent.runtime.calls import Calls
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import Calls, Session
 from etha.agent.services.batch_state import Live
 from etha.bus.codec import Request
 from etha.bus.messages import Offered

@@ -1,37 +1,47 @@
-"""The shell around registrations: publish, wait for everybody, plan, agree, close."""
+"""Registrations: publish, wait for everybody, plan, agree, close.
+
+A registration that stands but that one rank cannot use ends on all agents before that rank hears so:
+
+    agent of the rank                      every other agent of the batch
+    its workers: BatchLost                 |
+    Forsaken ----------------------------> its workers: BatchLost
+    <------------------------------- Noted |
+    the rank: Ok
+
+So whatever any rank asks its agent after the failed one has its error, the old registration is not given to it again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
-from etha.agent.gc_scheduler import Sweep
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.records import Manifest, Record
-from etha.agent.protocol.registration import BatchEffect, Declare, Evaluate, Stand, Standing, Unenroll
-from etha.agent.runtime.calls import Calls
+from etha.agent.protocol.registration import BatchEffect, Declare, Evaluate, RegistrationState, Stand, Unenroll
+from etha.agent.runtime.gc_scheduler import GcScheduler
+from etha.agent.runtime.host_sharing import exhibits
 from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Session
-from etha.agent.runtime.snapshots import show
+from etha.agent.runtime.sessions import Calls, Session
 from etha.agent.runtime.status_writer import quietly
+from etha.agent.runtime.tasks import Spawn, outage
 from etha.agent.services.batch_state import Field, Key, Live, Tensors
-from etha.agent.services.footing import footing, lost_since
-from etha.agent.services.forsaking import Forsaking
 from etha.agent.services.hints import Hints
-from etha.agent.services.mailbox import Mailbox
 from etha.agent.services.manifests import Library
 from etha.agent.services.planning import plan
-from etha.agent.services.rendezvous import Pairs, Spawn, outage
+from etha.agent.services.rendezvous import Pairs
 from etha.agent.services.transfers import Movers
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
 from etha.config import check_name
-from etha.errors import EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
 from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, Noted, TellMissing
 from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
@@ -54,13 +64,13 @@ class Batches:
         calls: Calls,
         pairs: Pairs,
         movers: Movers,
-        sweep: Sweep,
+        gc_scheduler: GcScheduler,
         spawn: Spawn,
         hints: Hints,
     ) -> None:
         self._hints = hints
         self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
-        self._movers, self._sweep, self._spawn = movers, sweep, spawn
+        self._movers, self._gc, self._spawn = movers, gc_scheduler, spawn
         self._library = Library(store)
         self.live: dict[Key, Live] = {}
         #: Those that are over but hold workers' memory still.
@@ -90,7 +100,7 @@ class Batches:
         member = session.seats[live.pairs[0]].member
         live.tensors[member].attach(message)
         if isinstance(message, AttachSnapshot):
-            self._spawn(show(live, self._links, member))
+            self._spawn(self._show_snapshot(live, member))
         session.peer.reply(request.id, Ok())
 
     def close(self, session: Session, request: Request, message: CloseBatch) -> None:
@@ -132,10 +142,10 @@ class Batches:
             error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
             self._movers.withdraw(live, member, error)
             self._perform(live, live.machine.close(member))
-        if not live.over and live.machine.state is Standing.REGISTERED:  # others here have it open still
+        if not live.over and live.machine.state is RegistrationState.REGISTERED:  # others here have it open still
             self._let_go(live)
 
-    def gone(self, session: Session, reason: str) -> None:
+    def on_worker_lost(self, session: Session, reason: str) -> None:
         """A worker is gone. Its pairs break too, unless its process holds them through another client."""
         for batch in list(session.batches):
             if (live := self._live(session, batch)) is not None:
@@ -161,7 +171,7 @@ class Batches:
             return
         live = self.live.get(key) or self._mailbox.ended(key)
         if live is None and isinstance(message, Forsaken):
-            self._mailbox.lose(key, _forsaken(message.text))
+            self._mailbox.note_lost(key, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif live is None:  # it has heard of everybody's entry before us
             self._mailbox.hold(key, agent, message)
@@ -175,18 +185,18 @@ class Batches:
         elif isinstance(message, AskMissing | TellMissing):
             self._movers.inquiries.hear(agent, live, message)
         elif isinstance(message, Copied):
-            self._movers.pace.heard(live, agent, message)
+            self._movers.progress_reporter.heard(live, agent, message)
         elif live.transfers is None:
             live.early.append((agent, message))  # type: ignore[arg-type]
         else:
             self._movers.hear(live, agent, message)  # type: ignore[arg-type]
 
-    def lose(self, agent: str) -> None:
+    def on_agent_lost(self, agent: str) -> None:
         """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
-        self._forsaking.lose(agent)
+        self._forsaking.on_agent_lost(agent)
         for live in [*self.live.values(), *self._mailbox.ended_with(agent)]:
             if agent in live.agents:
-                self._movers.lose_agent(live, agent)
+                self._movers.on_agent_lost(live, agent)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -201,6 +211,17 @@ class Batches:
         text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
         self._end_for_all(live, _forsaken(text), but=session)
         return text
+
+    async def _show_snapshot(self, live: Live, member: Member) -> None:
+        """Tell the agents that copy from ``member`` where its snapshots are."""
+        tensors = live.tensors.get(member)  # None if the batch was closed at once
+        readers = live.read_by(member[0])
+        if not readers or tensors is None or tensors.snapshot is None:
+            return
+        shown = {member: (tensors.session, tensors.snapshot)}
+        for message in await asyncio.to_thread(exhibits, shown, snapshot=True):
+            for agent in readers:
+                self._links.tell(agent, live.scope, message)
 
     async def _tell_all(self, live: Live, session: Session, request: Request, text: str) -> None:
         await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
@@ -224,7 +245,7 @@ class Batches:
         self._break(live, error)
 
     def _break(self, live: Live, error: PeerLostError) -> None:
-        self._mailbox.lose(live.key, error)
+        self._mailbox.note_lost(live.key, error)
         self._perform(live, live.machine.break_up(error))
         self._movers.break_up(live, error)
 
@@ -306,7 +327,7 @@ class Batches:
     async def _follow(self, live: Live) -> None:
         """Read the roster after every wake-up until this agent's part is decided."""
         primary, batch, generation = live.key
-        states = (Standing.ENROLLING, Standing.EVALUATING, Standing.AGREEING)
+        states = (RegistrationState.ENROLLING, RegistrationState.EVALUATING, RegistrationState.AGREEING)
         async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
             while live.machine.state in states:
                 try:
@@ -334,15 +355,15 @@ class Batches:
                     self._spawn(quietly(self._store.batches.unenroll(primary, batch, generation, side, rank)))
                 case Stand(evaluation=evaluation, terms=terms):
                     self._stand(live, evaluation, terms)
-        if live.machine.state in (Standing.REFUSED, Standing.LOST, Standing.CLOSED):
+        if live.machine.state in (RegistrationState.REFUSED, RegistrationState.LOST, RegistrationState.CLOSED):
             live.exhibition.close()
             live.snapshots.close()
-        closed = live.machine.state is Standing.CLOSED and self.live.get(live.key) is live
+        closed = live.machine.state is RegistrationState.CLOSED and self.live.get(live.key) is live
         if closed:
             del self.live[live.key]
         if closed and not live.machine.alone:
             self._mailbox.keep(live)
-        if closed or (live.machine.state is Standing.LOST and not live.over):
+        if closed or (live.machine.state is RegistrationState.LOST and not live.over):
             self._let_go(live)
 
     def _let_go(self, live: Live) -> None:
@@ -353,15 +374,15 @@ class Batches:
 
     async def _release(self, live: Live) -> None:
         """Let go of workers' memory, and of a card's tables, once no lane can be inside it."""
-        await self._movers.rest.wait_for([live])
+        await self._movers.idle_tracker.wait_for([live])
         try:
             await live.release()
         finally:
             self._releasing.pop(live.key, None)
             live.released.set()
-        if live.machine.state is Standing.CLOSED:
+        if live.machine.state is RegistrationState.CLOSED:
             live.forget()
-        self._sweep.soon()
+        self._gc.soon()
 
     async def released(self, session: Session) -> None:
         """Return when the batches that a worker has left hold no memory of it, but for those whose transfer runs.
@@ -389,7 +410,7 @@ class Batches:
 
     def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
         wire = None if live.machine.alone else self._movers.parts.wire(live, terms)
-        live.stand(evaluation, terms, wire, lambda source: self._movers.turns.hold(live, source))
+        live.stand(evaluation, terms, wire, lambda source: self._movers.lane_scheduler.can_hold(live, source))
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports
@@ -402,3 +423,138 @@ class Batches:
 
 def _forsaken(text: str) -> PeerLostError:
     return PeerLostError(text, reason="closed", outcome="withdrawn")
+
+
+#: Registrations of which something is kept before they are known here, and after they were closed.
+MAX_KEPT = 256
+#: Messages kept of each.
+MAX_MESSAGES = 1000
+
+
+class Mailbox:
+    """Bounded memory at both ends of a registration's life."""
+
+    def __init__(self) -> None:
+        self._early: OrderedDict[Key, list[tuple[str, Said]]] = OrderedDict()
+        self._ended: OrderedDict[Key, Live] = OrderedDict()
+        self._lost: OrderedDict[Key, PeerLostError] = OrderedDict()
+
+    def note_lost(self, key: Key, error: PeerLostError) -> None:
+        """A registration is over for all, whether or not this agent has taken it in; ranks of it may still come."""
+        self._lost.setdefault(key, error)
+        while len(self._lost) > MAX_KEPT:
+            self._lost.popitem(last=False)
+
+    def lost(self, key: Key) -> PeerLostError | None:
+        """Why a rank that comes now has come too late."""
+        return self._lost.get(key)
+
+    def hold(self, key: Key, agent: str, message: Said) -> None:
+        """Keep a message about a registration that this agent has not taken in yet; the oldest are dropped."""
+        held = self._early.setdefault(key, [])
+        if len(held) < MAX_MESSAGES:
+            held.append((agent, message))
+        while len(self._early) > MAX_KEPT:
+            lost, _ = self._early.popitem(last=False)
+            log.debug("what was said of batch %s generation %d is dropped", lost[1], lost[2])
+
+    def held(self, key: Key) -> list[tuple[str, Said]]:
+        """What was kept of a registration that is taken in now, in order."""
+        return self._early.pop(key, [])
+
+    def keep(self, live: Live) -> None:
+        """A registration over several agents was closed here: others may still ask how its last transfer ended."""
+        self._ended[live.key] = live
+        while len(self._ended) > MAX_KEPT:
+            self._ended.popitem(last=False)
+
+    def ended(self, key: Key) -> Live | None:
+        """A closed registration, if it is remembered."""
+        return self._ended.get(key)
+
+    def ended_with(self, agent: str) -> list[Live]:
+        """The closed registrations in which ``agent`` had part."""
+        return [live for live in self._ended.values() if agent in live.agents]
+
+
+#: Seconds beyond the request's deadline, less than its worker waits. A frozen agent ends the registration as it thaws.
+GRACE = 0.5
+
+
+class Forsaking:
+    """Tells other agents, and knows which of them have heard."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
+        self._requests = 0
+
+    async def tell(self, live: Live, agents: Collection[str], text: str, deadline: float) -> None:
+        """Return once these agents have ended the registration, or do not answer by ``deadline`` (of the loop)."""
+        self._requests += 1
+        request, silent, heard = self._requests, set(agents), asyncio.Event()
+        for agent in sorted(silent):
+            self._links.tell(agent, live.scope, Forsaken(request=request, text=text))
+        if not silent:
+            return
+        self._waiting[request] = silent, heard
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline + GRACE):
+                    await heard.wait()
+        finally:
+            del self._waiting[request]
+
+    def hear(self, agent: str, message: Noted) -> None:
+        """An agent has ended the registration."""
+        if (found := self._waiting.get(message.request)) is not None:
+            silent, heard = found
+            silent.discard(agent)
+            if not silent:
+                heard.set()
+
+    def on_agent_lost(self, agent: str) -> None:
+        """An agent's link is lost: it will not answer."""
+        for request in list(self._waiting):
+            self.hear(agent, Noted(request=request))
+
+
+def footing(pairs: Pairs, session: Session, message: Register) -> tuple[Member, dict[str, int]]:
+    """The worker's (side, rank), which all pairs of the batch must agree on, and the epoch of each pair.
+
+    Raises ConfigError, PeerLostError, RegistrationError.
+    """
+    if not message.pairs or list(message.pairs) != sorted(set(message.pairs)):
+        raise ProtocolError("the pairs of a registration are a sorted list of at least one")
+    seats = []
+    for pair in message.pairs:
+        seat = session.seats.get(pair)
+        if seat is None:
+            raise ConfigError(f"this client is not in pair {pair!r}: call init_pair first")
+        if (error := pairs.error(seat)) is not None:
+            raise error
+        seats.append(seat)
+    first = seats[0]
+    for seat in seats[1:]:
+        if (seat.side, seat.rank, seat.remote) != (first.side, first.rank, first.remote):
+            raise RegistrationError(
+                f"pairs {first.pair!r} and {seat.pair!r} do not join the same two sides with the same ranks "
+                f"({first.side} rank {first.rank} to {first.remote}, {seat.side} rank {seat.rank} to "
+                f"{seat.remote}): register one batch for each"
+            )
+    if message.epoch != first.epoch:
+        raise PeerLostError(f"pair {first.pair!r} is at epoch {first.epoch} now", reason="relaunched")
+    return first.member, {seat.pair: seat.epoch for seat in seats}
+
+
+def lost_since(pairs: Pairs, session: Session, epochs: Mapping[str, int]) -> PeerLostError | None:
+    """Why a registration that began at these epochs cannot go on; None when it can."""
+    for pair, epoch in epochs.items():
+        seat = session.seats.get(pair)
+        if seat is None:
+            return PeerLostError(f"this client has left pair {pair!r}", reason="closed")
+        if (error := pairs.error(seat)) is not None:
+            return error
+        if seat.epoch != epoch:
+            return PeerLostError(f"pair {pair!r} is at epoch {seat.epoch} now, not {epoch}", reason="relaunched")
+    return None

@@ -11,22 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail
-from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, PairEffect, Sever
-from etha.agent.runtime.calls import Calls
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Pair, PairEffect, Sever
 from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Seat, Session
+from etha.agent.runtime.sessions import Calls, Seat, Session
+from etha.agent.runtime.tasks import Spawn, outage
 from etha.agent.services.hints import Hints
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
-from etha.errors import HELD_HERE, ConfigError, EthaError, PeerLostError, RedisUnavailableError, from_wire
+from etha.errors import HELD_HERE, ConfigError, EthaError, PeerLostError, from_wire
 from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
-
-Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 #: Seconds after which all pairs are read again although nothing was heard of them, in one request.
 LOOK_AGAIN = 60.0
@@ -36,21 +34,13 @@ PATIENCE = 1.0
 _MAX_ENDED = 64
 
 
-def outage(to: logging.Logger, text: str, *args: object) -> None:
-    """Log that a request to Redis failed; the last of ``args`` is the error.
-
-    While Redis is away everything fails: the lease says so once, and each of the others is a detail.
-    """
-    to.log(logging.DEBUG if isinstance(args[-1], RedisUnavailableError) else logging.WARNING, text, *args)
-
-
 @dataclass(slots=True)
 class _Known:
     """A pair in use here. ``order`` makes Redis answer in the order in which it was asked."""
 
     machine: Pair
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked: dict[CallKey, tuple[Session, Asked, float]] = field(default_factory=dict)
+    asked: dict[CallKey, tuple[Session, JoinRequest, float]] = field(default_factory=dict)
     #: Set when the pair may have changed, or is forgotten.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: bool = False
@@ -96,7 +86,7 @@ class Pairs:
                 self._looking = True
                 self._spawn(self._look_again())
         key = self._calls.open(session.peer, request, lambda key, expired: self._over(known, key, expired))
-        asked = Asked(
+        asked = JoinRequest(
             key=key,
             side=message.side,
             rank=message.rank,
@@ -199,12 +189,12 @@ class Pairs:
                 machine.view = view
         return ""
 
-    def lose(self, agent: str, text: str) -> None:
+    def on_agent_lost(self, agent: str, text: str) -> None:
         """The link to an agent is lost, and with it every pair that it takes part in."""
         for known in self._known.values():
-            self._perform(known, known.machine.lose(agent, text))
+            self._perform(known, known.machine.on_agent_lost(agent, text))
 
-    def gone(self, session: Session, reason: Reason) -> None:
+    def on_worker_lost(self, session: Session, reason: Reason) -> None:
         """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
         held = {(pair, seat.side, seat.rank) for pair, seat in session.seats.items()}
         for name, known in self._known.items():
@@ -308,7 +298,7 @@ class Pairs:
                             session.peer.push(PairLost(pair=pair, epoch=epoch, reason=error.reason, text=error.message))
                     self._broken(pair, epoch, error)
 
-    async def _join(self, known: _Known, asked: Asked) -> None:
+    async def _join(self, known: _Known, asked: JoinRequest) -> None:
         _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
         left = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
         if left <= 0:

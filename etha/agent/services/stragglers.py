@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from etha.agent.protocol.effects import CallKey, Member
-from etha.agent.protocol.waiting import Call
+from etha.agent.protocol.participant import Call
 from etha.agent.runtime.peers import Links
 from etha.agent.services.batch_state import Live
 from etha.peer.introductions import AskMissing, TellMissing
@@ -47,7 +47,7 @@ class Inquiries:
         if future is not None:
             await asyncio.wait({future}, timeout=LAST_PATIENCE)
             if future.done():
-                transfers.told(_source(live, call), future.result())
+                transfers.note_missing(_source(live, call), future.result())
             self._forget({future})
 
     def hear(self, agent: str, live: Live, message: AskMissing | TellMissing) -> None:

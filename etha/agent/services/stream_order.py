@@ -7,9 +7,8 @@ from copy import copy
 from dataclasses import dataclass
 
 from etha.agent.protocol.effects import CallKey
-from etha.agent.runtime.calls import Calls
 from etha.agent.runtime.device import Card
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import Calls, Session
 from etha.agent.services.batch_state import Live
 from etha.errors import EthaError, TransferError, TransferTimeoutError
 from etha.transport.copy.device_memory import CardError
@@ -22,7 +21,7 @@ class _Held:
     go: Callable[[], None]
 
 
-class Behind:
+class StreamOrder:
     """Holds each such call until its device has come so far. Nobody else knows of it before; loop thread only."""
 
     def __init__(self, card: Card | None, calls: Calls) -> None:

@@ -1,10 +1,11 @@
-"""The shell around transfers: worker calls in, programs on the lane, results and errors out."""
+"""Transfers: worker calls in, programs on the lane, results and errors out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 
 from etha.agent.protocol.effects import (
     BeginLane,
@@ -12,6 +13,7 @@ from etha.agent.protocol.effects import (
     Doubt,
     Fail,
     FreeLane,
+    HoldLane,
     Member,
     OfferChanged,
     Settled,
@@ -20,30 +22,26 @@ from etha.agent.protocol.effects import (
     Tell,
     WantLane,
 )
-from etha.agent.protocol.participant import TransferEffect
-from etha.agent.protocol.waiting import Call
-from etha.agent.runtime.calls import Calls
-from etha.agent.runtime.gauge import Gauge
+from etha.agent.protocol.participant import Call, TransferEffect
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import Links
-from etha.agent.runtime.run import Move, Part
-from etha.agent.runtime.sessions import Session
-from etha.agent.runtime.status_writer import Chronicle
-from etha.agent.services.batch_state import Ask, Current, Live
+from etha.agent.runtime.run import Move, Part, TransferProgress
+from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.status_writer import StatusWriter
+from etha.agent.runtime.tasks import Spawn
+from etha.agent.services.batch_state import Ask, Current, Key, Live
 from etha.agent.services.compile import Parts
-from etha.agent.services.lane_scheduler import Turns
-from etha.agent.services.needs import Needs
+from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
-from etha.agent.services.pace import Pace
-from etha.agent.services.rendezvous import Spawn
-from etha.agent.services.rest import Rest
 from etha.agent.services.stragglers import Inquiries
-from etha.agent.services.stream_order import Behind
-from etha.agent.services.translate import translate
+from etha.agent.services.stream_order import StreamOrder
 from etha.bus.codec import Request
-from etha.bus.messages import Moved, Transfer
+from etha.bus.messages import Moved, Progress, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError
-from etha.peer.introductions import Sums, UniqueId
+from etha.memory.handles import span_nbytes
+from etha.memory.mapping import DTYPES
+from etha.memory.reach import FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.peer.introductions import Copied, Sums, UniqueId
 from etha.peer.messages import Message
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
@@ -59,17 +57,19 @@ GRACE = 0.3
 class Movers:
     """All transfers of this agent; their copies share one lane."""
 
-    def __init__(self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn, behind: Behind) -> None:
-        self._behind = behind
+    def __init__(
+        self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
+    ) -> None:
+        self._stream_order = stream_order
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
         self.parts = Parts(links)
         self.offers = Offers(calls)
         self.inquiries = Inquiries(links)
-        self.turns = Turns(self._perform, self._needs)
-        self.chronicle = Chronicle(store, spawn)
+        self.lane_scheduler = LaneScheduler(self._perform, self._needs)
+        self.status_writer = StatusWriter(store, spawn)
         self._known_needs: Needs | None = None
-        self.pace = Pace(links, calls)
-        self.rest = Rest()
+        self.progress_reporter = ProgressReporter(links, calls)
+        self.idle_tracker = IdleTracker()
 
     # ---- what workers ask ---------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Movers:
         live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         transfers = live.transfers
-        self._behind.pass_on(live, session, key, message.mark, lambda: self._perform(live, transfers.wait(call)))
+        self._stream_order.pass_on(live, session, key, message.mark, lambda: self._perform(live, transfers.wait(call)))
 
     def supersede(self, session: Session, live: Live) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
@@ -107,7 +107,7 @@ class Movers:
     def withdraw(self, live: Live, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
         self.offers.withdraw(live, member, error)
-        self._behind.leave(live, live.tensors[member].session, error)
+        self._stream_order.leave(live, live.tensors[member].session, error)
         if live.transfers is not None:
             for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
                 self._perform(live, live.transfers.end(key, expired=False))
@@ -115,7 +115,7 @@ class Movers:
     def break_up(self, live: Live, error: PeerLostError) -> None:
         """The batch is over for everybody."""
         self.offers.end(live, list(live.offers), error)
-        self._behind.break_up(live, error)
+        self._stream_order.break_up(live, error)
         if live.transfers is not None:
             self._perform(live, live.transfers.break_up(error))
 
@@ -123,7 +123,7 @@ class Movers:
 
     def _ended(self, live: Live, key: CallKey, expired: bool) -> None:
         assert live.transfers is not None
-        if self._behind.end(key, expired=expired):
+        if self._stream_order.end(key, expired=expired):
             return
         if expired and not live.machine.alone:
             self._spawn(self._expire(live, key))
@@ -143,10 +143,10 @@ class Movers:
         else:
             self._perform(live, live.transfers.hear(agent, message))
 
-    def lose_agent(self, live: Live, agent: str) -> None:
+    def on_agent_lost(self, live: Live, agent: str) -> None:
         """The link to an agent of the batch is lost."""
         if live.transfers is not None:
-            self._perform(live, live.transfers.lose_agent(agent))
+            self._perform(live, live.transfers.on_agent_lost(agent))
 
     def _perform(self, live: Live, effects: list[TransferEffect]) -> None:
         for effect in effects:
@@ -167,12 +167,14 @@ class Movers:
                     self._links.tell(agent, live.scope, message)
                 case Doubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
+                case HoldLane(source=source):
+                    self.lane_scheduler.hold(live, source)
                 case WantLane(ticket=ticket, source=source):
-                    self.turns.want(live, ticket, source)
+                    self.lane_scheduler.want(live, ticket, source)
                 case BeginLane():
-                    self.turns.begin(live)
+                    self.lane_scheduler.begin(live)
                 case FreeLane():
-                    self.turns.free(live)
+                    self.lane_scheduler.free(live)
 
     def _needs(self) -> Needs:
         if self._known_needs is None:  # its links are opened after this was made
@@ -184,7 +186,7 @@ class Movers:
         self._perform(live, live.transfers.undecided(seq))
 
     def _begin(self, live: Live, start: StartMove) -> None:
-        self.rest.begin(live)
+        self.idle_tracker.begin(live)
         current = live.current = Current(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
@@ -236,7 +238,7 @@ class Movers:
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
-        current.gauge = Gauge(part, live.read_by(current.source))
+        current.progress = TransferProgress(part, live.read_by(current.source))
         current.move = Move(
             part,
             current.seq,
@@ -246,14 +248,14 @@ class Movers:
             wire=live.wire,
             after=live.failed,
             spawn=self._spawn,
-            progress=lambda done: self.pace.went(live, current, done),
+            progress=lambda done: self.progress_reporter.went(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
             inspection=self.parts.inspection(live, current.seq, part, guards, self._lane),
         )
         current.move.start()
 
     def _moved(self, live: Live, current: Current, error: BaseException | None, touched: bool) -> None:
-        self._behind.failed(error)
+        self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
             # Its other end has most likely ended the transfer, and the cause is on its way over the link.
             current.late = asyncio.get_running_loop().call_later(
@@ -285,10 +287,10 @@ class Movers:
             live.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
-            self.chronicle.tell(pair, live.name, fields)
+            self.status_writer.tell(pair, live.name, fields)
         # The move knows its end and its end the move: undone here, workers' memory does not wait for the collector.
-        current.part = current.move = current.gauge = None
-        self.rest.end(live)
+        current.part = current.move = current.progress = None
+        self.idle_tracker.end(live)
 
     def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
         part = current.part
@@ -307,3 +309,119 @@ class Movers:
                 peak_staging=current.move.peak_staging if current.move is not None else 0,
             )
             self._calls.answer(key, moved)
+
+
+def translate(live: Live, error: BaseException) -> EthaError:
+    """``error`` of the transfer that moves now as what its workers are told."""
+    if isinstance(error, EthaError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return TransferError("stopped")
+    who = "a worker"
+    if isinstance(error, ReachError) and error.owner is not None:
+        role, rank = error.owner
+        source = live.current.source if live.current is not None else ""
+        who = f"{source if role == 'source' else live.other(source)} rank {rank}"
+    if isinstance(error, FaultError) and (found := _tensor_at(live, error)) is not None:
+        (side, rank), name = found
+        who = f"{side} rank {rank} at its tensor {name!r}"
+    match error:
+        case WorkerGoneError():
+            return PeerLostError(f"{who} died in the transfer", reason="died")
+        case RevokedError():
+            return TransferError(f"the call of {who} has ended and taken its memory back")
+        case ReachError():
+            return TransferError(f"the memory of {who} could not be reached: {error}")
+    log.error("batch %s: a lane failed", live.name, exc_info=error)
+    return TransferError(f"the agent's lane failed, a bug of Etha: {type(error).__name__}: {error}")
+
+
+def _tensor_at(live: Live, error: FaultError) -> tuple[tuple[str, int], str] | None:
+    """Which registered tensor of this agent's workers lies where nothing is: ((side, rank), name).
+
+    The address tells, because ``error.owner`` is a guess where one process is several ranks.
+    """
+    source = live.current.source if live.current is not None else ""
+    found: list[tuple[tuple[str, int], str]] = []
+    for (side, rank), tensors in live.tensors.items():
+        if tensors.session.memory.process.pid != error.pid:
+            continue
+        for name, handle in tensors.handles.items():
+            nbytes = span_nbytes(handle.shape, handle.strides, DTYPES[handle.dtype].itemsize)
+            if handle.segment is None and handle.offset <= error.address < handle.offset + nbytes:
+                if error.owner == ("source" if side == source else "target", rank):
+                    return (side, rank), name
+                found.append(((side, rank), name))
+    return found[0] if found else None
+
+
+class ProgressReporter:
+    """Of all transfers of this agent; ``TransferProgress`` holds the numbers of one."""
+
+    def __init__(self, links: Links, calls: Calls) -> None:
+        self._links, self._calls = links, calls
+
+    def went(self, live: Live, current: Current, done: int) -> None:
+        """This agent's own part of ``current`` has done ``done`` bytes."""
+        if live.current is not current or current.progress is None:
+            return
+        share = current.progress.own(done)
+        for agent in live.read_from(current.source):
+            self._links.tell(agent, live.scope, Copied(seq=current.seq, share=share))
+        self._push(live, current, current.progress.fraction)
+
+    def heard(self, live: Live, agent: str, message: Copied) -> None:
+        """An agent that copies from workers here says how far it is."""
+        current = live.current
+        if current is not None and current.seq == message.seq and current.progress is not None:
+            current.progress.heard(agent, message.share)
+            self._push(live, current, current.progress.fraction)
+
+    def _push(self, live: Live, current: Current, fraction: float) -> None:
+        part = current.part
+        assert part is not None
+        for (side, rank), key in current.calls.items():
+            ask = live.asks.get(key)
+            if ask is not None and ask.progress:
+                total = part.nbytes["source" if side == current.source else "target", rank]
+                self._calls.push(key, Progress(done=int(total * fraction), total=total))
+
+
+class IdleTracker:
+    """Registrations with a transfer that runs; each has one at a time. Loop thread only."""
+
+    def __init__(self) -> None:
+        self._moving: dict[Key, Live] = {}
+        self._ended = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """How many run."""
+        return len(self._moving)
+
+    @property
+    def moving(self) -> tuple[Live, ...]:
+        """The registrations whose transfer runs."""
+        return tuple(self._moving.values())
+
+    def begin(self, live: Live) -> None:
+        """Its transfer runs."""
+        self._moving[live.key] = live
+
+    def end(self, live: Live) -> None:
+        """It has ended."""
+        del self._moving[live.key]
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Return when none runs; what the caller does before it awaits again is done while none does."""
+        while self._moving:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def wait_for(self, lives: Iterable[Live]) -> None:
+        """As ``wait``, for these alone: on a busy agent there is always some transfer that runs."""
+        keys = {live.key for live in lives}
+        while not keys.isdisjoint(self._moving):
+            self._ended.clear()
+            await self._ended.wait()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from etha.agent.runtime.lane import Lane, Running
-from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.run import Execution
 from etha.transport.base import Progress, TransportPeer
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.pipeline import Execution
+from etha.agent.runtime.run import Execution
 from etha.client.memory.tensors import empty
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etha.agent.fleet import RETRIES, SPOILT, Fleet, serve_all
+from etha.agent.fleet import CONTEXT_LOST, RETRIES, Fleet, serve_all
 from etha.agent.runtime.device import find
 from etha.cuda.driver import Device
 from etha.errors import AgentUnavailableError, ConfigError
@@ -58,7 +58,7 @@ async def test_a_lost_context_is_followed_by_another_process(tmp_path: Path) -> 
     def command(device: Device) -> Sequence[str]:
         if device.uuid == GPU0:
             return python(SERVES, other)
-        again = f"if n < 2: raise SystemExit({SPOILT})\n{SERVES.replace('sys.argv[1]', 'sys.argv[2]')}"
+        again = f"if n < 2: raise SystemExit({CONTEXT_LOST})\n{SERVES.replace('sys.argv[1]', 'sys.argv[2]')}"
         return python(f"{once}\n{again}", lives, tmp_path / "serves")
 
     fleet = Fleet(command, DEVICES)
@@ -71,7 +71,7 @@ async def test_a_lost_context_is_followed_by_another_process(tmp_path: Path) -> 
 
 async def test_a_card_that_is_lost_again_and_again_is_given_up() -> None:
     with pytest.raises(AgentUnavailableError, match=f"lost its context {1 + RETRIES} times in a row"):
-        await Fleet(lambda device: python(f"raise SystemExit({SPOILT})"), DEVICES[:1]).run()
+        await Fleet(lambda device: python(f"raise SystemExit({CONTEXT_LOST})"), DEVICES[:1]).run()
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Agent:
             known=namespace.published.get,
             refresh=namespace.refresh,
             on_message=self.message,
-            on_gone=lambda agent, text: self.note("gone", agent, text),
+            on_agent_lost=lambda agent, text: self.note("gone", agent, text),
             beat=beat,
         )
 
@@ -172,7 +172,7 @@ async def _serve(pipe: Connection, keys: Keys, known: dict[str, str]) -> None:
     def gone(agent: str, text: str) -> None:
         pipe.send(("gone", agent))
 
-    async with Hub(None, keys, known=known.get, on_message=answer, on_gone=gone, beat=BEAT) as hub:
+    async with Hub(None, keys, known=known.get, on_message=answer, on_agent_lost=gone, beat=BEAT) as hub:
         pipe.send(("address", hub.address))
         while True:
             agent, address, key = await asyncio.to_thread(pipe.recv)

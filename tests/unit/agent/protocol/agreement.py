@@ -12,6 +12,7 @@ from etha.agent.protocol.effects import (
     Doubt,
     Fail,
     FreeLane,
+    HoldLane,
     Settled,
     StartMove,
     StopMove,
@@ -19,8 +20,7 @@ from etha.agent.protocol.effects import (
     WantLane,
 )
 from etha.agent.protocol.lane_queue import LANE, Bookings, Granted, Need, Recalled
-from etha.agent.protocol.participant import Transfers
-from etha.agent.protocol.waiting import Call
+from etha.agent.protocol.participant import Call, Transfers
 from etha.errors import EthaError, TransferError
 from etha.peer.messages import Message, Verb
 
@@ -65,7 +65,7 @@ class World:
                 seq=0,
                 atomic=self.atomic,
                 now=self.now,
-                hold=lambda source, lane=lane: self.held and lane.hold(self.batch, self.need),
+                can_hold=lambda source, lane=lane: self.held and lane.can_hold(self.batch, self.need),
             )
             for other in names:
                 self.links[name, other] = deque()
@@ -129,6 +129,8 @@ class World:
                     self.errors[key] = error
                 case Doubt(seq=seq):
                     self.doubts.add((me, seq))
+                case HoldLane():
+                    assert self.lanes[me].hold(self.batch, self.need)
                 case WantLane(ticket=ticket):
                     self.route(me, self.lanes[me].want(self.batch, ticket, self.need))
                 case BeginLane():
@@ -161,7 +163,7 @@ class World:
     def lose(self, me: str, gone: str) -> None:
         """``me`` hears that its link to ``gone`` is closed: what is on it is lost."""
         self.links[gone, me].clear()
-        self.perform(me, self.machines[me].lose_agent(gone))
+        self.perform(me, self.machines[me].on_agent_lost(gone))
 
     def undecided(self, me: str, seq: int) -> None:
         self.doubts.discard((me, seq))

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.protocol.evaluation import Evaluation, Where, evaluate
-from etha.agent.protocol.evaluations import Evaluations
+from etha.agent.protocol.evaluation import Evaluation, Evaluations, Where, evaluate
 from tests.unit.agent.protocol.test_evaluation import SHARDED, Roster, tensor
 
 PLACES = {"t": ["a", "a"], "i": ["a", "a"]}

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.pair import Asked, Broken, Formed, Join, Leave, Pair, Sever, Standing
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Pair, PairState, Sever
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import PairView, SideView
 from etha.store.records import RankHolder as Holder
@@ -30,7 +30,7 @@ class Redis:
         self.state, self.epoch, self.reason = "forming", 0, None
         self.members: dict[Member, Holder] = {}
 
-    def join(self, asked: Asked) -> PairView:
+    def join(self, asked: JoinRequest) -> PairView:
         known = self.members.get((asked.side, asked.rank))
         if self.state == "formed" and known is not None and known.is_same(asked.holder):
             return self.view()
@@ -86,7 +86,7 @@ class World:
         self.waiting[key] = member
         other = "i" if member[0] == "t" else "t"
         world = WORLDS[member[0]]
-        asked = Asked(
+        asked = JoinRequest(
             key=key,
             side=member[0],
             rank=member[1],
@@ -136,7 +136,7 @@ class World:
                     self.todo.append(effect)
                 case Answer(call=key, message=message):
                     assert self.waiting.pop(key), f"{key} answered twice"
-                    assert message.epoch == self.pair.epoch and self.pair.state is Standing.FORMED
+                    assert message.epoch == self.pair.epoch and self.pair.state is PairState.FORMED
                     self.answers[key] = message.epoch
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
@@ -229,7 +229,7 @@ def test_nobody_is_let_in_before_the_agents_have_met() -> None:
     keys = [world.ask(member) for member in MEMBERS]
     while world.todo:
         world.step()
-    assert world.pair.state is Standing.FORMED and not world.answers
+    assert world.pair.state is PairState.FORMED and not world.answers
     world.meet()
     assert [world.answers[key] for key in keys] == [1, 1, 1]
 
@@ -240,7 +240,7 @@ def test_agents_that_cannot_meet_form_another_epoch_once_and_then_say_so() -> No
     while world.todo:
         world.step()
     world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
-    assert not world.errors and world.pair.state is Standing.LOST
+    assert not world.errors and world.pair.state is PairState.LOST
     while world.todo:
         world.step()
     assert world.redis.epoch == 2 and world.meeting == [2] and not world.answers
@@ -264,7 +264,7 @@ def test_an_epoch_that_ends_before_anybody_was_let_in_is_followed_by_another(how
             world.perform(world.pair.depart("i", 0, world.holder(("i", 0)), "died"))
             del world.waiting[dead]
         case "link":
-            world.perform(world.pair.lose("b", "no beats"))
+            world.perform(world.pair.on_agent_lost("b", "no beats"))
         case "view":
             world.redis.sever(1)
             world.look()
@@ -295,9 +295,9 @@ def test_a_lost_link_names_the_ranks_behind_it_and_all_may_come_again() -> None:
     for member in MEMBERS:
         world.ask(member)
     world.drain()
-    world.perform(world.pair.lose("stranger", "no beats"))
+    world.perform(world.pair.on_agent_lost("stranger", "no beats"))
     assert world.pair.error(1) is None
-    world.perform(world.pair.lose("b", "no beats"))
+    world.perform(world.pair.on_agent_lost("b", "no beats"))
     lost = world.pair.error(1)
     assert isinstance(lost, PeerLostError) and lost.reason == "died"
     assert "the agent of i rank 0 is gone (no beats)" in lost.message
@@ -311,7 +311,7 @@ def test_who_comes_again_before_redis_knows_of_the_loss_is_not_forgotten() -> No
     for member in MEMBERS:
         world.ask(member)
     world.drain()
-    world.perform(world.pair.lose("b", "no beats"))
+    world.perform(world.pair.on_agent_lost("b", "no beats"))
     world.todo.clear()  # Redis was away
     keys = [world.ask(member) for member in MEMBERS]
     world.drain()
@@ -387,12 +387,12 @@ def test_an_older_view_is_ignored() -> None:
     for member in MEMBERS:
         world.ask(member)
     world.drain()
-    assert world.pair.viewed(old) == [] and world.pair.state is Standing.FORMED
+    assert world.pair.viewed(old) == [] and world.pair.state is PairState.FORMED
 
 
 def test_an_impossible_move_tells_the_story() -> None:
     with pytest.raises(ImpossibleMove, match="pair p: FORMING -> LOST is impossible; so far: FORMING"):
-        Pair("p").move(Standing.LOST)
+        Pair("p").move(PairState.LOST)
 
 
 class Walk(RuleBasedStateMachine):
@@ -426,7 +426,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        self.world.perform(self.world.pair.lose("b", "no beats"))
+        self.world.perform(self.world.pair.on_agent_lost("b", "no beats"))
 
     @precondition(lambda self: self.world.waiting)
     @rule(data=st.data(), cancelled=st.booleans())
@@ -448,8 +448,8 @@ class Walk(RuleBasedStateMachine):
         assert set(pair.waiting) == set(self.world.waiting)
         assert pair._inside <= set(pair.waiting)
         assert pair.epoch <= self.world.redis.epoch
-        assert (pair.error(pair.epoch) is None) == (pair.state is Standing.FORMED)
-        if pair.state is Standing.LOST:
+        assert (pair.error(pair.epoch) is None) == (pair.state is PairState.FORMED)
+        if pair.state is PairState.LOST:
             assert pair.lost is not None
 
     def teardown(self) -> None:

@@ -13,7 +13,7 @@ from etha.agent.protocol.capabilities import Terms, Verdict
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.registration import Batch, Declare, Evaluate, Stand, Standing, Unenroll
+from etha.agent.protocol.registration import Batch, Declare, Evaluate, RegistrationState, Stand, Unenroll
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from tests.examples import examples
 
@@ -85,7 +85,7 @@ class World:
             match effect:
                 case Answer(call=key):
                     assert self.waiting.pop(key), f"{key} answered twice"
-                    assert self.batch.state is Standing.REGISTERED
+                    assert self.batch.state is RegistrationState.REGISTERED
                     self.told[key] = effect.message
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
@@ -117,10 +117,10 @@ def test_two_agents_compare_their_plans() -> None:
     world.publish(("i", 0))
     world.look()
     world.plan()
-    assert world.batch.state is Standing.AGREEING and set(world.waiting) == set(keys)
+    assert world.batch.state is RegistrationState.AGREEING and set(world.waiting) == set(keys)
     world.verdicts["b"] = verdict()
     world.look()
-    assert world.batch.state is Standing.REGISTERED and not world.waiting
+    assert world.batch.state is RegistrationState.REGISTERED and not world.waiting
 
 
 def test_all_agents_move_on_the_same_terms() -> None:
@@ -163,7 +163,7 @@ def test_plans_that_differ_are_refused_by_name() -> None:
     error = world.told[keys[0]]
     assert isinstance(error, RegistrationError) and [v.code for v in error.violations] == ["plan_mismatch"]
     assert "agents a and b computed different plans; run the same version of Etha on all" in error.message
-    assert world.batch.state is Standing.CLOSED, "nobody here holds it"
+    assert world.batch.state is RegistrationState.CLOSED, "nobody here holds it"
 
 
 def test_a_refusal_reaches_everybody_with_all_reasons() -> None:
@@ -185,7 +185,7 @@ def test_a_deadline_lists_who_is_missing_but_never_oneself() -> None:
     assert error.message == (
         "register_tensors of batch 'b' of pair 'p' by t rank 1 ended at its deadline; missing: i rank 0; t rank 0"
     )
-    assert world.batch.state is Standing.CLOSED and not world.entries
+    assert world.batch.state is RegistrationState.CLOSED and not world.entries
 
 
 def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
@@ -195,7 +195,7 @@ def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
     world.perform(world.batch.break_up(lost))
     second = world.enter(("t", 1))
     assert world.told == {first: lost, second: lost}
-    assert world.batch.state is Standing.CLOSED and not world.batch.open, "nobody was told that it stands"
+    assert world.batch.state is RegistrationState.CLOSED and not world.batch.open, "nobody was told that it stands"
 
 
 def test_a_batch_that_stood_is_lost_until_all_who_hold_it_have_left() -> None:
@@ -211,15 +211,15 @@ def test_a_batch_that_stood_is_lost_until_all_who_hold_it_have_left() -> None:
     late = world.enter(("i", 0))
     assert world.told[late] == lost and world.batch.holders == set(world.everybody[:2])
     for member in world.everybody[:2]:
-        assert world.batch.state is Standing.LOST
+        assert world.batch.state is RegistrationState.LOST
         world.perform(world.batch.close(member))
-    assert world.batch.state is Standing.CLOSED
+    assert world.batch.state is RegistrationState.CLOSED
 
 
 def test_an_impossible_move_tells_the_story() -> None:
     world = World(ONE)
     with pytest.raises(ImpossibleMove, match="batch 'b' of pair 'p': ENROLLING -> REGISTERED is impossible"):
-        world.batch.move(Standing.REGISTERED)
+        world.batch.move(RegistrationState.REGISTERED)
 
 
 class Walk(RuleBasedStateMachine):
@@ -229,7 +229,7 @@ class Walk(RuleBasedStateMachine):
     def begin(self, agents: dict[str, tuple[str, ...]]) -> None:
         self.world = World(agents)
 
-    @precondition(lambda self: self.world.batch.state is not Standing.CLOSED)
+    @precondition(lambda self: self.world.batch.state is not RegistrationState.CLOSED)
     @rule(data=st.data())
     def enter(self, data: st.DataObject) -> None:
         world = self.world
@@ -282,8 +282,13 @@ class Walk(RuleBasedStateMachine):
         world, batch = self.world, self.world.batch
         assert set(batch.waiting) == set(world.waiting)
         assert set(batch.waiting.values()) <= batch.open
-        assert world.stood <= 1 and (batch.state is not Standing.REGISTERED or world.stood == 1)
-        if batch.state in (Standing.REGISTERED, Standing.REFUSED, Standing.LOST, Standing.CLOSED):
+        assert world.stood <= 1 and (batch.state is not RegistrationState.REGISTERED or world.stood == 1)
+        if batch.state in (
+            RegistrationState.REGISTERED,
+            RegistrationState.REFUSED,
+            RegistrationState.LOST,
+            RegistrationState.CLOSED,
+        ):
             assert not batch.waiting, "somebody waits for what will not come"
 
     def teardown(self) -> None:
@@ -297,7 +302,7 @@ class Walk(RuleBasedStateMachine):
         for member in world.locals:
             world.perform(world.batch.close(member))
         assert not world.batch.open
-        assert world.batch.state is Standing.CLOSED or not world.calls
+        assert world.batch.state is RegistrationState.CLOSED or not world.calls
 
 
 TestWalk = Walk.TestCase

@@ -132,7 +132,7 @@ def answer_and_go_on_moving(self: Transfers, agent: str, seq: int) -> None:
 
 
 def settle_without_an_acknowledgement(self: Coordinator) -> list[Any]:
-    if not self.votes | self.declined.keys() | self.gone >= set(self.peers):
+    if not self.votes | self.declined.keys() | self.lost_agents >= set(self.peers):
         return []
     self.move(Phase.COLLECTING)
     return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]

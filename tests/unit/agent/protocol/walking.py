@@ -21,9 +21,8 @@ from typing import Any
 
 import msgspec
 
-from etha.agent.protocol.effects import BeginLane, Doubt, Fail, FreeLane, Settled, StartMove, Tell, WantLane
-from etha.agent.protocol.participant import Transfers
-from etha.agent.protocol.waiting import Call
+from etha.agent.protocol.effects import BeginLane, Doubt, Fail, FreeLane, HoldLane, Settled, StartMove, Tell, WantLane
+from etha.agent.protocol.participant import Call, Transfers
 from etha.errors import EthaError, PeerLostError, TransferError
 
 #: Of a machine: what never changes, or is told and not decided upon.
@@ -40,7 +39,7 @@ CONSTANT = {
     "peers",
     "me",
     "atomic",
-    "_hold",
+    "_can_hold",
     "_heard",
 }
 
@@ -103,11 +102,6 @@ class Agent:
     lost: frozenset[str] = frozenset()
     broken: bool = False
     dead: bool = False
-
-    def hold(self) -> bool:
-        """Whether the lane was free; it is taken."""
-        free, self.lane = self.lane == "free", "granted" if self.lane == "free" else self.lane
-        return free
 
     def key(self) -> Hashable:
         rest = (tuple(self.calls.items()), self.running, self.timer, self.lane, self.lost, self.broken, self.dead)
@@ -220,7 +214,7 @@ class Walk:
         """One event at one agent, for the first time."""
         agent: Agent = copy.deepcopy(self.at[name].things[number])
         machine = agent.machine
-        machine._hold = lambda source: self.held and agent.hold()
+        machine._can_hold = lambda source: self.held and agent.lane == "free"
         sent: list[tuple[int, int]] = []
         match event:
             case ("call", i):
@@ -238,7 +232,7 @@ class Walk:
                 effects = machine.moved(seq, None if ok else TransferError("disk on fire"))
             case ("lose", other):
                 agent.lost |= {other}
-                effects = machine.lose_agent(other)
+                effects = machine.on_agent_lost(other)
             case ("break",):
                 agent.broken = True
                 effects = machine.break_up(PeerLostError("the pair is lost", reason="closed"))
@@ -281,6 +275,9 @@ class Walk:
                         self.tell(agent, i, Told("result", seq))
                 case Doubt(seq=seq):
                     agent.timer = seq
+                case HoldLane():
+                    assert agent.lane == "free"
+                    agent.lane = "granted"
                 case WantLane():
                     assert agent.lane == "free"
                     agent.lane = "wanted"

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from etha.agent.protocol.verification import Checks
-from etha.agent.runtime.inspection import Inspection, Readers
+from etha.agent.runtime.inspection import Inspection, Readers, Tally
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.tally import Tally
 from etha.errors import TransferError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import LentPage, RevocationPage
@@ -57,7 +56,7 @@ def test_a_newer_transfer_replaces_an_older_one_that_is_over() -> None:
 
 
 def test_what_a_peer_sends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.agent.runtime.tally.MAX_SUMS", 4)
+    monkeypatch.setattr("etha.transport.verify.chunks.MAX_SUMS", 4)
     tally = Tally()
     tally.take("a", sums(1, 0, 1, 2, 3))
     tally.take("a", sums(1, 3, 4, 5))

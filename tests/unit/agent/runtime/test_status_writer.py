@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.runtime.status_writer import Chronicle
+from etha.agent.runtime.status_writer import StatusWriter
 from etha.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ async def test_one_write_is_on_its_way_and_the_next_one_carries_the_newest(monke
         def spawn(work: Coroutine[Any, Any, None]) -> None:
             group.create_task(work)
 
-        chronicle = Chronicle(far, spawn)  # type: ignore[arg-type]
+        chronicle = StatusWriter(far, spawn)  # type: ignore[arg-type]
         chronicle.tell("p", "a", {"seq": 1})
         await far.begun.wait()
         far.begun.clear()
@@ -84,7 +84,7 @@ async def test_what_redis_refuses_is_said_once(
             def spawn(work: Coroutine[Any, Any, None]) -> None:
                 group.create_task(work)
 
-            chronicle = Chronicle(far, spawn)  # type: ignore[arg-type]
+            chronicle = StatusWriter(far, spawn)  # type: ignore[arg-type]
             for seq in range(20):
                 far.begun.clear()
                 chronicle.tell("p", "a", {"seq": seq})

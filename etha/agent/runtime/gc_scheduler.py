@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 DELAY = 1.0
 
 
-class Sweep:
+class GcScheduler:
     """One collection at a time, on the loop that asks for it."""
 
     def __init__(self) -> None:
