@@ -86,6 +86,8 @@ class _Engine:
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         if self._pair is not None and not self._pair.lost.is_set():
             if init_info.get("again"):
+                assert self._meeting is not None
+                await asyncio.wait([self._meeting])  # the trainer may have registered before this end has
                 assert self._batch is not None
                 await self._batch.close()
                 self._meeting = asyncio.get_running_loop().create_task(self._register(init_info))
