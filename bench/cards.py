@@ -255,13 +255,13 @@ def line(case: Case, series: list[list[tuple[float, float]]], limit: float) -> s
     )
     goal = GOALS.get(case.kind)
     if goal is None or (goal < 1 and case.nbytes != GIB):
-        told = ""
+        reported = ""
     elif goal < 1:
-        told = f"{goal} of the limit: {'met' if rate / own >= goal else 'MISSED'}"
+        reported = f"{goal} of the limit: {'met' if rate / own >= goal else 'MISSED'}"
     else:
-        told = f"{goal} ms: {'met' if median * 1e3 <= goal else 'MISSED'}"
+        reported = f"{goal} ms: {'met' if median * 1e3 <= goal else 'MISSED'}"
     times = f"{median * 1e3:.3f} | {min(walls) * 1e3:.3f}"
-    return f"| {case.label} | {times} | {rate:.1f} | {own:.1f} | {rate / own:.3f} | {told} |"
+    return f"| {case.label} | {times} | {rate:.1f} | {own:.1f} | {rate / own:.3f} | {reported} |"
 
 
 def measure(device: str, sizes: tuple[int, ...], runs: int) -> str:
@@ -275,9 +275,11 @@ def measure(device: str, sizes: tuple[int, ...], runs: int) -> str:
     barriers = {ranks: multiprocessing.get_context("fork").Barrier(2 * ranks) for ranks in (1, 2)}
     with harness.private_host():
         [before] = harness.run_ranks([(limits, (device, every))])
-        told = harness.run_ranks([(rank, (device, side, n, every, barriers)) for side in SIDES for n in (0, 1)])
+        reported = harness.run_ranks([(rank, (device, side, n, every, barriers)) for side in SIDES for n in (0, 1)])
         [after] = harness.run_ranks([(limits, (device, every))])
-    rows = [line(case, [one[i] for one in told if one[i]], min(before[i], after[i])) for i, case in enumerate(every)]
+    rows = [
+        line(case, [one[i] for one in reported if one[i]], min(before[i], after[i])) for i, case in enumerate(every)
+    ]
     head = ["transfer", "ms, median", "ms, best", "GB/s", "card's copy, GB/s", "ratio", "goal"]
     table = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows]
     return "\n".join(["```", harness.machine(), *about, "```", "", *table, ""])

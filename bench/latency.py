@@ -125,13 +125,13 @@ def main() -> None:
     with harness.private_host() as directory:
         before = round_trips(directory / "1", runs)
         barrier = multiprocessing.get_context("fork").Barrier(2)
-        told = harness.run_ranks([(worker, (side, runs, barrier)) for side in ("source", "target")])
+        reported = harness.run_ranks([(worker, (side, runs, barrier)) for side in ("source", "target")])
         after = round_trips(directory / "2", runs)
     # What stands beside the transfers is the faster of the runs before and after them.
     bare = {name: min(before[name], after[name], key=lambda s: harness.quantile(s, 0.5)) for name in before}
     base = harness.quantile(bare[BUS], 0.5)
     print(f"\n{'microseconds':36} {'p50':>8} {'p99':>8} {'p50 in bus round trips':>23}")
-    for name, seconds in (bare | told[1]).items():
+    for name, seconds in (bare | reported[1]).items():
         p50, p99 = harness.quantile(seconds, 0.5), harness.quantile(seconds, 0.99)
         print(f"{name:36} {p50 * 1e6:8.0f} {p99 * 1e6:8.0f} {p50 / base:23.1f}")
 

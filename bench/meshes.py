@@ -109,24 +109,24 @@ def case_of(
         placements=list(layout.placements),
     )  # fmt: skip
     theirs = GatherBroadcast(case.source, case.target, stand.shape, stand.world_rank, RANKS, tensor)
-    told: Told = {"etha": Series(), "gloo": Series()}
+    reported: Told = {"etha": Series(), "gloo": Series()}
     with client.register_tensors(
         f"case-{number}", {"w": tensor}, pair_name=f"mesh-{number}", shapes={"w": stand.shape}
     ) as batch:
 
         def ours() -> None:
             result = batch.transfer("send" if side == "source" else "recv")
-            told["etha"].staging.append(result.peak_staging)
+            reported["etha"].staging.append(result.peak_staging)
 
         for _ in range(stand.runs + 1):
             for name, move, buffers in (("etha", ours, 0), ("gloo", theirs.run, theirs.buffers)):
                 if side == "target":
                     tensor.fill_(-1)
-                timed(stand, told[name], move, buffers, agent, idle)
+                timed(stand, reported[name], move, buffers, agent, idle)
                 if not torch.equal(tensor, expected):
                     raise AssertionError(f"{case.name}: {name} left wrong elements on {side} rank {stand.rank}")
     theirs.close()
-    return told
+    return reported
 
 
 def timed(stand: Stand, series: Series, move: Callable[[], None], buffers: int, agent: int, idle: int) -> None:
@@ -162,11 +162,11 @@ class Row:
     staging: int
 
     @classmethod
-    def of(cls, case: MeshCase, shape: tuple[int, int], told: list[Told]) -> Row:
+    def of(cls, case: MeshCase, shape: tuple[int, int], reported: list[Told]) -> Row:
         """From what all ranks told; the first run warmed up and counts for memory only."""
         seconds, wire, most, total = [], [], [], []
         for name in ("etha", "gloo"):
-            ranks = [t[name] for t in told]
+            ranks = [t[name] for t in reported]
             runs = list(zip(*(r.spans for r in ranks), strict=True))[1:]
             seconds.append(statistics.median(max(e for _, e in run) - min(b for b, _ in run) for run in runs))
             wire.append(int(statistics.median(ranks[0].wire[1:])))
@@ -176,7 +176,7 @@ class Row:
             most.append(max(peaks))
             total.append(sum(peaks))
         needed = ideal_bytes(*case.specs(shape), ["a"] * RANKS, ["b"] * RANKS)
-        staging = max(max(t["etha"].staging) for t in told)
+        staging = max(max(t["etha"].staging) for t in reported)
         return cls(case=case, needed=needed, seconds=seconds, wire=wire, most=most, total=total, staging=staging)
 
     @property
@@ -212,8 +212,8 @@ def group(directory: Path, redis: str, number: int, cases: tuple[MeshCase, ...],
         for side in HOSTS
         for rank in range(RANKS)
     ]  # fmt: skip
-    told = harness.run_ranks([(worker, (stand,)) for stand in stands])
-    return [Row.of(case, shape, [rank[i] for rank in told]) for i, case in enumerate(cases)]
+    reported = harness.run_ranks([(worker, (stand,)) for stand in stands])
+    return [Row.of(case, shape, [rank[i] for rank in reported]) for i, case in enumerate(cases)]
 
 
 def main() -> None:

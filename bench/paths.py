@@ -55,11 +55,11 @@ def worker(pipe: Connection, namespace: str, environment: dict[str, str], pair: 
 
 def measure(batch: Any, side: str, count: int, pipe: Connection | None) -> list[float] | str:
     """Seconds of each transfer; what it was told where one fails. ``pipe`` hears once that bytes move."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def progress(done: int, total: int) -> None:
-        if pipe is not None and 0 < done < total and not told:
-            told.append(done)
+        if pipe is not None and 0 < done < total and not reported:
+            reported.append(done)
             pipe.send("moving")
 
     times = []

@@ -192,7 +192,7 @@ def mesh_of(shape: tuple[int, ...], ranks: tuple[int, ...], flat: str) -> Device
 def measure(rank: int, case: Case, size: int, runs: int) -> dict[str, Told]:
     rows = size * harness.MIB // (4 * COLUMNS) - (5 if case.uneven else 0)
     ways: dict[str, Way] = {}
-    told: dict[str, Told] = {}
+    reported: dict[str, Told] = {}
     for name in ("etha", "dtensor", *(["flattened"] if case.flat else [])):
         mesh = mesh_of(case.mesh, tuple(case.ranks), case.flat if name == "flattened" else "")
         given = source(rank, case, mesh, (rows, COLUMNS))
@@ -200,13 +200,13 @@ def measure(rank: int, case: Case, size: int, runs: int) -> dict[str, Told]:
             ways[name] = lambda given=given: etha.redistribute(given, placements=case.target).to_local()
             with counting_ours() as sent:
                 result = ways[name]()
-            told[name] = Told(exchanges=len(sent), sent=sum(sent))
+            reported[name] = Told(exchanges=len(sent), sent=sum(sent))
         else:
             ways[name] = lambda given=given: given.redistribute(placements=case.target).to_local()
             with Counting() as mode:
                 result = ways[name]()
-            told[name] = Told(exchanges=mode.count, sent=mode.sent)
-        told[name].bits = hash(result.contiguous().numpy().tobytes())
+            reported[name] = Told(exchanges=mode.count, sent=mode.sent)
+        reported[name].bits = hash(result.contiguous().numpy().tobytes())
         del result
     for turn in range(runs + 1):
         for name in ways:
@@ -214,8 +214,8 @@ def measure(rank: int, case: Case, size: int, runs: int) -> dict[str, Told]:
             begin = time.perf_counter()
             ways[name]()
             if turn:
-                told[name].spans.append((begin, time.perf_counter()))
-    return told
+                reported[name].spans.append((begin, time.perf_counter()))
+    return reported
 
 
 def source(rank: int, case: Case, mesh: DeviceMesh, shape: tuple[int, int]) -> DTensor:
@@ -245,11 +245,11 @@ def line(case: Case, ranks: list[dict[str, Told]]) -> list[str]:
     cells: dict[str, tuple[str, str, str]] = {}
     seconds: dict[str, float] = {}
     for name in ranks[0]:
-        told = [r[name] for r in ranks]
-        spans = [[t.spans[i] for t in told] for i in range(len(told[0].spans))]
+        reported = [r[name] for r in ranks]
+        spans = [[t.spans[i] for t in reported] for i in range(len(reported[0].spans))]
         seconds[name] = statistics.median(max(b for _, b in s) - min(a for a, _ in s) for s in spans)
-        sent = max(t.sent for t in told) / harness.MIB
-        cells[name] = (str(max(t.exchanges for t in told)), f"{sent:.2f}", f"{seconds[name] * 1e3:.0f}")
+        sent = max(t.sent for t in reported) / harness.MIB
+        cells[name] = (str(max(t.exchanges for t in reported)), f"{sent:.2f}", f"{seconds[name] * 1e3:.0f}")
     empty = ("", "", "")
     columns = [cells.get(name, empty)[i] for i in range(3) for name in ("etha", "dtensor", "flattened")]
     return [str(case), *columns, f"{seconds['dtensor'] / seconds['etha']:.2f}", replicas(case, ranks)]

@@ -73,9 +73,9 @@ def main() -> None:
                 for side in SIDES
                 for rank in range(options.ranks)
             ]
-            told = harness.run_ranks(roles)
-        for what in told[0]:
-            slowest = [max(seconds) * 1e3 for seconds in zip(*(one[what] for one in told), strict=True)]
+            reported = harness.run_ranks(roles)
+        for what in reported[0]:
+            slowest = [max(seconds) * 1e3 for seconds in zip(*(one[what] for one in reported), strict=True)]
             print(f"{way + ', ' + what:36} {min(slowest):8.1f} {statistics.median(slowest):8.1f}", flush=True)
 
 

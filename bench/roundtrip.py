@@ -23,7 +23,7 @@ import uvloop
 import zmq
 
 from etha.bus.codec import Request
-from etha.bus.handshake import Hello, Welcome
+from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.link import AgentLink
 from etha.bus.messages import GetStatus, Status
 from etha.bus.process import start_time
@@ -33,8 +33,8 @@ from etha.bus.server import BusServer, Peer
 class Echo:
     """Answers everything at once."""
 
-    def hello(self, peer: Peer, hello: Hello) -> Welcome:
-        return Welcome(version="0", namespace="bench", device="cpu", redis=None, pid=os.getpid())
+    def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
+        return WorkerWelcome(version="0", namespace="bench", device="cpu", redis=None, pid=os.getpid())
 
     def received(self, peer: Peer, request: Request) -> None:
         peer.reply(request.id, Status(report={}))
@@ -43,7 +43,7 @@ class Echo:
 
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None: ...
 
-    def gone(self, peer: Peer, reason: str) -> None: ...
+    def on_disconnected(self, peer: Peer, reason: str) -> None: ...
 
 
 def runner(name: str) -> Callable[[Coroutine[Any, Any, Any]], Any]:
@@ -73,7 +73,7 @@ def percentiles(seconds: list[float]) -> str:
 
 async def bus(path: Path, count: int) -> list[float]:
     """Seconds of each of ``count`` requests, one after the other."""
-    hello = Hello(version="0", namespace="bench", redis=None, host="", pid=os.getpid(), start=start_time())
+    hello = WorkerHello(version="0", namespace="bench", redis=None, host="", pid=os.getpid(), start=start_time())
     times = []
     async with await AgentLink.connect(path, hello, timeout=10.0) as link:
         message = GetStatus()

@@ -197,16 +197,16 @@ class Limits:
 def small_transfers(directory: Path, places: Places, runs: int) -> None:
     """The table of 4 KiB transfers, in bare bus round trips."""
     before = latency.round_trips(directory / "1", runs)
-    told = {}
+    reported = {}
     for way, at in places.items():
         barrier = multiprocessing.get_context("fork").Barrier(2)
-        told[way] = harness.run_ranks([(small_rank, (at[side], side, runs, barrier)) for side in at])[1]
+        reported[way] = harness.run_ranks([(small_rank, (at[side], side, runs, barrier)) for side in at])[1]
     after = latency.round_trips(directory / "2", runs)
     # What stands beside the transfers is the faster of the runs before and after them.
     unit = min(harness.quantile(found[latency.BUS], 0.5) for found in (before, after))
     print(f"\n{'4 KiB, microseconds':44} {'p50':>8} {'p99':>8} {'p50 in bus round trips':>23}")
     print(f"{latency.BUS:44} {unit * 1e6:8.0f}")
-    for way, found in told.items():
+    for way, found in reported.items():
         for name, seconds in found.items():
             p50, p99 = harness.quantile(seconds, 0.5), harness.quantile(seconds, 0.99)
             print(f"{way:6} {name:37} {p50 * 1e6:8.0f} {p99 * 1e6:8.0f} {p50 / unit:23.1f}")
@@ -256,7 +256,7 @@ def main() -> None:
             way: {side: harness.place(directory, redis, way, side) | {"ETHA_NAMESPACE": way} for side in SIDES}
             for way in args.ways
         }
-        told = {
+        reported = {
             way: harness.run_ranks(
                 [(etha_rank, (at[side], side, rank, cases, args.runs, barriers)) for side in SIDES for rank in (0, 1)]
             )
@@ -276,7 +276,7 @@ def main() -> None:
         for number, case in enumerate(cases):
             nbytes = case.mib * harness.MIB
             peer, _ = gloo[case.ranks]["send/recv"][args.sizes.index(case.mib)]
-            for way, ranks in told.items():
+            for way, ranks in reported.items():
                 rate, best = gb_per_s(nbytes, [rank[number] for rank in ranks if rank[number]])
                 ratios = f"{rate / limits.of(way, case.mib):9.2f} {rate / peer:13.1f}"
                 if case.verify is None:
@@ -297,10 +297,10 @@ def main() -> None:
 def gloo_world(directory: Path, ranks: int, mibs: list[int], runs: int) -> dict[str, list[tuple[float, float]]]:
     """name -> (median, best) GB/s for each size, with ``ranks`` a side."""
     store = str(directory / f"gloo-{ranks}")
-    told = harness.run_ranks([(gloo_rank, (rank, ranks, store, mibs, runs)) for rank in range(2 * ranks)])
+    reported = harness.run_ranks([(gloo_rank, (rank, ranks, store, mibs, runs)) for rank in range(2 * ranks)])
     return {
-        name: [gb_per_s(mib * harness.MIB, [rank[name][i] for rank in told]) for i, mib in enumerate(mibs)]
-        for name in told[0]
+        name: [gb_per_s(mib * harness.MIB, [rank[name][i] for rank in reported]) for i, mib in enumerate(mibs)]
+        for name in reported[0]
     }
 
 

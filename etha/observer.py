@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etha.bus.channel import dial
-from etha.bus.handshake import Hello
+from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
 from etha.bus.messages import Events, GetEvents, GetStatus, Status
 from etha.bus.process import Credentials, start_time
@@ -50,7 +50,7 @@ class Observer:
 @asynccontextmanager
 async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[Observer]:
     """Observe the agent at ``address`` while entered; AgentUnavailableError where none listens."""
-    hello = Hello(
+    hello = WorkerHello(
         version=__version__,
         namespace=settings.namespace,
         redis=None,

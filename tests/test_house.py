@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -130,6 +131,13 @@ ENVIRONMENT = {
 }
 #: Programs: they set up logging because nobody else runs in their process.
 PROGRAMS = {"cli.py", "agent/__main__.py"}
+#: Python files in one folder.
+MOST_FILES = 20
+#: No identifier is called so.
+AVOIDED = {
+    *("told", "gone", "Behind", "Standing", "Kept", "Hall", "Desk", "Lobby"),
+    *("Spoilt", "Unquiet", "Stood", "Asked"),
+}
 #: A method of so few lines, with types and a telling name, needs no sentence that repeats it.
 PLAIN_LINES = 3
 
@@ -361,3 +369,42 @@ def test_every_variable_is_named_in_the_help() -> None:
     named = re.findall(r'"(ETHA_[A-Z_]+)"', (PACKAGE / "config.py").read_text(encoding="utf-8"))
     listed = re.findall(r'^    "(ETHA_[A-Z_]+)":', (PACKAGE / "config.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(named) == set(listed)
+
+
+@pytest.mark.parametrize("name", files())
+def test_modules_that_are_imported_are_there(name: str) -> None:
+    """Also those that a function imports when it runs: a type checker that reads only this package lets them pass."""
+    missing = []
+    for module, line in imports(name):
+        path = ROOT / module.replace(".", "/")
+        if part_of(module) and module.startswith("etha.") and not (path.is_dir() or path.with_suffix(".py").exists()):
+            missing.append(f"{name}:{line}: {module}")
+    assert missing == []
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    places: dict[str, list[str]] = {}
+    for name in files():
+        for node in tree(name).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_folder_holds_more_than_a_reader_can_take_in() -> None:
+    folders = [folder for top in ("etha", "tests") for folder in (ROOT / top).rglob("*") if folder.is_dir()]
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("top", ["etha", "tests", "bench", "examples"])
+def test_no_private_vocabulary(top: str) -> None:
+    """Words that once named classes and variables here, and that no reader could search for (docs/glossary.md)."""
+    wrong = []
+    for path in sorted((ROOT / top).rglob("*.py")):
+        with path.open("rb") as file:
+            tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME]
+        wrong += [
+            f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}" for token in tokens if token.string in AVOIDED
+        ]
+    assert wrong == []

@@ -24,8 +24,8 @@ from etha.addresses import redact
 from etha.agent.runtime.device import Card
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.sessions import Calls, WorkerSession
 from etha.agent.services.hints import Hints
 from etha.agent.services.registration import Batches
 from etha.agent.services.rendezvous import Pairs
@@ -33,7 +33,7 @@ from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfers import Movers
 from etha.agent.status import report
 from etha.bus.codec import Request
-from etha.bus.handshake import Hello, Welcome
+from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.messages import (
     MAX_EVENTS,
     AttachShadows,
@@ -94,7 +94,7 @@ class Agent:
         self.started_at = time.time()
         self.started = asyncio.Event()
         self.done = asyncio.Event()
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, WorkerSession] = {}
         self._observers: set[str] = set()
         self.calls = Calls()
         self.lane = lane
@@ -106,7 +106,7 @@ class Agent:
         self._patience: asyncio.Timeout | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._gc = GcScheduler()
-        self.links = Links(
+        self.links = PeerLinks(
             me=self.id,
             host=settings.host_id,
             store=store,
@@ -219,7 +219,7 @@ class Agent:
         except Exception:
             log.exception("a task of the agent failed")
 
-    async def let_go(self, session: Session, request: Request) -> None:
+    async def let_go(self, session: WorkerSession, request: Request) -> None:
         """The worker leaves: answered once nothing here has its memory open, which it may then free."""
         if self.sessions.pop(session.key, None) is not None:
             self._part(session, "closed", released=False)
@@ -227,7 +227,7 @@ class Agent:
             await self._release(session)
         session.peer.reply(request.id, Released(segments=()))
 
-    async def unmap(self, session: Session, request: Request, segments: Sequence[str]) -> None:
+    async def unmap(self, session: WorkerSession, request: Request, segments: Sequence[str]) -> None:
         """Close memory of a worker that no registration uses any more, once no lane can be inside it."""
         used = [live.segments(session) for live in self.batches.live.values()]
         unused = set(segments).difference(*used)
@@ -240,7 +240,7 @@ class Agent:
         # What is freed while another process has it open is undefined on a card, so the worker waits for this.
         session.peer.reply(request.id, Released(segments=tuple(sorted(unused))))
 
-    async def _at_rest(self, session: Session) -> None:
+    async def _at_rest(self, session: WorkerSession) -> None:
         """Return when no transfer moves a worker's memory."""
         await self.movers.idle_tracker.wait_for(
             live for live in self.movers.idle_tracker.moving if live.serves(session)
@@ -248,7 +248,7 @@ class Agent:
 
     # ---- the bus's Service --------------------------------------------------------------------
 
-    def hello(self, peer: Peer, hello: Hello) -> Welcome:
+    def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
         """A worker connects; ConfigError when it wants another namespace or another Redis."""
         if hello.namespace != self.settings.namespace:
             raise ConfigError(
@@ -260,7 +260,7 @@ class Agent:
                 f"this host's agent runs with Redis {_shown(self.redis)}, this client asks for {_shown(hello.redis)}: "
                 f"use one URL, or another ETHA_NAMESPACE"
             )
-        welcome = Welcome(
+        welcome = WorkerWelcome(
             version=__version__,
             namespace=self.settings.namespace,
             device=self.device,
@@ -305,7 +305,7 @@ class Agent:
         )
         mappings = None if self.card is None else self.card.mappings
         memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
-        self.sessions[peer.key] = Session(peer=peer, holder=holder, memory=memory, differs=differs)
+        self.sessions[peer.key] = WorkerSession(peer=peer, holder=holder, memory=memory, differs=differs)
         self._rest()
         return msgspec.structs.replace(welcome, differs=differs)
 
@@ -338,13 +338,13 @@ class Agent:
             raise
         session.show(header, fds)
 
-    def gone(self, peer: Peer, reason: Reason) -> None:
+    def on_disconnected(self, peer: Peer, reason: Reason) -> None:
         """A worker's or an observer's connection is over."""
         self._observers.discard(peer.key)
         if (session := self.sessions.pop(peer.key, None)) is not None:
             self._part(session, reason)
 
-    def _part(self, session: Session, reason: Reason, *, released: bool = True) -> None:
+    def _part(self, session: WorkerSession, reason: Reason, *, released: bool = True) -> None:
         self.calls.drop(session.peer)
         self.pairs.on_worker_lost(session, reason)
         self.batches.on_worker_lost(session, reason)
@@ -352,7 +352,7 @@ class Agent:
             self.spawn(self._release(session))
         self._rest()
 
-    async def _release(self, session: Session) -> None:
+    async def _release(self, session: WorkerSession) -> None:
         """Let go of a worker's memory, once no lane can be inside it."""
         await self._at_rest(session)
         if self.card is not None:
@@ -363,7 +363,7 @@ class Agent:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _session(self, peer: Peer) -> Session:
+    def _session(self, peer: Peer) -> WorkerSession:
         """A worker's session; AgentUnavailableError once ``drain`` has taken it out, ProtocolError for an observer."""
         if peer.key in self._observers:
             raise ProtocolError("an observer shows no memory")
@@ -371,7 +371,7 @@ class Agent:
             raise AgentUnavailableError(_LEAVING)
         return session
 
-    def _dispatch(self, session: Session, request: Request) -> None:
+    def _dispatch(self, session: WorkerSession, request: Request) -> None:
         """Hand a worker's request to the part of the agent that it is for; EthaErrors are its answer."""
         peer = session.peer
         match request.message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from etha.agent.protocol.pair import Pair
+from etha.agent.protocol.pair import PairMachine
 from etha.agent.services.batch_state import Live
 from etha.version import __version__
 
@@ -50,7 +50,7 @@ def report(agent: Agent, stale: str = "") -> dict[str, Any]:
     }
 
 
-def _pair(machine: Pair, ended: bool) -> dict[str, Any]:
+def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
     """One line; ``ended``: nobody here belongs to the pair any more, so Redis alone knows how it stands."""
     view, lost = machine.view, machine.lost
     state, epoch, error = machine.state.name.lower(), machine.epoch, lost.message if lost is not None else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from etha import limits
 from etha.bus.codec import Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
-from etha.bus.handshake import Attach, Descriptors, Done, Goodbye
+from etha.bus.handshake import Attach, Descriptors, Goodbye, HandshakeDone
 from etha.bus.packets import PacketConnection, close_all
 from etha.bus.process import Credentials
 from etha.errors import EthaError, ProtocolError
@@ -103,9 +103,9 @@ class Attachment:
         self._take: Callable[[dict[str, Any], list[int]], None] | None = None
         self._gone: Callable[[], None] | None = None
 
-    def serve(self, take: Callable[[dict[str, Any], list[int]], None], gone: Callable[[], None]) -> None:
+    def serve(self, take: Callable[[dict[str, Any], list[int]], None], on_ended: Callable[[], None]) -> None:
         """It belongs to a session now: ``take(header, fds)`` owns the fds, ``gone()`` hears of its end."""
-        self._take, self._gone = take, gone
+        self._take, self._gone = take, on_ended
         self._timer.cancel()
         self._owner.strangers.discard(self)
 
@@ -140,7 +140,7 @@ class Attachment:
             log.exception("descriptors of process %d could not be taken", self.credentials.pid)
             self._answer(Failure(request.id, EthaError(f"the agent failed: {type(error).__name__}: {error}")))
         else:
-            self._answer(Reply(request.id, Done()))
+            self._answer(Reply(request.id, HandshakeDone()))
 
     def _handle(self, request: Request, fds: list[int]) -> None:
         match request.message:

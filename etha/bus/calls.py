@@ -11,7 +11,7 @@ from etha.bus.codec import Failure, Reply
 Answer = Reply | Failure
 
 
-class Call:
+class PendingCall:
     """The answer is kept beside the future: a cancelled wait loses nothing and may be followed by another."""
 
     __slots__ = ("_loop", "_waiter", "answer", "id", "on_push", "tag", "withdrawn")

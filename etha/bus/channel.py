@@ -162,11 +162,11 @@ class Channel:
         """Whether the agent's process has ended, all its threads: it writes nowhere any more. Once closed."""
         if self._dying is None or not self._dying.alive:
             return self._dead
-        pidfd, gone = self._dying_pidfd, asyncio.Event()
-        self._loop.add_reader(pidfd, gone.set)
+        pidfd, agent_died = self._dying_pidfd, asyncio.Event()
+        self._loop.add_reader(pidfd, agent_died.set)
         try:
             async with asyncio.timeout(within):
-                await gone.wait()
+                await agent_died.wait()
         except TimeoutError:
             return False
         finally:

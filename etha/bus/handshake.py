@@ -16,7 +16,7 @@ from etha.bus.schema import MAX_ITEMS, JsonObject, StrictStruct, Text
 
 
 @message("hello")
-class Hello(StrictStruct, frozen=True, kw_only=True):
+class WorkerHello(StrictStruct, frozen=True, kw_only=True):
     """Who a worker is. ``redis``: the URL it asks for, None for the embedded server (or any).
 
     An ``observer`` is no worker: it may ask for status and events, is not listed, and does not keep an agent alive.
@@ -37,7 +37,7 @@ class Hello(StrictStruct, frozen=True, kw_only=True):
 
 
 @message("welcome")
-class Welcome(StrictStruct, frozen=True, kw_only=True):
+class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
     """What the agent is. ``session`` is filled in by the server and opens the descriptor socket.
 
     ``leaving``: why it takes no worker any more and ends the session soon. ``differs``: which of the worker's wishes
@@ -76,5 +76,5 @@ class Goodbye(StrictStruct, frozen=True, kw_only=True):
 
 
 @message("done")
-class Done(StrictStruct, frozen=True, kw_only=True):
+class HandshakeDone(StrictStruct, frozen=True, kw_only=True):
     """It is done."""

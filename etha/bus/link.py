@@ -18,10 +18,10 @@ from typing import Any
 
 import zmq
 
-from etha.bus.calls import Answer, Call
+from etha.bus.calls import Answer, PendingCall
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
-from etha.bus.handshake import Attach, Descriptors, Goodbye, Hello, Welcome
+from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
 from etha.bus.packets import MAX_DESCRIPTORS
 from etha.bus.process import check_not_forked
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError
@@ -49,14 +49,14 @@ class AgentLink:
     over for any reason. Loop thread only. In a forked child every call raises ConfigError.
     """
 
-    welcome: Welcome
+    welcome: WorkerWelcome
 
     def __init__(self, path: Path, on_push: Callable[[Any], None] | None = None) -> None:
         """Not for users, a link without a session: see ``connect``."""
         self._loop = asyncio.get_running_loop()
         self._owner = os.getpid()
         self._ids = itertools.count(1)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._closing = False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
@@ -65,7 +65,7 @@ class AgentLink:
 
     @classmethod
     async def connect(
-        cls, path: Path, hello: Hello, *, timeout: float, on_push: Callable[[Any], None] | None = None
+        cls, path: Path, hello: WorkerHello, *, timeout: float, on_push: Callable[[Any], None] | None = None
     ) -> AgentLink:
         """A session with the agent that serves ``path``; ``on_push`` gets pushes that belong to no request.
 
@@ -182,10 +182,10 @@ class AgentLink:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _open(self, hello: Hello) -> None:
+    async def _open(self, hello: WorkerHello) -> None:
         await self._channel.ready()
         welcome = await self.request(hello)
-        if not isinstance(welcome, Welcome):
+        if not isinstance(welcome, WorkerWelcome):
             raise ProtocolError(f"the agent answered Hello with {type(welcome).__name__}")
         self.welcome = welcome
         await self._call(Attach(session=welcome.session), math.inf, self._channel.pack)
@@ -203,7 +203,7 @@ class AgentLink:
     ) -> Any:
         self._check()
         endless = not timeout < _FOREVER
-        call = Call(next(self._ids), on_push, self._loop, tag)
+        call = PendingCall(next(self._ids), on_push, self._loop, tag)
         request = Request(call.id, None if endless else max(0.0, timeout), message)
         timer = None if endless else self._loop.call_later(max(0.0, timeout) + GRACE, call.expire)
         self._calls[call.id] = call
@@ -235,7 +235,7 @@ class AgentLink:
             return answer.message
         raise answer.error
 
-    async def _confirm_cancel(self, call: Call, patient: bool) -> None:
+    async def _confirm_cancel(self, call: PendingCall, patient: bool) -> None:
         if call.answer is None:
             self._cancel(call)
             late: list[bool] = []
@@ -255,7 +255,7 @@ class AgentLink:
             finally:
                 timer.cancel()
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: PendingCall) -> None:
         if not self.lost.done():
             with suppress(AgentLostError):  # an agent that takes nothing will not confirm either
                 self._channel.post(Cancel(call.id))

@@ -42,7 +42,7 @@ class PathLock:
             self._fd = None
 
 
-class Entry:
+class SocketEntry:
     """A name that was bound just now, told from what may come to the same path later."""
 
     def __init__(self, path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from etha.bus.codec import Envelope, Failure, Push, Reply, Request
-from etha.bus.handshake import Hello, Welcome
+from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.errors import EthaError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Peer:
     ``hello`` what it said of itself. A worker may have several sessions.
     """
 
-    __slots__ = ("_post", "gone", "hello", "key", "pid", "requests", "start", "uid")
+    __slots__ = ("_post", "disconnected", "hello", "key", "pid", "requests", "start", "uid")
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Peer:
         pid: int,
         uid: int,
         start: int,
-        hello: Hello,
+        hello: WorkerHello,
         post: Callable[[Peer, Envelope], None],
     ) -> None:
         self.key = key
@@ -47,7 +47,7 @@ class Peer:
         self.hello = hello
         #: ids of the requests that have no answer yet.
         self.requests: set[int] = set()
-        self.gone = False
+        self.disconnected = False
         self._post = post
 
     def __repr__(self) -> str:
@@ -71,11 +71,11 @@ class Peer:
         A push about a request is dropped when the worker does not read; any other message that finds
         no room ends the session.
         """
-        if not self.gone:
+        if not self.disconnected:
             self._post(self, Push(id, message))
 
     def _answer(self, envelope: Reply | Failure) -> None:
-        if self.gone:
+        if self.disconnected:
             return
         if envelope.id not in self.requests:
             log.debug("%r: no request %d waits for an answer", self, envelope.id)
@@ -87,7 +87,7 @@ class Peer:
 class Service(Protocol):
     """What the agent does with its sessions. Nothing here may block or wait: everything is called on the loop."""
 
-    def hello(self, peer: Peer, hello: Hello) -> Welcome:
+    def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
         """A worker of this user came; raise EthaError to refuse it. ``Welcome.session`` is filled in later."""
 
     def received(self, peer: Peer, request: Request) -> None:
@@ -102,5 +102,5 @@ class Service(Protocol):
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
         """File descriptors came, ``fds`` are the service's from now on, also when it raises EthaError to refuse."""
 
-    def gone(self, peer: Peer, reason: Reason) -> None:
+    def on_disconnected(self, peer: Peer, reason: Reason) -> None:
         """The session is over; called once for every peer whose hello was not refused."""

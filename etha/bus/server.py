@@ -24,8 +24,8 @@ from etha import limits
 from etha.bus.attachments import Attachment, Attachments
 from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
 from etha.bus.connections import Connection, Connections
-from etha.bus.handshake import Done, Goodbye, Hello
-from etha.bus.listen import Entry, PathLock, listen
+from etha.bus.handshake import Goodbye, HandshakeDone, WorkerHello
+from etha.bus.listen import PathLock, SocketEntry, listen
 from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
 from etha.bus.process import Credentials, start_time
 from etha.bus.sessions import Session
@@ -73,7 +73,7 @@ class BusServer:
         except BaseException:
             self._lock.release()
             raise
-        self._entries = [Entry(path) for path in (self._path, self._path.with_suffix(".fds"))]
+        self._entries = [SocketEntry(path) for path in (self._path, self._path.with_suffix(".fds"))]
         self._connections = Connections(
             listener,
             on_message=self._received,
@@ -136,7 +136,7 @@ class BusServer:
     def _request(self, session: Session, request: Request) -> None:
         peer = session.peer
         if isinstance(request.message, Goodbye):
-            self._post(peer, Reply(request.id, Done()))
+            self._post(peer, Reply(request.id, HandshakeDone()))
             return self._end(session, "closed")
         if request.id in peer.requests or len(peer.requests) >= MAX_REQUESTS:
             text = f"request id {request.id} is taken, or {MAX_REQUESTS} requests wait"
@@ -171,7 +171,7 @@ class BusServer:
                 f"the agent at {self._path} belongs to uid {self._uid} and serves no process of "
                 f"uid {credentials.uid}: set ETHA_RUNTIME_DIR to a directory of your own"
             )
-        if not isinstance(message, Hello):
+        if not isinstance(message, WorkerHello):
             raise AgentLostError("no session with this agent: it was restarted, or the session was ended")
         if self._closing or len(self._sessions) >= MAX_SESSIONS:
             text = "the agent is leaving" if self._closing else f"{MAX_SESSIONS} sessions are open already"
@@ -241,11 +241,11 @@ class BusServer:
 
     def _end(self, session: Session, reason: Reason) -> None:
         peer = session.peer
-        if peer.gone:
+        if peer.disconnected:
             return
         if self._closing:  # it heard our goodbye and let go
             reason = "closed"
-        peer.gone = True
+        peer.disconnected = True
         session.release()
         self._sessions.pop(session.connection, None)
         self._by_key.pop(peer.key, None)
@@ -253,7 +253,7 @@ class BusServer:
         if not self._sessions:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
-        self._service.gone(peer, reason)
+        self._service.on_disconnected(peer, reason)
 
 
 def _told(request: Request, error: Exception) -> EthaError:

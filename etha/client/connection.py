@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from etha.bus.handshake import Hello
+from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink, AgentRefusedError
 from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
@@ -76,7 +76,7 @@ class AgentConnection:
         this client had an agent, so that its Redis is known to be right and a new agent waits for it.
         """
         deadline = Deadline(timeout)
-        hello = Hello(
+        hello = WorkerHello(
             version=__version__,
             namespace=settings.namespace,
             redis=redis_url,
@@ -115,7 +115,7 @@ class AgentConnection:
 
     @classmethod
     async def _meet(
-        cls, path: Path, hello: Hello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
+        cls, path: Path, hello: WorkerHello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
     ) -> AgentConnection:
         """One session; ``patient``: with an agent that is leaving, return only once it has left."""
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)

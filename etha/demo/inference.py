@@ -19,14 +19,14 @@ from etha.demo.events import Reporter
 from etha.demo.hashes import digests
 from etha.demo.model import GPT, Shape, evaluating, tensor_parallel, write
 from etha.demo.options import Options
-from etha.demo.seats import Seat
+from etha.demo.seats import DemoSeat
 from etha.demo.trainer import HELD_OUT_ROWS
 
 PROMPT = "HAMLET:\n"
 SAMPLE = 72
 
 
-async def serve(options: Options, place: Seat, report: Reporter) -> None:
+async def serve(options: Options, place: DemoSeat, report: Reporter) -> None:
     """Receive every version of ``options.versions``, judge it, write a sample."""
     mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     corpus = text.load()
@@ -50,7 +50,9 @@ async def serve(options: Options, place: Seat, report: Reporter) -> None:
     report.tell("done")
 
 
-def judge(number: int, result: TransferResult, model: GPT, corpus: text.Text, place: Seat, report: Reporter) -> None:
+def judge(
+    number: int, result: TransferResult, model: GPT, corpus: text.Text, place: DemoSeat, report: Reporter
+) -> None:
     """Tell the launcher loss, hashes and a sample of the version that the model now holds; collective."""
     place.take()  # the current device is each thread's own
     inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context, place.device)

@@ -25,12 +25,12 @@ from etha.demo import inference, synthetic, trainer
 from etha.demo.events import Reporter
 from etha.demo.options import RANKS, Options
 from etha.demo.process import describe, die_with_parent
-from etha.demo.seats import Seat, seat
+from etha.demo.seats import DemoSeat, seat
 
 log = logging.getLogger(__name__)
 
 
-def work(job: str, options: Options, place: Seat) -> Callable[[Reporter], None]:
+def work(job: str, options: Options, place: DemoSeat) -> Callable[[Reporter], None]:
     """What a rank of ``job`` runs at its ``place``."""
     if job == "trainer":
         send = trainer.train if options.synthetic is None else synthetic.send

@@ -47,11 +47,11 @@ class Ledger:
         if event.kind != "version":
             return None
         number = int(event.fields["number"])
-        told = self._waiting.setdefault(number, {})
-        told[event.job] = event.fields
-        if len(told) < 2:
+        reported = self._waiting.setdefault(number, {})
+        reported[event.job] = event.fields
+        if len(reported) < 2:
             return None
-        row = compare(number, told["trainer"], told["inference"])
+        row = compare(number, reported["trainer"], reported["inference"])
         self.rows.append(row)
         return row
 

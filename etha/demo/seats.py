@@ -16,7 +16,7 @@ from etha.demo.options import RANKS, Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class DemoSeat:
     """``device``: "cpu" or "cuda:N"; ``backend``: as ``init_process_group`` takes it, for CPU tensors always gloo."""
 
     device: str
@@ -34,13 +34,13 @@ class Seat:
             torch.empty(0, device=self.device)  # from here on the device counts as chosen
 
 
-def seat(job: str, rank: int, options: Options) -> Seat:
+def seat(job: str, rank: int, options: Options) -> DemoSeat:
     """The seat of one rank of one job."""
     if options.device == "cpu":
-        return Seat(device="cpu", backend="gloo")
+        return DemoSeat(device="cpu", backend="gloo")
     before = sum(RANKS[other] for other in list(RANKS)[: list(RANKS).index(job)])
     backend = "gloo" if RANKS[job] > options.cards else "cpu:gloo,cuda:nccl"
-    return Seat(device=f"cuda:{(before + rank) % options.cards}", backend=backend)
+    return DemoSeat(device=f"cuda:{(before + rank) % options.cards}", backend=backend)
 
 
 def cards(device: str) -> int:

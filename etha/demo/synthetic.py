@@ -19,7 +19,7 @@ from etha.demo.hashes import digests
 from etha.demo.inference import whole_transfer
 from etha.demo.llama import DTYPE, llama, shard, strides, tensor_parallel_placement
 from etha.demo.options import Options
-from etha.demo.seats import Seat
+from etha.demo.seats import DemoSeat
 
 
 def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -27,7 +27,7 @@ def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
 
 
-def send(options: Options, place: Seat, report: Reporter) -> None:
+def send(options: Options, place: DemoSeat, report: Reporter) -> None:
     """The trainer's part: FSDP shards, filled anew for every version."""
     mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     shapes = llama(options.synthetic or 1.0)
@@ -52,14 +52,14 @@ def send(options: Options, place: Seat, report: Reporter) -> None:
     report.tell("done")
 
 
-def empty(shape: tuple[int, ...], place: Seat) -> torch.Tensor:
+def empty(shape: tuple[int, ...], place: DemoSeat) -> torch.Tensor:
     """Memory that the agent maps: on a GPU torch's own, on the CPU Etha's."""
     if place.kind == "cpu":
         return etha.empty(shape, dtype=DTYPE)
     return torch.empty(shape, dtype=DTYPE, device=place.device)
 
 
-async def receive(options: Options, place: Seat, report: Reporter) -> None:
+async def receive(options: Options, place: DemoSeat, report: Reporter) -> None:
     """The inference job's part: tensor-parallel shards."""
     mesh = init_device_mesh(place.kind, (dist.get_world_size(),))
     shapes = llama(options.synthetic or 1.0)

@@ -15,7 +15,7 @@ from etha.demo.events import Reporter
 from etha.demo.hashes import digests
 from etha.demo.model import GPT, Shape, evaluating, fsdp_by_tensor_parallel
 from etha.demo.options import Options
-from etha.demo.seats import Seat
+from etha.demo.seats import DemoSeat
 
 ROWS = 16
 HELD_OUT_ROWS = 64
@@ -23,7 +23,7 @@ LEARNING_RATE = 3e-3
 WARM_UP = 10
 
 
-def train(options: Options, place: Seat, report: Reporter) -> None:
+def train(options: Options, place: DemoSeat, report: Reporter) -> None:
     """Train for ``options.steps`` steps and send every version of ``options.versions``."""
     mesh = init_device_mesh(place.kind, (2, 2), mesh_dim_names=("dp", "tp"))
     corpus = text.load()

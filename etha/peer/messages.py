@@ -74,7 +74,7 @@ class Unready(StrictStruct, frozen=True, kw_only=True):
 
 
 @message("stood")
-class Stood(StrictStruct, frozen=True, kw_only=True):
+class WithdrawAcknowledged(StrictStruct, frozen=True, kw_only=True):
     """The withdrawal of ``attempt`` stands; ``missing`` are the ranks that were not ready, by side."""
 
     side: Text
@@ -92,7 +92,7 @@ class Refused(StrictStruct, frozen=True, kw_only=True):
 
 
 @message("offer")
-class Offer(StrictStruct, frozen=True, kw_only=True):
+class PeerOffer(StrictStruct, frozen=True, kw_only=True):
     """All source ranks of ``side`` wait to send (``standing``), or no longer do."""
 
     side: Text
@@ -202,7 +202,7 @@ class Question(StrictStruct, frozen=True, kw_only=True):
 
 
 @message("answer")
-class Answer(StrictStruct, frozen=True, kw_only=True):
+class VerdictAnswer(StrictStruct, frozen=True, kw_only=True):
     """What I know of ``seq``; "fenced": I have voted, know no more, and take no COMMIT from now on."""
 
     seq: int
@@ -212,9 +212,9 @@ class Answer(StrictStruct, frozen=True, kw_only=True):
 Message = (
     Ready
     | Unready
-    | Stood
+    | WithdrawAcknowledged
     | Refused
-    | Offer
+    | PeerOffer
     | Book
     | Booked
     | Recall
@@ -227,5 +227,5 @@ Message = (
     | Committed
     | Declined
     | Question
-    | Answer
+    | VerdictAnswer
 )

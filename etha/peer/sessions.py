@@ -22,7 +22,7 @@ MAX_HELD = 1000
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class PeerSession:
     """One connection that agent ``agent``, admitted with ``key``, opened to us; ``losses`` as in its Hello."""
 
     agent: str
@@ -43,8 +43,8 @@ class Sessions:
         on_message: Callable[[str, Scope, Said], None],
     ) -> None:
         self._link_to, self._answer, self._on_message = link_to, answer, on_message
-        self._sessions: dict[str, Session] = {}
-        self._paired: dict[Link, Session] = {}
+        self._sessions: dict[str, PeerSession] = {}
+        self._paired: dict[Link, PeerSession] = {}
         #: Set when this agent leaves: nobody is greeted or heard any more.
         self.closing = False
 
@@ -90,7 +90,7 @@ class Sessions:
             case Envelope(message=Hello()) if self.closing:
                 self._answer(connection, Bye(text="the other agent is leaving"))
             case Envelope(message=Hello() as hello):
-                self._greet(Session(agent, key, connection, hello.losses))
+                self._greet(PeerSession(agent, key, connection, hello.losses))
             case _ if session is None:
                 # Of a link that this agent has given up, or never greeted.
                 self._answer(connection, Bye(text="this link is over"))
@@ -104,7 +104,7 @@ class Sessions:
             case _:
                 log.warning("dropped from agent %s: a Welcome that nobody asked for", agent)
 
-    def _greet(self, session: Session) -> None:
+    def _greet(self, session: PeerSession) -> None:
         agent, old = session.agent, self._sessions.get(session.agent)
         self._sessions[agent] = session
         self._answer(session.connection, Welcome(version=__version__))
@@ -118,7 +118,7 @@ class Sessions:
             return link.end("it lost its link and opened another")
         self._paired[link] = session
 
-    def _receive(self, session: Session, scope: Scope, message: Said) -> None:
+    def _receive(self, session: PeerSession, scope: Scope, message: Said) -> None:
         link = self._link_to(session.agent)
         if self.closing:
             log.debug("agent %s said %s too late: this agent is leaving", session.agent, type(message).__name__)
@@ -130,7 +130,7 @@ class Sessions:
             log.warning("agent %s said %d messages before this one linked to it", session.agent, MAX_HELD)
             self._fence(session, f"{MAX_HELD} messages wait: the other agent opens no link")
 
-    def _deliver(self, session: Session, scope: Scope, message: Said) -> None:
+    def _deliver(self, session: PeerSession, scope: Scope, message: Said) -> None:
         try:
             self._on_message(session.agent, scope, message)
         except ProtocolError as error:
@@ -138,7 +138,7 @@ class Sessions:
         except Exception:  # a mistake here is no reason to lose what comes behind it
             log.exception("%s of %s from agent %s could not be handled", type(message).__name__, scope, session.agent)
 
-    def _break(self, agent: str, session: Session | None, connection: bytes, text: str) -> None:
+    def _break(self, agent: str, session: PeerSession | None, connection: bytes, text: str) -> None:
         """They leave, or speak nonsense: what is between us ends."""
         if session is None:
             return self._answer(connection, Bye(text=text))
@@ -147,7 +147,7 @@ class Sessions:
         if link is not None and self._paired.pop(link, None) is not None:
             link.end(text)
 
-    def _fence(self, session: Session, text: str) -> None:
+    def _fence(self, session: PeerSession, text: str) -> None:
         """Hear nothing more on ``session``, and tell its other end."""
         if self._sessions.get(session.agent) is session:
             del self._sessions[session.agent]

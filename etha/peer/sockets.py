@@ -80,5 +80,5 @@ class Monitor:
             self._socket.close()
 
     def _frames(self, frames: Sequence[zmq.Frame]) -> None:
-        told = parse_monitor_message([frame.bytes for frame in frames])
-        self._on_event(zmq.Event(told["event"]), int(told["value"]))
+        reported = parse_monitor_message([frame.bytes for frame in frames])
+        self._on_event(zmq.Event(reported["event"]), int(reported["value"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from etha.bus.calls import Answer
 from etha.bus.codec import Failure
-from etha.bus.handshake import Welcome
+from etha.bus.handshake import WorkerWelcome
 from etha.bus.link import AgentLink
 from etha.bus.messages import (
     AttachSnapshot,
@@ -39,7 +39,9 @@ class _Link(AgentLink):
 
     def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
         self._bus, self.on_push = bus, on_push
-        self.welcome = Welcome(version=__version__, namespace="default", device=device, redis=None, pid=os.getpid())
+        self.welcome = WorkerWelcome(
+            version=__version__, namespace="default", device=device, redis=None, pid=os.getpid()
+        )
         self.lost: asyncio.Future[AgentLostError] = asyncio.get_running_loop().create_future()
 
     async def request(

@@ -60,7 +60,7 @@ class Users:
         for thread in self._threads:
             thread.join()
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How the requests ended."""
         found = self._counts
         return (

@@ -80,7 +80,7 @@ async def follow(trainers: asyncio.subprocess.Process, url: str, server: int) ->
                 # The trainers wait for nobody: they may be one ahead already.
                 if int(answer.version) < versions[-1]:
                     raise Failed(f"the engine says version {answer.version}, the trainers {versions[-1]}")
-    say("users", users.told())
+    say("users", users.summary())
     if await trainers.wait() != 0:
         raise Failed(f"the trainer {describe(trainers.returncode)}")
     last = await asyncio.to_thread(ask, url, NAME)

@@ -138,8 +138,8 @@ class Cards:
         """An agent of ``device``; returns once it listens: its pid. ``fail`` as of ``serve``."""
         worker = self._job.start(serve, device, self.uuids, rest, fail, env=self.env(**env))
         self._agents[device] = worker
-        assert worker.told("ready") == "ready\n"
-        pid = worker.told("pid")
+        assert worker.expect("ready") == "ready\n"
+        pid = worker.expect("pid")
         assert isinstance(pid, int)
         return pid
 
@@ -148,7 +148,7 @@ class Cards:
         places = [self.place(i) for i in range(len(self.uuids))]
         worker = self._job.start(serve_hosts, places, self.uuids, redis)
         self._agents["hosts"] = worker
-        assert worker.told("ready") == "ready\n"
+        assert worker.expect("ready") == "ready\n"
         self._redis = redis
 
     def on_host(self, number: int) -> etha.AsyncTensorBusClient:

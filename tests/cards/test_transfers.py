@@ -333,9 +333,9 @@ async def test_closing_a_batch_ends_its_own_held_calls_only(cards: Cards, which:
             cards.driver.release(stream)
             await asyncio.gather(call, handles["x"][1].transfer("recv"))
         else:
-            with pytest.raises(PeerLostError) as told:
+            with pytest.raises(PeerLostError) as reported:
                 await call
-            assert told.value.outcome == "withdrawn"
+            assert reported.value.outcome == "withdrawn"
             cards.driver.release(stream)
 
 
@@ -386,7 +386,7 @@ async def test_a_worker_killed_in_the_middle(cards: Cards) -> None:
             await handle.transfer("recv")
             assert torch.equal(wanted["w"], whole((512, 512), version=1))
             receiving = asyncio.ensure_future(handle.transfer("recv"))
-            await asyncio.to_thread(worker.told, "held")
+            await asyncio.to_thread(worker.expect, "held")
             await b.status()
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(PeerLostError):

@@ -28,7 +28,7 @@ class _Op:
     address: int
     nbytes: int
     active: bool = False
-    gone: bool = False
+    departed: bool = False
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class _Rank:
     freed: bool = False
     finalized: bool = False
     error: str = ""
-    told: bool = False
+    reported: bool = False
     polls: int = 0
     queued: _Group | None = None
     connected: set[int] = field(default_factory=set)
@@ -128,7 +128,7 @@ class World:
             ends = [r.aborted for r in clique.ranks.values()]
             for table in (clique.sends, clique.receives):
                 for pair, ops in table.items():
-                    if not any(ends) and not all(op.gone for op in ops):
+                    if not any(ends) and not all(op.departed for op in ops):
                         found.append(f"messages of {pair} never went")
         self.close()
         assert not found, "\n".join(found)
@@ -192,7 +192,7 @@ class FakeNccl:
     def state(self, comm: int) -> str:
         with self._call("state"), self.world.changed:
             rank = self._rank(comm, "state")
-            rank.told = rank.told or bool(rank.error)
+            rank.reported = rank.reported or bool(rank.error)
             return rank.error or (OK if self._settle(rank) else IN_PROGRESS)
 
     def _settle(self, rank: _Rank) -> bool:
@@ -225,7 +225,7 @@ class FakeNccl:
 
     def _usable(self, comm: int, what: str) -> _Rank:
         rank = self._rank(comm, what)
-        if rank.told:
+        if rank.reported:
             raise self.world.broken(f"{self.name}: {what} after {rank.error}")
         if rank.error:
             raise NcclError(f"{what}: {rank.error}")
@@ -285,7 +285,7 @@ class FakeNccl:
             for op in group.ops:
                 op.active = True
             world.changed.notify_all()
-            while not all(op.gone for op in group.ops):
+            while not all(op.departed for op in group.ops):
                 if rank.aborted or world.closed:
                     rank.open.remove(group)
                     return
@@ -294,7 +294,7 @@ class FakeNccl:
                         if not clique.ranks[peer].nccl.dead:
                             self._meet(clique, (rank.rank, peer))
                             self._meet(clique, (peer, rank.rank))
-                if not all(op.gone for op in group.ops):
+                if not all(op.departed for op in group.ops):
                     world.changed.wait()
             rank.open.remove(group)
 
@@ -309,7 +309,7 @@ class FakeNccl:
                 return
             ctypes.memmove(got.address, sent.address, got.nbytes)
             self.world.moved += got.nbytes
-            sent.gone = got.gone = True
+            sent.departed = got.departed = True
             clique.met[pair] += 1
             self.world.changed.notify_all()
 

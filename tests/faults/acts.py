@@ -67,11 +67,11 @@ def _holds(me: SimpleNamespace) -> str:
 
 def move(me: SimpleNamespace) -> tuple[float, str] | Failure:
     """One transfer; when it returned, and what the tensor holds then; or how it failed."""
-    told: list[int] = []
+    reported: list[int] = []
 
     def progress(done: int, total: int) -> None:
-        if done < total and not told:
-            told.append(done)
+        if done < total and not reported:
+            reported.append(done)
             tell("moving")
 
     try:

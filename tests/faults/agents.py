@@ -91,4 +91,4 @@ def run_agent() -> None:
 def ask(agent: Worker, word: str) -> None:
     """Say ``hold``, ``release`` or ``ping`` to an agent; it has heard it, and what it told before is taken in."""
     agent.go(word)
-    agent.told(f"heard {word}")
+    agent.expect(f"heard {word}")

@@ -81,7 +81,7 @@ class Cast:
         """Start whoever is missing, agents first where they are wanted; the workers that are new."""
         for place in sorted({self.place(member) for member in MEMBERS} - self.agents.keys()) if agents else ():
             self.agents[place] = self.job.start(run_agent, at=self.at(place)[0])
-            self.agents[place].told("ready")
+            self.agents[place].expect("ready")
         new = [member for member in MEMBERS if member not in self.puppets]
         for side, rank in new:
             seat = {"side": side, "rank": rank, "world": 2, "pair": self.name}
@@ -100,7 +100,7 @@ class Cast:
     def heard(self, kind: str, name: str, members: Iterable[Member]) -> None:
         """The agents of these workers have taken in one request of each."""
         for member in members:
-            self.agents[self.place(member)].told(f"{kind} {name}")
+            self.agents[self.place(member)].expect(f"{kind} {name}")
 
     # ---- the victim ---------------------------------------------------------------------------
 

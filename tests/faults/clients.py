@@ -124,7 +124,7 @@ class Company:
         self.stack.callback(stop_all, str(directory))
         self.job = self.stack.enter_context(Job(self.site.env))
         self.agent: Worker = self.job.start(run_agent, at=("trainer", 0))
-        self.agent.told("ready")
+        self.agent.expect("ready")
         self.puppets: dict[str, Puppet] = {}
         self.numbers = itertools.count(1)
 
@@ -148,30 +148,30 @@ class Company:
         receiver.begin(client_acts.receive, client, event, moment, pair)
         if moment != "rendezvous":
             sender.begin(client_acts.send, pair, moment, over)
-            sender.worker.told("registered")
-        receiver.worker.told("open")
+            sender.worker.expect("registered")
+        receiver.worker.expect("open")
         if moment == "rendezvous":
-            self.agent.told(f"InitPair {pair}")
+            self.agent.expect(f"InitPair {pair}")
         elif moment == "READY":
-            self.agent.told("Transfer b")
+            self.agent.expect("Transfer b")
         elif moment == "voted":
-            self.agent.told("voted")
+            self.agent.expect("voted")
         if moment in ("rendezvous", "idle", "READY", "voted"):
             receiver.worker.go("strike")
         return self._end(event, moment, sender, receiver)
 
     def _end(self, event: str, moment: str, sender: Puppet, receiver: Puppet) -> Ended:
         if event == "exit":
-            receiver.worker.told("exits")
+            receiver.worker.expect("exits")
             receiver.worker._process.join(40)
             assert receiver.worker._process.exitcode is not None, "the program has not ended"
             self.job.workers.remove(receiver.worker)
             self.puppets.pop("inference").worker.end()
             own: tuple[str, str, float] = ("gone", "gone", 0.0)
         elif event == "drop":
-            receiver.worker.told("dropped")
+            receiver.worker.expect("dropped")
         elif event == "close handle":
-            receiver.worker.told("struck")
+            receiver.worker.expect("struck")
         if moment == "voted" and event == "drop":
             ask(self.agent, "release")
         other = "none"

@@ -77,11 +77,11 @@ class Play:
             cast.heard("Transfer", self.batch, side)
         elif moment == "moving":
             self.begin(MEMBERS, acts.move)
-            cast.puppets["trainer", 0].worker.told("moving")
+            cast.puppets["trainer", 0].worker.expect("moving")
         elif moment == "voted":
             ask(cast.coordinator, "hold")
             self.begin(MEMBERS, acts.move)
-            cast.coordinator.told("voted")
+            cast.coordinator.expect("voted")
 
     def begin(self, members: Iterable[Member], act: acts.Act) -> None:
         """Calls that will end later."""
@@ -137,7 +137,7 @@ class Play:
             self.open.discard(member)
             if ending.what == "gone":
                 continue
-            ended = self.cast.puppets[member].worker.told("step", acts.PATIENCE)
+            ended = self.cast.puppets[member].worker.expect("step", acts.PATIENCE)
             if ending.what == "result":
                 assert not isinstance(ended, Failure), f"{member}: {ended}"
                 at, holds = ended

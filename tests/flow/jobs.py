@@ -105,7 +105,7 @@ class Worker:
         else:
             self._end = self._end or ("failed", WorkerFailed(f"{self.name} died"), "")
 
-    def told(self, word: str, timeout: float = 60.0) -> Any:
+    def expect(self, word: str, timeout: float = 60.0) -> Any:
         """Wait until the worker has told ``word``; its value."""
         while True:
             for i, (said, value) in enumerate(self._told):

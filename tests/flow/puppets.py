@@ -69,13 +69,13 @@ class Puppet:
 
     def ends(self, timeout: float = 60.0) -> Any:
         """The value of the step that began; an AssertionError when it failed."""
-        value = self.worker.told("step", timeout)
+        value = self.worker.expect("step", timeout)
         assert not isinstance(value, Failure), value
         return value
 
     def fails(self, timeout: float = 60.0) -> Failure:
         """How the step that began failed."""
-        value = self.worker.told("step", timeout)
+        value = self.worker.expect("step", timeout)
         assert isinstance(value, Failure), f"it has not failed: {value}"
         return value
 

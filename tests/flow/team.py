@@ -69,7 +69,7 @@ class Team:
         self.spoilt = False
         self.workers: dict[str, list[Worker]] = {a: job.side(a, _member, n, a, b), b: job.side(b, _member, m, b, a)}
         for worker in self._all():
-            worker.told("ready")
+            worker.expect("ready")
 
     def _all(self) -> list[Worker]:
         return [worker for workers in self.workers.values() for worker in workers]
@@ -84,7 +84,7 @@ class Team:
         for side, workers in self.workers.items():
             returned[side] = []
             for rank, worker in enumerate(workers):
-                how, value, text = worker.told("worked")
+                how, value, text = worker.expect("worked")
                 if how == "raised":
                     errors.append(
                         value if isinstance(value, EthaError) else WorkerFailed(f"{side} rank {rank}: {text}")

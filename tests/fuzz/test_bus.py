@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from etha.bus.channel import dial
 from etha.bus.codec import Failure, Malformed, Reply, Request, decode, encode
-from etha.bus.handshake import Attach, Welcome
+from etha.bus.handshake import Attach, WorkerWelcome
 from etha.bus.messages import InitPair, PairFormed, Probe
 from tests.flow.sites import Commons
 from tests.flow.ways import Way
@@ -108,7 +108,7 @@ class Worker:
     async def come(cls, context: zmq.asyncio.Context, path: Path) -> Worker:
         dealer = Dealer(context, path)
         answer = await dealer.ask(hello())
-        assert isinstance(answer, Reply) and isinstance(answer.message, Welcome), answer
+        assert isinstance(answer, Reply) and isinstance(answer.message, WorkerWelcome), answer
         descriptors = dial(path)
         descriptors.setblocking(True)
         descriptors.send(encode(Request(1, None, Attach(session=answer.message.session))))

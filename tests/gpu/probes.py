@@ -58,11 +58,11 @@ def exporter_killed(nbytes: int, busy: bool) -> dict[str, str]:
     cuda, uuid = _card()
     other = Spawned({}, export, nbytes)
     try:
-        handle, mark = other.told("shown")
+        handle, mark = other.expect("shown")
         there, event = cuda.open(uuid, handle), cuda.open_event(uuid, mark)
         here, stream, done = cuda.allocate(uuid, nbytes), cuda.stream(uuid), cuda.event(uuid)
         other.go("work")
-        other.told("working")
+        other.expect("working")
         found: dict[str, str] = {}
         rounds = 2000 if busy else 0
 
@@ -99,7 +99,7 @@ def opened_twice(nbytes: int) -> dict[str, str]:
     cuda, uuid = _card()
     other = Spawned({}, export, nbytes)
     try:
-        handle, _ = other.told("shown")
+        handle, _ = other.expect("shown")
         one, two = cuda.open(uuid, handle), cuda.open(uuid, handle)
         found = {"the addresses are": "equal" if one == two else "different"}
         here = cuda.allocate(uuid, nbytes)
@@ -149,7 +149,7 @@ def throughput(nbytes: int) -> dict[str, float]:
     cuda, uuid = _card()
     other = Spawned({}, export, nbytes)
     try:
-        handle, _ = other.told("shown")
+        handle, _ = other.expect("shown")
         there, here = cuda.open(uuid, handle), torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         own, mapped = torch.ones_like(here), cuda.tensor(uuid, there, nbytes)
         found = {"its own memory": rate(here, own), "by IPC": rate(here, mapped)}

@@ -42,7 +42,7 @@ def begun(company: Company) -> None:
         puppet.begin(acts.keep_moving, 1)
     for _ in range(TURNS):
         for puppet in company.puppets.values():
-            puppet.worker.told("moved")
+            puppet.worker.expect("moved")
 
 
 def again(company: Company, epoch: int) -> None:
@@ -121,8 +121,8 @@ def test_a_worker_dies_in_the_middle_of_a_slow_transfer(directory: Path, played:
         world.stop_copies(after=128 << 20)
         other.begin(acts.move_one_watching, 1)
         dying.begin(acts.die_half_way)
-        dying.worker.told("half way")
-        other.worker.told("lost")
+        dying.worker.expect("half way")
+        other.worker.expect("lost")
         world.go_on()
         assert other.fails().kind in ("PeerLostError", "TransferAbortedError")
         company.replace(side, 0)

@@ -47,9 +47,9 @@ def test_what_memory_says_of_itself(directory: Path, setting: str) -> None:
         found = world.start(probes.exportable, env=env).result(300)
     shown(f"PYTORCH_CUDA_ALLOC_CONF={setting!r}", found)
     assert found["cudaMalloc: IS_LEGACY_CUDA_IPC_CAPABLE"] in ("1", "True")
-    told = found["torch: IS_LEGACY_CUDA_IPC_CAPABLE"] in ("1", "True")
+    reported = found["torch: IS_LEGACY_CUDA_IPC_CAPABLE"] in ("1", "True")
     given = found["torch: cudaIpcGetMemHandle"] == "cudaSuccess"
-    print(f"    the attribute {'tells' if told == given else 'DOES NOT TELL'} whether there is a handle")
+    print(f"    the attribute {'tells' if reported == given else 'DOES NOT TELL'} whether there is a handle")
     assert found["cudaMalloc: cudaIpcGetMemHandle"] == "cudaSuccess" and (given or setting)
 
 
@@ -72,7 +72,7 @@ def test_nccl_sends_to_itself_in_a_world_of_one(directory: Path) -> None:
 def test_two_ranks_of_nccl_share_a_card(directory: Path) -> None:
     with World(directory, played=False) as world:
         first = world.start(probes.nccl_pair, 0, None, 64 << 20, env={**ONE_CARD, "NCCL_HOSTID": "one"})
-        unique_id = first.told("id")
+        unique_id = first.expect("id")
         second = world.start(probes.nccl_pair, 1, unique_id, 64 << 20, env={**ONE_CARD, "NCCL_HOSTID": "two"})
         found = [first.result(300), second.result(300)]
     print(f"\ntwo ranks of NCCL on one card, each with its own NCCL_HOSTID: {found}")

@@ -104,7 +104,7 @@ class World:
         if not self.played or (place, device) in self._agents:
             return
         worker = self._made(self.places[place], serve, device)
-        assert worker.told("ready") == "ready\n"
+        assert worker.expect("ready") == "ready\n"
         self._agents[place, device] = worker
 
     def stop_copies(self, after: int, place: str = "", device: str = "cuda:0") -> None:
@@ -112,7 +112,7 @@ class World:
         if self.played:
             agent = self._agents[place, device]
             agent.go("stop copies", after)
-            agent.told("copies will stop")
+            agent.expect("copies will stop")
 
     def go_on(self, place: str = "", device: str = "cuda:0") -> None:
         """The played card's copies go on."""

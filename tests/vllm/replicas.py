@@ -145,10 +145,10 @@ def _live(
         if (module := info.pop("module", None)) is not None:
             models.append(_module(Path(metas)) if module == "bf16" else _fsdp2(Path(metas)))
             source = EthaSource(models[0])
-        told = EthaTrainerInitInfo(rank=0, world_size=1, **{"pair": "weights", **info})
+        reported = EthaTrainerInitInfo(rank=0, world_size=1, **{"pair": "weights", **info})
         while trainers:
             trainers.pop().shutdown()
-        trainers.append(WeightTransferTrainerFactory.trainer_init(told, client=LLMClient(engine), source=source))
+        trainers.append(WeightTransferTrainerFactory.trainer_init(reported, client=LLMClient(engine), source=source))
         return list(engine.collective_rpc(_report))
 
     def send(version: str) -> None:

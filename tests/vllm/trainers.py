@@ -101,10 +101,10 @@ def _train(
             if quantizes:
                 int8.append(Int8(model))
                 source = EthaSource(int8[0].state)
-            told = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
+            reported = EthaTrainerInitInfo(rank=rank, pair="weights", world_size=world, **info)
             one = isinstance(url, str)
             client: Any = HTTPVLLMWeightSyncClient(url) if one else [HTTPVLLMWeightSyncClient(each) for each in url]
-            engines.append(WeightTransferTrainerFactory.trainer_init(told, client=client, source=source))
+            engines.append(WeightTransferTrainerFactory.trainer_init(reported, client=client, source=source))
             return None
         (engine,) = engines
         if what == "verify":
@@ -263,11 +263,11 @@ def _take(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint) -> None:
 def _say_when_it_waits(engine: Any, pipe: Connection) -> None:
     """Tell the test when the engine has been asked to receive, and send nothing."""
 
-    async def told(*arguments: Any, **options: Any) -> Any:
+    async def reported(*arguments: Any, **options: Any) -> Any:
         pipe.send("waits")
         await asyncio.Event().wait()
 
-    engine._bus.transfer = told
+    engine._bus.transfer = reported
 
 
 def _die_at(route: str, number: int, moment: str) -> None:
@@ -335,10 +335,10 @@ def _kill_before(engine: Any, call: str, pid: int) -> None:
             kill()
         say(route, method, **arguments)
 
-    def updated(told: dict[str, Any]) -> None:
-        if call == ("release" if "release" in told else "update_weights"):
+    def updated(reported: dict[str, Any]) -> None:
+        if call == ("release" if "release" in reported else "update_weights"):
             kill()
-        update(told)
+        update(reported)
 
     def finished(*arguments: Any) -> None:
         if call == "finish_weight_update":

@@ -32,15 +32,15 @@ from etha.peer.messages import (
     Failed,
     Go,
     Message,
-    Offer,
+    PeerOffer,
     Ready,
     Recall,
     Refused,
-    Stood,
     Ticket,
     Unbook,
     Unready,
     Version,
+    WithdrawAcknowledged,
 )
 
 Key = tuple[str, str]  # (agent, side)
@@ -283,7 +283,7 @@ class Coordinator(Machine[Phase]):
             return []  # GO or a refusal has overtaken it
         missing = self.missing()
         del self.ready[agent, message.side]
-        stood = Stood(side=message.side, attempt=message.attempt, missing=missing)
+        stood = WithdrawAcknowledged(side=message.side, attempt=message.attempt, missing=missing)
         return [*self._collect(), (agent, stood), *self._offer()]
 
     def _collect(self) -> Outbox:
@@ -349,7 +349,7 @@ class Coordinator(Machine[Phase]):
         if standing == self.offered:
             return []
         self.offered = standing
-        offer = Offer(side=self.source, standing=standing, version=self._label() if standing else None)
+        offer = PeerOffer(side=self.source, standing=standing, version=self._label() if standing else None)
         return [(agent, offer) for agent in sorted(set(self.agents[self.target]) - self.lost_agents)]
 
     def _decide(self) -> Outbox:

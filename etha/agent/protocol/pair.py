@@ -29,7 +29,7 @@ from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
 
 
-class PairState(Enum):
+class PairPhase(Enum):
     """Where a pair stands."""
 
     FORMING = 1
@@ -97,17 +97,17 @@ class Broken:
 PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
 
 
-class Pair(Machine[PairState]):
+class PairMachine(Machine[PairPhase]):
     """The pair ``name`` on one agent; ``epoch`` is the last that formed; ``redis`` is a URL for messages."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        PairState.FORMING: frozenset({PairState.FORMED}),
-        PairState.FORMED: frozenset({PairState.LOST}),
-        PairState.LOST: frozenset({PairState.FORMED}),
+        PairPhase.FORMING: frozenset({PairPhase.FORMED}),
+        PairPhase.FORMED: frozenset({PairPhase.LOST}),
+        PairPhase.LOST: frozenset({PairPhase.FORMED}),
     }
 
     def __init__(self, name: str, redis: str = "") -> None:
-        super().__init__(f"pair {name}", PairState.FORMING)
+        super().__init__(f"pair {name}", PairPhase.FORMING)
         self.pair, self.redis = name, redis
         self.epoch = 0
         self.view: PairView | None = None
@@ -144,7 +144,7 @@ class Pair(Machine[PairState]):
         self.view = view
         out: list[PairEffect] = []
         formed = view.state == "formed"
-        if self.state is PairState.FORMED and (not formed or view.epoch > self.epoch):
+        if self.state is PairPhase.FORMED and (not formed or view.epoch > self.epoch):
             # Of a later epoch Redis tells how that one ended. This one's members were displaced by it.
             passed = view.epoch > self.epoch
             reason = "relaunched" if passed else view.reason or "relaunched"
@@ -152,13 +152,13 @@ class Pair(Machine[PairState]):
             out += self._break(reason, text or "the other side was launched again")
         if formed and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
-            self.move(PairState.FORMED)
+            self.move(PairPhase.FORMED)
             out.append(Formed(epoch=view.epoch, view=view))
         return out + self._admit(view)
 
     def met(self, epoch: int) -> list[PairEffect]:
         """All agents of ``epoch`` are linked and hold it."""
-        if epoch != self.epoch or self.state is not PairState.FORMED or self.view is None:
+        if epoch != self.epoch or self.state is not PairPhase.FORMED or self.view is None:
             return []
         self._met, self._unmet = epoch, ""
         return self._admit(self.view)
@@ -168,7 +168,7 @@ class Pair(Machine[PairState]):
 
         Mostly one of them is dead, and Redis lists it until its lease ends. Who has been through that before is told.
         """
-        if epoch != self.epoch or self.state is not PairState.FORMED:
+        if epoch != self.epoch or self.state is not PairPhase.FORMED:
             return []
         self._unmet = error.message
         failed = sorted(self._inside & self._again)
@@ -179,7 +179,7 @@ class Pair(Machine[PairState]):
     def on_agent_lost(self, agent: str, text: str) -> list[PairEffect]:
         """The link to an agent of this pair is lost."""
         theirs = [member for member, holder in self.members().items() if holder.agent == agent]
-        if self.state is not PairState.FORMED or not theirs:
+        if self.state is not PairPhase.FORMED or not theirs:
             return []
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
@@ -193,7 +193,7 @@ class Pair(Machine[PairState]):
         text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
         error: EthaError
         before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
-        if inside and self.state is PairState.FORMED:
+        if inside and self.state is PairPhase.FORMED:
             error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
         elif inside:
             missing = self.missing(asked)
@@ -208,14 +208,14 @@ class Pair(Machine[PairState]):
         out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
         for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
             self._forget(key)
-        if self.state is PairState.FORMED and self._holds(side, rank, holder):
+        if self.state is PairPhase.FORMED and self._holds(side, rank, holder):
             how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.shown_host})"
             out += self._break(reason, f"{side} rank {rank} {how}")
         return out
 
     def waits_for_others(self, key: CallKey) -> bool:
         """Whether this call has come to Redis, and somebody else has not."""
-        return key in self._inside and self.state is not PairState.FORMED
+        return key in self._inside and self.state is not PairPhase.FORMED
 
     def missing(self, asked: JoinRequest) -> dict[str, tuple[int, ...]]:
         """Ranks that have not come; rank 0 stands for a side that nobody came from."""
@@ -225,7 +225,7 @@ class Pair(Machine[PairState]):
 
     def error(self, epoch: int) -> PeerLostError | None:
         """Why a call of ``epoch`` cannot go on, None when it can."""
-        if self.state is PairState.FORMED and epoch == self.epoch:
+        if self.state is PairPhase.FORMED and epoch == self.epoch:
             return None
         if self.lost is not None and epoch == self.epoch:
             return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
@@ -278,7 +278,7 @@ class Pair(Machine[PairState]):
         for key in list(self._inside):
             asked = self.waiting[key]
             inside = self._holds(asked.side, asked.rank, asked.holder)
-            if inside and view.state == "formed" and self.state is PairState.FORMED:
+            if inside and view.state == "formed" and self.state is PairPhase.FORMED:
                 if self._met != self.epoch:
                     continue
                 self._forget(key)
@@ -310,7 +310,7 @@ class Pair(Machine[PairState]):
 
         Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
         """
-        self.move(PairState.LOST)
+        self.move(PairPhase.LOST)
         error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
         self.lost = error
         fails: list[PairEffect] = []

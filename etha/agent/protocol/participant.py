@@ -52,7 +52,6 @@ from etha.errors import (
 )
 from etha.peer.messages import (
     Abort,
-    Answer,
     Book,
     Booked,
     Commit,
@@ -62,16 +61,17 @@ from etha.peer.messages import (
     Failed,
     Go,
     Message,
-    Offer,
+    PeerOffer,
     Question,
     Ready,
     Recall,
     Refused,
-    Stood,
     Unbook,
     Unready,
     Verb,
+    VerdictAnswer,
     Version,
+    WithdrawAcknowledged,
 )
 
 
@@ -92,7 +92,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Side:
+class SideReady:
     """READY of one side: ``standing`` while it is with the coordinators."""
 
     attempt: int = 0
@@ -101,7 +101,7 @@ class Side:
 
 
 @dataclass(slots=True, kw_only=True)
-class Current:
+class TransferInProgress:
     """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision.
 
     ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost. ``answered``
@@ -144,7 +144,7 @@ class Queues:
         self.calls: dict[Member, deque[Call]] = {
             (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
         }
-        self.sides = {side: Side() for side, _ in self.calls}
+        self.sides = {side: SideReady() for side, _ in self.calls}
 
     def __iter__(self) -> Iterator[Call]:
         for queue in self.calls.values():
@@ -285,7 +285,7 @@ class Transfers(Machine[Moving]):
         self.queues = Queues(me, agents)
         self.sides = self.queues.sides
         self.offers: dict[str, Version] = {}
-        self.current: Current | None = None
+        self.current: TransferInProgress | None = None
         self.booking: Booking | None = None
         self.broken: PeerLostError | None = None
         self.lost_agents: set[str] = set()
@@ -462,12 +462,12 @@ class Transfers(Machine[Moving]):
             case Ready() | Unready() | Booked() | Recall() | Done() | Failed() | Committed() | Declined():
                 for coordinator in self.coordinators.values():
                     self._post(coordinator.hear(agent, message))
-            case Offer(side=side, standing=standing, version=version):
+            case PeerOffer(side=side, standing=standing, version=version):
                 self.offers.pop(side, None)
                 if standing:
                     self.offers[side] = version
                 self._out.append(OfferChanged(source=side, standing=standing, version=version))
-            case Stood():
+            case WithdrawAcknowledged():
                 self._stood(agent, message)
             case Refused():
                 self._refused(message)
@@ -487,7 +487,7 @@ class Transfers(Machine[Moving]):
                 self._settle(message)
             case Question(seq=seq):
                 self._question(agent, seq)
-            case Answer(seq=seq, verdict=known) if self.current is not None and self.current.seq == seq:
+            case VerdictAnswer(seq=seq, verdict=known) if self.current is not None and self.current.seq == seq:
                 if self.current.inquiry is not None:
                     self.current.inquiry.answer(agent, known)
                     self._conclude()
@@ -503,7 +503,9 @@ class Transfers(Machine[Moving]):
             return
         assert self.current is None, f"{self.name}: GO {seq} within {self.current}"
         calls = self.queues.take()
-        self.current = Current(seq=seq, source=message.side, version=message.version, coordinator=agent, calls=calls)
+        self.current = TransferInProgress(
+            seq=seq, source=message.side, version=message.version, coordinator=agent, calls=calls
+        )
         if self.booking is not None:
             self.booking.begun = True
             self._out.append(BeginLane())
@@ -619,11 +621,11 @@ class Transfers(Machine[Moving]):
             if self.state is Moving.VOTED:
                 self._doubt(asked)
             if current.inquiry is not None:
-                self._tell(agent, Answer(seq=seq, verdict="fenced"))
+                self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
                 current.inquiry.answer(agent, "fenced")  # as everybody who asks
                 self._conclude()
             else:
-                self._tell(agent, Answer(seq=seq, verdict="aborted"))
+                self._tell(agent, VerdictAnswer(seq=seq, verdict="aborted"))
                 self._spoil(None, asked)
             return
         if seq > self.seq:  # its GO has not come: it will not begin here when it does
@@ -633,10 +635,10 @@ class Transfers(Machine[Moving]):
             self.memory.keep(seq, "aborted")
         match self.memory[seq]:
             case "committed" | "aborted" as ended:
-                self._tell(agent, Answer(seq=seq, verdict=ended))
+                self._tell(agent, VerdictAnswer(seq=seq, verdict=ended))
             case "unknown":
                 # It was fenced to its end and has told nobody that it aborted: the same as one still in doubt.
-                self._tell(agent, Answer(seq=seq, verdict="fenced"))
+                self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
 
     def _doubt(self, cause: PeerLostError) -> None:
         current = self.current
@@ -775,7 +777,7 @@ class Transfers(Machine[Moving]):
                 side.withdrawing = True
                 self._tell_coordinators(Unready(side=call.member[0], attempt=side.attempt))
 
-    def _stood(self, agent: str, message: Stood) -> None:
+    def _stood(self, agent: str, message: WithdrawAcknowledged) -> None:
         side = self.sides.get(message.side)
         if side is None or not side.withdrawing or side.attempt != message.attempt or side.standing is None:
             return

@@ -70,7 +70,7 @@ BatchEffect = Answer | Fail | Evaluate | Declare | Stand | Unenroll
 _OVER = frozenset({RegistrationState.LOST, RegistrationState.CLOSED})
 
 
-class Batch(Machine[RegistrationState]):
+class BatchRegistration(Machine[RegistrationState]):
     """``agents``: side -> agent of each rank; ``me`` is this one. ``name`` is what messages call it."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {

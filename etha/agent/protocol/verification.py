@@ -53,7 +53,7 @@ Piece = Sequence[Step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class VerificationBook:
     """``first`` reads sources that the transfer overwrites, before it; ``then`` all the rest, after it."""
 
     gives: Mapping[str, list[Line]]
@@ -88,7 +88,7 @@ class Checks:
                 "use verify='sample', or fewer tensors a batch"
             )
 
-    def book(self, seq: int) -> Book:
+    def book(self, seq: int) -> VerificationBook:
         """The chunks of transfer ``seq``; tells the witness which of them it will be asked for. Takes its time."""
         near = [Line(chunk, True, True) for chunk in self._scheme.near.choose(seq)]
         gives = {a: [Line(c, True, False) for c in course.choose(seq)] for a, course in self._scheme.gives.items()}
@@ -99,7 +99,7 @@ class Checks:
         )
         early = [x for x in lines if x.gives and self._reads.shares and self._early(x.chunk)]
         done = set(map(id, early))
-        return Book(
+        return VerificationBook(
             gives=gives,
             takes=takes,
             first=list(_pieces([Step(x, True, False) for x in early])),

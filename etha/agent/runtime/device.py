@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from etha.agent.runtime.lane import Workspaces
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import WorkerSession
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver, driver
 from etha.cuda.nccl import nccl
@@ -90,7 +90,7 @@ class Card:
             return None
         return NcclPlane(me, self.device, driver=self.driver, nccl=found, budget=budget)
 
-    def reached(self, session: Session, mark: bytes) -> bool:
+    def reached(self, session: WorkerSession, mark: bytes) -> bool:
         """Whether the work before a call is done; RegistrationError for a mark that is none."""
         try:
             return self._waits.reached(session.peer.pid, self._number(session), mark)
@@ -98,7 +98,7 @@ class Card:
             text = f"the GPU of process {session.peer.pid} failed before the call: {error}"
             raise TransferError(text, outcome="withdrawn") from error
 
-    def follow(self, session: Session, mark: bytes, then: Callable[[str], None]) -> None:
+    def follow(self, session: WorkerSession, mark: bytes, then: Callable[[str], None]) -> None:
         """``then(why)`` on the loop once the work before a call is done, or why it never will be; else "".
 
         One thread for each such call: the kernel of a training step may take seconds, and no lane waits for it.
@@ -118,12 +118,12 @@ class Card:
 
         threading.Thread(target=wait, name=f"etha-mark-{session.peer.pid}", daemon=True).start()
 
-    def release(self, session: Session) -> None:
+    def release(self, session: WorkerSession) -> None:
         """A session is over: its events are let go of, and who waits for one is told."""
         if (number := self._numbers.pop(session.key, None)) is not None:
             self._waits.release(session.peer.pid, number)
 
-    def _number(self, session: Session) -> int:
+    def _number(self, session: WorkerSession) -> int:
         """A process may have several clients, whose events live as long as each of them."""
         return self._numbers.setdefault(session.key, next(self._count))
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 import msgspec
 
 from etha.agent.protocol.effects import Member
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import WorkerSession
 from etha.errors import EthaError, ProtocolError, TransferError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
@@ -26,7 +26,7 @@ from etha.transport.copy.host import Exhibit, HostMemory, SegmentClaim
 
 log = logging.getLogger(__name__)
 
-Shown = Mapping[Member, tuple[Session, Mapping[str, TensorHandle]]]
+Shown = Mapping[Member, tuple[WorkerSession, Mapping[str, TensorHandle]]]
 
 
 def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from etha.agent.protocol.verification import Book, Checks, Piece
+from etha.agent.protocol.verification import Checks, Piece, VerificationBook
 from etha.agent.runtime.lane import Lane, Running
 from etha.memory.revocation import Guard
 from etha.peer.introductions import MAX_SUMS, Sums
@@ -122,7 +122,7 @@ class Inspection:
     ) -> None:
         self._checks, self._seq, self._guards = checks, seq, guards
         self._readers, self._tally, self._tell = readers, tally, tell
-        self._book: Book | None = None
+        self._book: VerificationBook | None = None
         self._most = 0
         self._running: Running | None = None
         self._error: BaseException | None = None

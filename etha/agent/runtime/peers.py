@@ -52,7 +52,7 @@ class _Meeting:
     over: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Links:
+class PeerLinks:
     """Entered while the agent lives. ``said(agent, scope, message)`` and ``gone(agent, text)`` are told the rest."""
 
     def __init__(

@@ -43,7 +43,7 @@ class Seat:
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class WorkerSession:
     """What the agent knows of one worker's connection; a process may have several."""
 
     peer: Peer

@@ -14,11 +14,11 @@ from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import CallKey, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.participant import Transfers
-from etha.agent.protocol.registration import Batch
+from etha.agent.protocol.registration import BatchRegistration
 from etha.agent.runtime.host_sharing import Exhibition, Snapshots, serves
 from etha.agent.runtime.inspection import Tally
 from etha.agent.runtime.run import Move, Part, TransferProgress
-from etha.agent.runtime.sessions import Session
+from etha.agent.runtime.sessions import WorkerSession
 from etha.agent.runtime.transports import NcclWire, Wire
 from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
@@ -40,7 +40,7 @@ class Tensors:
     ``snapshot`` is where it sets them aside before it sends, once it has done so.
     """
 
-    session: Session
+    session: WorkerSession
     handles: Mapping[str, TensorHandle]
     order: tuple[str, ...]
     shadows: Mapping[str, TensorHandle] | None = None
@@ -79,13 +79,13 @@ Field = int | float | str | None
 class Ask:
     """A local rank's waiting transfer call: what the machines need not know."""
 
-    session: Session
+    session: WorkerSession
     slot: int
     progress: bool
 
 
 @dataclass(slots=True, kw_only=True)
-class Current:
+class RunningProgram:
     """The program of the transfer that moves now; ``part`` and ``move`` are None until it is compiled."""
 
     seq: int
@@ -111,7 +111,7 @@ class Live:
     epochs: Mapping[str, int]
     generation: int
     view: PairView
-    machine: Batch
+    machine: BatchRegistration
     tensors: dict[Member, Tensors] = field(default_factory=dict)
     transfers: Transfers | None = None
     evaluation: Evaluation | None = None
@@ -127,7 +127,7 @@ class Live:
     #: By source side, and whether it sends a snapshot.
     parts: dict[tuple[str, bool], Part] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
-    current: Current | None = None
+    current: RunningProgram | None = None
     #: Whether no transfer can begin any more: a rank of this agent has left, or a pair is lost.
     over: bool = False
     #: Set once it holds no worker's memory any more.
@@ -157,7 +157,7 @@ class Live:
         ``mappings``: of this agent's card.
         """
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
-        machine = Batch(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
+        machine = BatchRegistration(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
         live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
         live.exhibition, live.snapshots = Exhibition(mappings), Snapshots(mappings)
         return live
@@ -257,12 +257,12 @@ class Live:
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
                 del session.batches[self.name]
 
-    def segments(self, session: Session) -> set[str]:
+    def segments(self, session: WorkerSession) -> set[str]:
         """Those of a worker in which its tensors lie, or what stands for them, while it has the batch open."""
         held = [t for member, t in self.tensors.items() if t.session is session and member in self.machine.open]
         return set().union(*(tensors.segments for tensors in held))
 
-    def serves(self, session: Session) -> bool:
+    def serves(self, session: WorkerSession) -> bool:
         """Whether a worker's tensors are among this registration's."""
         return any(tensors.session is session for tensors in self.tensors.values())
 

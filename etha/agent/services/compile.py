@@ -11,10 +11,10 @@ from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.verification import Checks
 from etha.agent.runtime.inspection import Inspection, Readers
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.peers import Links
+from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.run import Part
 from etha.agent.runtime.transports import NcclWire, Wire
-from etha.agent.services.batch_state import Current, Live
+from etha.agent.services.batch_state import Live, RunningProgram
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
@@ -35,11 +35,11 @@ Views = dict[int, dict[int, View]]
 class Parts:
     """Compiles them, and opens the streams that they need."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: PeerLinks) -> None:
         self._links = links
         self._readers: Readers | None = None
 
-    async def compile(self, live: Live, current: Current) -> Part | None:
+    async def compile(self, live: Live, current: RunningProgram) -> Part | None:
         """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
 
         None when it was stopped while it waited for others to show the snapshots that are sent.

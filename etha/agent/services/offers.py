@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etha.agent.protocol.effects import CallKey, Member
-from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.sessions import Calls, WorkerSession
 from etha.agent.services.batch_state import Live
 from etha.bus.codec import Request
 from etha.bus.messages import Offered
@@ -18,7 +18,7 @@ class Offers:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def wait(self, session: Session, request: Request, live: Live) -> None:
+    def wait(self, session: WorkerSession, request: Request, live: Live) -> None:
         """A worker calls ``wait_offer``; answered at once where the offer stands."""
         side = session.seats[live.pairs[0]].side
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))

@@ -13,7 +13,7 @@ from etha.agent.protocol.effects import Member
 from etha.agent.protocol.evaluation import Evaluation, Where
 from etha.agent.protocol.records import Record
 from etha.agent.runtime.host_sharing import exhibits
-from etha.agent.runtime.peers import Links
+from etha.agent.runtime.peers import PeerLinks
 from etha.agent.services.batch_state import Live
 from etha.agent.services.manifests import Library
 from etha.store.registry import Store
@@ -21,7 +21,7 @@ from etha.transport.geometry.overlap import Written
 
 
 async def plan(
-    live: Live, entries: Mapping[Member, str], store: Store, library: Library, links: Links
+    live: Live, entries: Mapping[Member, str], store: Store, library: Library, links: PeerLinks
 ) -> tuple[Evaluation, Verdict | None]:
     """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
 
@@ -45,7 +45,7 @@ async def plan(
     return evaluation, await introduce(live, links, evaluation)
 
 
-async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict:
+async def introduce(live: Live, links: PeerLinks, evaluation: Evaluation) -> Verdict:
     """This agent's verdict on a registration. Waits for what is shown to it."""
     agents = live.agents
     readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
@@ -65,7 +65,7 @@ async def introduce(live: Live, links: Links, evaluation: Evaluation) -> Verdict
     return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, nccl)
 
 
-def _verdict(live: Live, links: Links, digest: str, readable: list[str], nccl: str) -> Verdict:
+def _verdict(live: Live, links: PeerLinks, digest: str, readable: list[str], nccl: str) -> Verdict:
     reads = tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents))
     return Verdict(
         digest=digest,

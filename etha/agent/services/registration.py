@@ -28,8 +28,8 @@ from etha.agent.protocol.records import Manifest, Record
 from etha.agent.protocol.registration import BatchEffect, Declare, Evaluate, RegistrationState, Stand, Unenroll
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.host_sharing import exhibits
-from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.sessions import Calls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, outage
 from etha.agent.services.batch_state import Field, Key, Live, Tensors
@@ -60,7 +60,7 @@ class Batches:
         *,
         me: str,
         store: Store,
-        links: Links,
+        links: PeerLinks,
         calls: Calls,
         pairs: Pairs,
         movers: Movers,
@@ -78,7 +78,7 @@ class Batches:
         self._mailbox = Mailbox()
         self._forsaking = Forsaking(links)
 
-    def register(self, session: Session, request: Request, message: Register) -> None:
+    def register(self, session: WorkerSession, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
         check_name("batch", message.batch)
         member, epochs = footing(self._pairs, session, message)
@@ -94,7 +94,7 @@ class Batches:
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
-    def attach(self, session: Session, request: Request, message: AttachShadows | AttachSnapshot) -> None:
+    def attach(self, session: WorkerSession, request: Request, message: AttachShadows | AttachSnapshot) -> None:
         """Where a worker receives when the batch is atomic, or sets aside what it sends."""
         live = self.find(session, message.batch, message.epoch)
         member = session.seats[live.pairs[0]].member
@@ -103,7 +103,7 @@ class Batches:
             self._spawn(self._show_snapshot(live, member))
         session.peer.reply(request.id, Ok())
 
-    def close(self, session: Session, request: Request, message: CloseBatch) -> None:
+    def close(self, session: WorkerSession, request: Request, message: CloseBatch) -> None:
         """A worker closes its handle; one of an epoch that is over must not close its successor."""
         live = self._live(session, message.batch)
         if live is None or live.epoch != message.epoch:
@@ -116,7 +116,7 @@ class Batches:
             self.leave(session, message.batch)
             self._spawn(self._tell_all(live, session, request, text))
 
-    def find(self, session: Session, batch: str, epoch: int) -> Live:
+    def find(self, session: WorkerSession, batch: str, epoch: int) -> Live:
         """The registration that a worker's call means; an error that says why there is none."""
         live = self._live(session, batch)
         if live is None:
@@ -132,7 +132,7 @@ class Batches:
 
     # ---- what happens to workers and pairs ----------------------------------------------------
 
-    def leave(self, session: Session, batch: str) -> None:
+    def leave(self, session: WorkerSession, batch: str) -> None:
         """A worker's part in a batch ends; its waiting calls with it."""
         live = self._live(session, batch)
         session.batches.pop(batch, None)
@@ -145,7 +145,7 @@ class Batches:
         if not live.over and live.machine.state is RegistrationState.REGISTERED:  # others here have it open still
             self._let_go(live)
 
-    def on_worker_lost(self, session: Session, reason: str) -> None:
+    def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
         """A worker is gone. Its pairs break too, unless its process holds them through another client."""
         for batch in list(session.batches):
             if (live := self._live(session, batch)) is not None:
@@ -200,12 +200,12 @@ class Batches:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _live(self, session: Session, batch: str) -> Live | None:
+    def _live(self, session: WorkerSession, batch: str) -> Live | None:
         """The registration that a worker has open under this id."""
         where = session.batches.get(batch)
         return self.live.get((where[0], batch, where[1])) if where is not None else None
 
-    def _forsake(self, live: Live, session: Session, why: str) -> str:
+    def _forsake(self, live: Live, session: WorkerSession, why: str) -> str:
         """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
         ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
         text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
@@ -223,11 +223,11 @@ class Batches:
             for agent in readers:
                 self._links.tell(agent, live.scope, message)
 
-    async def _tell_all(self, live: Live, session: Session, request: Request, text: str) -> None:
+    async def _tell_all(self, live: Live, session: WorkerSession, request: Request, text: str) -> None:
         await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
         session.peer.reply(request.id, Ok())
 
-    def _end_for_all(self, live: Live, error: PeerLostError, *, but: Session | None = None) -> None:
+    def _end_for_all(self, live: Live, error: PeerLostError, *, but: WorkerSession | None = None) -> None:
         """A registration is over while its pair stands: the workers here that hold it hear so, then their calls end."""
         if live.machine.lost is None:
             lost = BatchLost(
@@ -267,7 +267,7 @@ class Batches:
 
     async def _enroll(
         self,
-        session: Session,
+        session: WorkerSession,
         key: CallKey,
         member: Member,
         epochs: Mapping[str, int],
@@ -384,7 +384,7 @@ class Batches:
             live.forget()
         self._gc.soon()
 
-    async def released(self, session: Session) -> None:
+    async def released(self, session: WorkerSession) -> None:
         """Return when the batches that a worker has left hold no memory of it, but for those whose transfer runs.
 
         They have let go of it a moment after ``leave``, unless their streams are slow to close: not for long.
@@ -484,7 +484,7 @@ GRACE = 0.5
 class Forsaking:
     """Tells other agents, and knows which of them have heard."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: PeerLinks) -> None:
         self._links = links
         self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
         self._requests = 0
@@ -519,7 +519,7 @@ class Forsaking:
             self.hear(agent, Noted(request=request))
 
 
-def footing(pairs: Pairs, session: Session, message: Register) -> tuple[Member, dict[str, int]]:
+def footing(pairs: Pairs, session: WorkerSession, message: Register) -> tuple[Member, dict[str, int]]:
     """The worker's (side, rank), which all pairs of the batch must agree on, and the epoch of each pair.
 
     Raises ConfigError, PeerLostError, RegistrationError.
@@ -547,7 +547,7 @@ def footing(pairs: Pairs, session: Session, message: Register) -> tuple[Member, 
     return first.member, {seat.pair: seat.epoch for seat in seats}
 
 
-def lost_since(pairs: Pairs, session: Session, epochs: Mapping[str, int]) -> PeerLostError | None:
+def lost_since(pairs: Pairs, session: WorkerSession, epochs: Mapping[str, int]) -> PeerLostError | None:
     """Why a registration that began at these epochs cannot go on; None when it can."""
     for pair, epoch in epochs.items():
         seat = session.seats.get(pair)

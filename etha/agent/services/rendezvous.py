@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail
-from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Pair, PairEffect, Sever
-from etha.agent.runtime.peers import Links
-from etha.agent.runtime.sessions import Calls, Seat, Session
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, PairEffect, PairMachine, Sever
+from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.sessions import Calls, Seat, WorkerSession
 from etha.agent.runtime.tasks import Spawn, outage
 from etha.agent.services.hints import Hints
 from etha.bus.codec import Request
@@ -38,9 +38,9 @@ _MAX_ENDED = 64
 class _Known:
     """A pair in use here. ``order`` makes Redis answer in the order in which it was asked."""
 
-    machine: Pair
+    machine: PairMachine
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked: dict[CallKey, tuple[Session, JoinRequest, float]] = field(default_factory=dict)
+    asked: dict[CallKey, tuple[WorkerSession, JoinRequest, float]] = field(default_factory=dict)
     #: Set when the pair may have changed, or is forgotten.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: bool = False
@@ -57,9 +57,9 @@ class Pairs:
         self,
         *,
         store: Store,
-        links: Links,
+        links: PeerLinks,
         calls: Calls,
-        sessions: Callable[[], Iterable[Session]],
+        sessions: Callable[[], Iterable[WorkerSession]],
         spawn: Spawn,
         broken: Callable[[str, int, PeerLostError], None],
         hints: Hints,
@@ -68,10 +68,10 @@ class Pairs:
         self._store, self._links, self._calls = store, links, calls
         self._sessions, self._spawn, self._broken = sessions, spawn, broken
         self._known: dict[str, _Known] = {}
-        self._ended: OrderedDict[str, Pair] = OrderedDict()
+        self._ended: OrderedDict[str, PairMachine] = OrderedDict()
         self._looking = False
 
-    def init(self, session: Session, request: Request, message: InitPair) -> None:
+    def init(self, session: WorkerSession, request: Request, message: InitPair) -> None:
         """A worker calls ``init_pair``."""
         check_name("pair", message.pair)
         check_name("side", message.side)
@@ -79,7 +79,7 @@ class Pairs:
         known = self._known.get(message.pair)
         self._check_free(known, session, message)
         if known is None:
-            known = self._known[message.pair] = _Known(Pair(message.pair, self._store.url))
+            known = self._known[message.pair] = _Known(PairMachine(message.pair, self._store.url))
             self._ended.pop(message.pair, None)
             self._spawn(self._follow(known))
             if not self._looking:
@@ -101,7 +101,7 @@ class Pairs:
         known.asked[key] = (session, asked, request.deadline)
         self._perform(known, known.machine.ask(asked))
 
-    def _check_free(self, known: _Known | None, session: Session, message: InitPair) -> None:
+    def _check_free(self, known: _Known | None, session: WorkerSession, message: InitPair) -> None:
         """ConfigError for a client that is another rank, and for a rank that another client of the process holds.
 
         Redis knows processes: to it, the second is the same call again. It tells a newer launch.
@@ -145,7 +145,7 @@ class Pairs:
         assert view is not None
         return view
 
-    def shown(self) -> list[tuple[Pair, bool]]:
+    def shown(self) -> list[tuple[PairMachine, bool]]:
         """All pairs known here and the last ones that were, for the status report; and whether one is of the latter."""
         found = self._ended | {name: known.machine for name, known in self._known.items()}
         return [(found[name], name not in self._known) for name in sorted(found)]
@@ -177,7 +177,7 @@ class Pairs:
             return error.message
         return ""
 
-    async def _read_ended(self, name: str, machine: Pair) -> str:
+    async def _read_ended(self, name: str, machine: PairMachine) -> str:
         try:
             view = await self._store.pairs.get(name, timeout=PATIENCE)
         except EthaError as error:
@@ -194,7 +194,7 @@ class Pairs:
         for known in self._known.values():
             self._perform(known, known.machine.on_agent_lost(agent, text))
 
-    def on_worker_lost(self, session: Session, reason: Reason) -> None:
+    def on_worker_lost(self, session: WorkerSession, reason: Reason) -> None:
         """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
         held = {(pair, seat.side, seat.rank) for pair, seat in session.seats.items()}
         for name, known in self._known.items():
@@ -396,7 +396,7 @@ class Pairs:
                     known.changed.set()
 
 
-def _with_wishes(session: Session, error: EthaError) -> EthaError:
+def _with_wishes(session: WorkerSession, error: EthaError) -> EthaError:
     """``error``, and that this agent is not the one that the worker has asked for: that may be its cause."""
     if not session.differs or isinstance(error, ConfigError):
         return error

@@ -6,7 +6,7 @@ import asyncio
 
 from etha.agent.protocol.effects import CallKey, Member
 from etha.agent.protocol.participant import Call
-from etha.agent.runtime.peers import Links
+from etha.agent.runtime.peers import PeerLinks
 from etha.agent.services.batch_state import Live
 from etha.peer.introductions import AskMissing, TellMissing
 
@@ -18,7 +18,7 @@ LAST_PATIENCE = 0.1
 class Inquiries:
     """Questions to coordinators of other agents, and answers to theirs."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: PeerLinks) -> None:
         self._links = links
         self._asked: dict[int, asyncio.Future[tuple[Member, ...]]] = {}
         self._requests = 0

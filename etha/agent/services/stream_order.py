@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from etha.agent.protocol.effects import CallKey
 from etha.agent.runtime.device import Card
-from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.sessions import Calls, WorkerSession
 from etha.agent.services.batch_state import Live
 from etha.errors import EthaError, TransferError, TransferTimeoutError
 from etha.transport.copy.device_memory import CardError
@@ -17,7 +17,7 @@ from etha.transport.copy.device_memory import CardError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
     live: Live
-    session: Session
+    session: WorkerSession
     go: Callable[[], None]
 
 
@@ -28,7 +28,7 @@ class StreamOrder:
         self._card, self._calls = card, calls
         self._held: dict[CallKey, _Held] = {}
 
-    def pass_on(self, live: Live, session: Session, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
+    def pass_on(self, live: Live, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
         """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
         if not mark or self._card is None:
             return go()
@@ -58,7 +58,7 @@ class StreamOrder:
         self._calls.fail(key, error)
         return True
 
-    def leave(self, live: Live, session: Session, error: TransferError) -> None:
+    def leave(self, live: Live, session: WorkerSession, error: TransferError) -> None:
         """A worker leaves a batch: its calls there end, and it is told so, if it still is there."""
         self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
 

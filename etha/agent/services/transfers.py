@@ -24,12 +24,12 @@ from etha.agent.protocol.effects import (
 )
 from etha.agent.protocol.participant import Call, TransferEffect
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.peers import Links
+from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.run import Move, Part, TransferProgress
-from etha.agent.runtime.sessions import Calls, Session
+from etha.agent.runtime.sessions import Calls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
-from etha.agent.services.batch_state import Ask, Current, Key, Live
+from etha.agent.services.batch_state import Ask, Key, Live, RunningProgram
 from etha.agent.services.compile import Parts
 from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
@@ -58,7 +58,7 @@ class Movers:
     """All transfers of this agent; their copies share one lane."""
 
     def __init__(
-        self, *, store: Store, links: Links, calls: Calls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
+        self, *, store: Store, links: PeerLinks, calls: Calls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
     ) -> None:
         self._stream_order = stream_order
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
@@ -73,7 +73,7 @@ class Movers:
 
     # ---- what workers ask ---------------------------------------------------------------------
 
-    def transfer(self, session: Session, request: Request, message: Transfer, live: Live) -> None:
+    def transfer(self, session: WorkerSession, request: Request, message: Transfer, live: Live) -> None:
         """A worker calls ``transfer``; the batch stands."""
         member = session.seats[live.pairs[0]].member
         assert live.evaluation is not None and live.transfers is not None
@@ -97,7 +97,7 @@ class Movers:
         transfers = live.transfers
         self._stream_order.pass_on(live, session, key, message.mark, lambda: self._perform(live, transfers.wait(call)))
 
-    def supersede(self, session: Session, live: Live) -> None:
+    def supersede(self, session: WorkerSession, live: Live) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
         assert live.transfers is not None
         self._perform(live, live.transfers.supersede(session.seats[live.pairs[0]].member))
@@ -187,7 +187,7 @@ class Movers:
 
     def _begin(self, live: Live, start: StartMove) -> None:
         self.idle_tracker.begin(live)
-        current = live.current = Current(
+        current = live.current = RunningProgram(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
         self.offers.tell(live, going=start.source)
@@ -197,7 +197,7 @@ class Movers:
         else:
             self._spawn(self._compile(live, current))
 
-    def _stop(self, live: Live, current: Current) -> None:
+    def _stop(self, live: Live, current: RunningProgram) -> None:
         current.stopped = True
         if current.late is not None:
             current.late.cancel()
@@ -207,7 +207,7 @@ class Movers:
         else:
             live.snapshots.wake()  # what is compiled may wait for one that will not be shown
 
-    async def _compile(self, live: Live, current: Current) -> None:
+    async def _compile(self, live: Live, current: RunningProgram) -> None:
         """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
         if live.over:  # GO was on its way when a rank here left: its vote ends the transfer
             text = f"batch {live.name!r}: a rank of this agent has left it"
@@ -227,7 +227,7 @@ class Movers:
             live.parts[current.source, current.snapshot] = part
         self._submit(live, current, part)
 
-    def _submit(self, live: Live, current: Current, part: Part | None) -> None:
+    def _submit(self, live: Live, current: RunningProgram, part: Part | None) -> None:
         if current.stopped or part is None:
             self._over(live, current, None, False)
             return
@@ -254,7 +254,7 @@ class Movers:
         )
         current.move.start()
 
-    def _moved(self, live: Live, current: Current, error: BaseException | None, touched: bool) -> None:
+    def _moved(self, live: Live, current: RunningProgram, error: BaseException | None, touched: bool) -> None:
         self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
             # Its other end has most likely ended the transfer, and the cause is on its way over the link.
@@ -265,7 +265,7 @@ class Movers:
             return
         self._over(live, current, None if error is None else translate(live, error), touched)
 
-    def _over(self, live: Live, current: Current, error: EthaError | None, touched: bool) -> None:
+    def _over(self, live: Live, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late = None
         assert live.transfers is not None
         self._perform(live, live.transfers.moved(current.seq, error, touched=touched))
@@ -292,7 +292,7 @@ class Movers:
         current.part = current.move = current.progress = None
         self.idle_tracker.end(live)
 
-    def _answer(self, live: Live, effect: Settled, current: Current, seconds: float) -> None:
+    def _answer(self, live: Live, effect: Settled, current: RunningProgram, seconds: float) -> None:
         part = current.part
         assert part is not None
         for (side, rank), key in effect.calls.items():
@@ -358,10 +358,10 @@ def _tensor_at(live: Live, error: FaultError) -> tuple[tuple[str, int], str] | N
 class ProgressReporter:
     """Of all transfers of this agent; ``TransferProgress`` holds the numbers of one."""
 
-    def __init__(self, links: Links, calls: Calls) -> None:
+    def __init__(self, links: PeerLinks, calls: Calls) -> None:
         self._links, self._calls = links, calls
 
-    def went(self, live: Live, current: Current, done: int) -> None:
+    def went(self, live: Live, current: RunningProgram, done: int) -> None:
         """This agent's own part of ``current`` has done ``done`` bytes."""
         if live.current is not current or current.progress is None:
             return
@@ -377,7 +377,7 @@ class ProgressReporter:
             current.progress.heard(agent, message.share)
             self._push(live, current, current.progress.fraction)
 
-    def _push(self, live: Live, current: Current, fraction: float) -> None:
+    def _push(self, live: Live, current: RunningProgram, fraction: float) -> None:
         part = current.part
         assert part is not None
         for (side, rank), key in current.calls.items():

@@ -18,7 +18,7 @@ from etha.memory.process import IoVec, ProcessMemory
 from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
 from etha.transport.geometry import iovec
-from etha.transport.geometry.iovec import Batch, Op
+from etha.transport.geometry.iovec import IovecBatch, Op
 from etha.transport.geometry.tiles import Path
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _strided(flat: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ..
     return flat.as_strided(counts, strides, int(flat.storage_offset()) + offset)
 
 
-def _bounce(batch: Batch, work: Workspace) -> None:
+def _bounce(batch: IovecBatch, work: Workspace) -> None:
     if batch.ops[0].tile.ends.source_private:
         work.read.reserve(batch.read_nbytes)
         here, there = iovec.reads(batch, work.read.address)

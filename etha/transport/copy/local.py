@@ -20,7 +20,7 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.copy.device_memory import DeviceMemory, dense_on
 from etha.transport.copy.layout import Geometry, check, scratch
-from etha.transport.copy.program import PIECE, Columns, CopyPiece, Member, Pair, Program
+from etha.transport.copy.program import PIECE, Columns, CopyPiece, Member, Program, ViewPair
 from etha.transport.copy.reduce import PART, Reduced, TileStep, part_numel
 from etha.transport.geometry.bounds import clip, parts
 from etha.transport.geometry.overlap import Written, packed, same_place
@@ -137,7 +137,7 @@ class _Compiler:
                 continue
             pair = self._pairs.get((source, rank, tensor))
             if pair is None:
-                pair = self._columns.add_pair(Pair(here, there, (("source", source), ("target", rank))))
+                pair = self._columns.add_pair(ViewPair(here, there, (("source", source), ("target", rank))))
                 self._pairs[source, rank, tensor] = pair
             for _, tile, at, to in self._geometry.region(region, here, there, self._density.joint(row)):
                 self._columns.add(1, tile, pair, at, to)
@@ -167,8 +167,8 @@ class _Compiler:
         check(region.dims, there, 1)
         stage = self._stage(region.shape, self._plan.wire_dtype(tensor), (here, there))
         into, out = packed(region)
-        reads = self._columns.add_pair(Pair(here, stage, (("source", source),)))
-        writes = self._columns.add_pair(Pair(stage, there, (("target", rank),)))
+        reads = self._columns.add_pair(ViewPair(here, stage, (("source", source),)))
+        writes = self._columns.add_pair(ViewPair(stage, there, (("target", rank),)))
         for _, tile, at, to in self._geometry.dims(into, here, stage):
             self._columns.add(0, tile, reads, at, to)
         for _, tile, at, to in self._geometry.dims(out, stage, there):
@@ -224,7 +224,7 @@ class _Compiler:
         whole = Region(dims=tuple(np.array([[0, 0, n]], np.int64) for n in slot.shape))
         self._reduce(slot, wire, given, sources, [(-1, whole)], {-1: stage}, 0, owners)
         for rank, region in wanted:
-            pair = self._columns.add_pair(Pair(stage, targets[rank], (("target", rank),)))
+            pair = self._columns.add_pair(ViewPair(stage, targets[rank], (("target", rank),)))
             for _, tile, at, to in self._geometry.region(region, stage, targets[rank]):
                 self._columns.add(1, tile, pair, at, to)
 

@@ -38,7 +38,7 @@ DEVICE_PIECE = 256 << 20
 Member = tuple[str, int]  # ("source" | "target", rank)
 
 
-class Pair(NamedTuple):
+class ViewPair(NamedTuple):
     """Two views between which operations copy; a view that is nobody's (staging) has no owner."""
 
     source: View
@@ -104,7 +104,7 @@ class Program:
     pieces: tuple[CopyPiece, ...]
     staged: int
     tiles: tuple[Tile, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ViewPair, ...]
     tile: npt.NDArray[np.int32]
     pair: npt.NDArray[np.int32]
     source: Ints
@@ -194,7 +194,7 @@ class Columns:
 
     def __init__(self) -> None:
         self.tiles: list[Tile] = []
-        self.pairs: list[Pair] = []
+        self.pairs: list[ViewPair] = []
         self._numbers: dict[int, int] = {}
         self._parts: list[tuple[int, int, int, Ints, Ints]] = []
         self.others: list[CopyPiece] = []
@@ -211,7 +211,7 @@ class Columns:
         """Operations of one tile between one pair of views, at these offsets in elements."""
         self._parts.append((phase, tile, pair, source, target))
 
-    def add_pair(self, pair: Pair) -> int:
+    def add_pair(self, pair: ViewPair) -> int:
         """The number of a new pair of views."""
         self.pairs.append(pair)
         return len(self.pairs) - 1

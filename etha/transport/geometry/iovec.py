@@ -55,7 +55,7 @@ def copies(ops: Sequence[Op], *, by: int) -> tuple[IoVec, IoVec]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class IovecBatch:
     """Operations that go through the bounce buffers together: small tensors share their system calls.
 
     ``starts``: where each one's bytes begin in the read buffer; ``places``: in the packed buffer.
@@ -113,7 +113,7 @@ def prove(ops: Sequence[Op]) -> None:
             batch.check()
 
 
-def batches(ops: Sequence[Op]) -> Iterator[Batch]:
+def batches(ops: Sequence[Op]) -> Iterator[IovecBatch]:
     """Cut operations, neighbours in the source, into batches that the buffers take.
 
     They are not checked here, because this runs with every transfer; ``prove`` checks the same ones once.
@@ -160,13 +160,13 @@ def _shares(span: tuple[int, int, int], read: int, address: int, need: int, op: 
 
 def _batch(
     ops: Sequence[Op], starts: list[int], places: list[int], spans: list[tuple[int, int, int]], read: int, packed: int
-) -> Batch:
-    return Batch(
+) -> IovecBatch:
+    return IovecBatch(
         ops=ops, starts=tuple(starts), places=tuple(places), spans=tuple(spans), read_nbytes=read, packed_nbytes=packed
     )
 
 
-def reads(batch: Batch, buffer: int) -> tuple[IoVec, IoVec]:
+def reads(batch: IovecBatch, buffer: int) -> tuple[IoVec, IoVec]:
     """(table of the read buffer at address ``buffer``, table of the source) of a batch."""
     parts: list[tuple[Bytes, Bytes, int]] = [
         (np.array([address], np.uint64), np.array([buffer + place], np.uint64), nbytes)
@@ -181,7 +181,7 @@ def reads(batch: Batch, buffer: int) -> tuple[IoVec, IoVec]:
     return target, source
 
 
-def writes(batch: Batch, buffers: tuple[int, int], chosen: Sequence[bool]) -> tuple[IoVec, IoVec]:
+def writes(batch: IovecBatch, buffers: tuple[int, int], chosen: Sequence[bool]) -> tuple[IoVec, IoVec]:
     """(table of the buffers, table of the target) of a batch's ``chosen`` operations.
 
     ``buffers`` are the addresses of the packed and of the read buffer: what needs no packing is written

@@ -49,7 +49,7 @@ def serve(path: Path) -> None:
 
 async def agent(job: Job, path: Path) -> Worker:
     process = job.start(serve, path)
-    await off(process.told, "ready")
+    await off(process.expect, "ready")
     return process
 
 
@@ -81,7 +81,7 @@ def work(path: Path, mode: str) -> None:
 
 async def worker(job: Job, path: Path, mode: str) -> Worker:
     process = job.start(work, path, mode)
-    await off(process.told, "ready")
+    await off(process.expect, "ready")
     return process
 
 
@@ -94,7 +94,7 @@ async def test_a_killed_worker_is_heard_of_at_once(tmp_path: Path, job: Job) -> 
         process.kill()
         await service.until("gone", "died", process.pid)
         assert time.monotonic() - begin < SOON
-        assert service.peers[0].gone
+        assert service.peers[0].disconnected
         service.peers[0].reply(service.requests[0].id, Echo(text="to nobody"))
 
 
@@ -120,7 +120,7 @@ async def test_a_killed_worker_is_heard_of_though_its_child_holds_its_sockets(tm
     service = EchoService()
     async with BusServer(tmp_path / "cpu.sock", service):
         process = await worker(job, tmp_path / "cpu.sock", "leave a child")
-        child = await off(process.told, "child")
+        child = await off(process.expect, "child")
         try:
             process.kill()
             await service.until("gone", "died", process.pid)
@@ -155,7 +155,7 @@ async def test_pushes_about_a_request_are_dropped_rather_than_the_session(
             await service.asked(1)
             for _ in range(50_000):  # in one go: this loop is the reader's too
                 service.peers[0].push(Echo(text="x" * 500), service.requests[0].id)
-            assert not service.peers[0].gone
+            assert not service.peers[0].disconnected
             held.cancel()
         await link.close()
 
@@ -200,12 +200,12 @@ async def test_a_frozen_agent_hangs_no_call_and_serves_on_when_it_thaws(tmp_path
         await AgentLink.connect(tmp_path / "cpu.sock", hello(), timeout=0.2)
     with pytest.raises(TransferTimeoutError):
         await link.request(Echo(text="x"), timeout=0.1, on_timeout=lambda: TransferTimeoutError("late"))
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(link.request(Hold(), timeout=10.0, on_cancel=told.append))
+        task = group.create_task(link.request(Hold(), timeout=10.0, on_cancel=reported.append))
         await asyncio.sleep(0)
         task.cancel()
-    assert (task.cancelled(), told) == (True, [None])
+    assert (task.cancelled(), reported) == (True, [None])
     with pytest.raises(AgentLostError, match="Descriptors"):
         await link.send_descriptors({}, [0], timeout=0)
     assert time.monotonic() - begin < 0.2 + 0.1 + 3 * GRACE + 2.0  # what is added is for a busy machine
@@ -217,14 +217,14 @@ async def test_a_frozen_agent_hangs_no_call_and_serves_on_when_it_thaws(tmp_path
 async def test_the_agents_death_confirms_a_cancellation(tmp_path: Path, job: Job) -> None:
     process = await agent(job, tmp_path / "cpu.sock")
     link = await AgentLink.connect(tmp_path / "cpu.sock", hello(), timeout=5.0)
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(link.request(Hold(deaf=True), on_cancel=told.append))
+        task = group.create_task(link.request(Hold(deaf=True), on_cancel=reported.append))
         await link.request(Echo(text="it has arrived"))
         task.cancel()
         await asyncio.sleep(0)
         process.kill()
-    (answer,) = told
+    (answer,) = reported
     assert isinstance(answer, Failure)
     assert isinstance(answer.error, AgentLostError)
 
@@ -294,19 +294,19 @@ async def test_a_worker_in_another_pid_namespace_is_served_and_both_hear_of_the_
     bus = BusServer(tmp_path / "cpu.sock", service)
     async with bus:
         process = job.start(in_own_pid_namespace, tmp_path / "cpu.sock")
-        inside = await off(process.told, "inside")
+        inside = await off(process.expect, "inside")
         if inside is None:
             pytest.skip("needs the right to make a pid namespace")
-        child = await off(process.told, "child")
+        child = await off(process.expect, "child")
         assert inside == (1, 0, "from inside")
         (peer,) = service.peers
         assert (peer.hello.pid, peer.pid) == (1, child)
         await bus.close("leaving")
-        await off(process.told, "lost")
+        await off(process.expect, "lost")
     await off(process.result)
     async with BusServer(tmp_path / "cpu.sock", service):
         process = job.start(in_own_pid_namespace, tmp_path / "cpu.sock")
-        await off(process.told, "inside")
-        child = await off(process.told, "child")
+        await off(process.expect, "inside")
+        child = await off(process.expect, "child")
         os.kill(child, signal.SIGKILL)
         await service.until("gone", "died", child)

@@ -145,57 +145,57 @@ async def test_an_agent_that_says_nothing_is_given_a_second_of_grace(path: Path,
 
 
 async def test_a_cancelled_request_waits_for_the_agents_word(path: Path, service: EchoService) -> None:
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with connected(path) as link:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(link.request(Hold(), timeout=60.0, on_cancel=told.append))
+            task = group.create_task(link.request(Hold(), timeout=60.0, on_cancel=reported.append))
             await service.until("received", "Hold")
             begin = time.monotonic()
             task.cancel()
         assert time.monotonic() - begin < GRACE / 2
         assert task.cancelled()
-        (answer,) = told
+        (answer,) = reported
         assert isinstance(answer, Failure)
         assert isinstance(answer.error, TransferAbortedError)
         assert await link.request(Echo(text="after")) == Echo(text="after")
 
 
 async def test_a_cancelled_request_without_confirmation_ends_in_a_second(path: Path, service: EchoService) -> None:
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with connected(path) as link:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(link.request(Hold(deaf=True), timeout=0.2, on_cancel=told.append))
+            task = group.create_task(link.request(Hold(deaf=True), timeout=0.2, on_cancel=reported.append))
             await service.until("received", "Hold")
             begin = time.monotonic()
             task.cancel()
         assert GRACE <= time.monotonic() - begin < GRACE + 0.5
-        assert (task.cancelled(), told) == (True, [None])
+        assert (task.cancelled(), reported) == (True, [None])
 
 
 async def test_an_impatient_second_cancel_does_not_wait(path: Path, service: EchoService) -> None:
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with connected(path) as link:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(link.request(Hold(deaf=True), on_cancel=told.append))
+            task = group.create_task(link.request(Hold(deaf=True), on_cancel=reported.append))
             await service.until("received", "Hold")
             task.cancel()
             await service.until("cancelled", service.requests[0].id)
             begin = time.monotonic()
             task.cancel()
         assert time.monotonic() - begin < GRACE / 2
-        assert (task.cancelled(), told) == (True, [None])
+        assert (task.cancelled(), reported) == (True, [None])
 
 
 async def test_an_answer_that_came_before_the_cancel_is_told(path: Path, service: EchoService) -> None:
-    told: list[Answer | None] = []
+    reported: list[Answer | None] = []
     async with connected(path) as link:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(link.request(Hold(deaf=True), on_cancel=told.append))
+            task = group.create_task(link.request(Hold(deaf=True), on_cancel=reported.append))
             await service.asked(1)
             link._received(Reply(service.requests[0].id, Echo(text="done")))
             task.cancel()
         assert task.cancelled()
-        assert [a.message for a in told if isinstance(a, Reply)] == [Echo(text="done")]
+        assert [a.message for a in reported if isinstance(a, Reply)] == [Echo(text="done")]
 
 
 async def test_asyncio_timeout_around_requests_loses_no_answer(path: Path) -> None:

@@ -170,7 +170,7 @@ def test_many_processes_get_one_agent(settings: Settings) -> None:
     with Job({"PYTHONPATH": os.environ["PYTHONPATH"]}) as job:
         workers = [job.start(ask, settings) for _ in range(6)]
         for worker in workers:
-            worker.told("here")
+            worker.expect("here")
         for worker in workers:
             worker.go("now")
         assert {worker.result() for worker in workers} == {str(settings.socket_path("cpu"))}
@@ -184,16 +184,16 @@ async def test_namespaces_have_agents_of_their_own(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"),
+    ("mode", "reported"),
     [
         ("break", r"did not start: etha something broke\n.*cpu\.log ends:\nagent in mode break"),
         ("crash", r"did not start: it ended without a word\n.*cpu\.log ends:\nagent in mode crash\nno memory left"),
     ],
 )
-async def test_one_that_does_not_start_tells_why(settings: Settings, mode: str, told: str) -> None:
+async def test_one_that_does_not_start_tells_why(settings: Settings, mode: str, reported: str) -> None:
     settings.socket_path("cpu").with_suffix(".log").write_text("what an older agent said\n")
     to_do(settings, mode)
-    with pytest.raises(AgentUnavailableError, match=told) as caught:
+    with pytest.raises(AgentUnavailableError, match=reported) as caught:
         await ensure(settings)
     assert "older" not in str(caught.value)
     to_do(settings, "serve")
@@ -240,7 +240,7 @@ def test_one_whose_starter_has_gone_comes_up_for_the_next(settings: Settings) ->
         for _ in range(3):  # each leaves with its process
             assert "in time; waited for" in job.start(ask_shortly, settings).result()
         worker = job.start(ask, settings)
-        worker.told("here")
+        worker.expect("here")
         worker.go("now")
         gate.write_bytes(b"")
         assert worker.result() == str(settings.socket_path("cpu"))

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from etha.bus.channel import dial
 from etha.bus.codec import Failure, Reply, Request, decode, encode
-from etha.bus.handshake import Attach, Descriptors, Done, Hello, Welcome
+from etha.bus.handshake import Attach, Descriptors, HandshakeDone, WorkerHello, WorkerWelcome
 from etha.bus.link import AgentLink
 from etha.bus.packets import MAX_DESCRIPTORS, MAX_PACKET, close_all
 from etha.bus.server import BusServer
@@ -114,7 +114,7 @@ async def test_a_packet_that_is_too_large_ends_the_session_that_sent_it(
         [b"\x00" * (MAX_PACKET + 1)],
         [encode(Request(1, None, Descriptors(header={})))],
         [encode(Request(1, None, Attach(session="no such")))],
-        [encode(Reply(1, Done()))],
+        [encode(Reply(1, HandshakeDone()))],
     ],
 )
 async def test_garbage_on_the_descriptor_socket_closes_that_connection(
@@ -173,7 +173,7 @@ async def test_bytes_that_are_not_zeromq(path: Path, link: AgentLink, dropped: A
         ([b"garbage"], 1),
         ([b""], 1),
         ([b"a", b"b", b"c"], 1),
-        ([encode(Reply(1, Done()))], 0),
+        ([encode(Reply(1, HandshakeDone()))], 0),
     ],
 )
 async def test_zeromq_messages_that_are_not_ours(
@@ -204,7 +204,7 @@ async def test_no_request_is_served_before_the_descriptor_connection_stands(path
         early.send(encode(Request(2, None, Echo(text="early"))))
         welcome = decode(await asyncio.to_thread(early.recv))
         refusal = decode(await asyncio.to_thread(early.recv))
-    assert isinstance(welcome, Reply) and isinstance(welcome.message, Welcome)
+    assert isinstance(welcome, Reply) and isinstance(welcome.message, WorkerWelcome)
     assert isinstance(refusal, Failure) and "before Attach" in refusal.error.message
     assert service.requests == []
 
@@ -231,7 +231,7 @@ def open_directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def as_nobody(path: Path, said_hello: Hello) -> list[str]:
+def as_nobody(path: Path, said_hello: WorkerHello) -> list[str]:
     """What a process of another user hears from the link, from the bus itself and from the descriptor socket."""
     os.setuid(65534)
 

@@ -187,7 +187,7 @@ async def interrupt(guests: Job, site: Site, pair: str, turns: int) -> Counter[s
         handle = await client.register_tensors("b", {"w": source}, pair_name=pair)
         first = last = await handle.transfer("send")
         for turn in range(turns):
-            await asyncio.to_thread(worker.told, f"waiting {turn}")
+            await asyncio.to_thread(worker.expect, f"waiting {turn}")
             while not any(b["pair"] == pair and b["state"] == "waiting" for b in (await there.status())["batches"]):
                 pass
             sending = None
@@ -196,7 +196,7 @@ async def interrupt(guests: Job, site: Site, pair: str, turns: int) -> Counter[s
                 sending = asyncio.create_task(handle.transfer("send", version=turn))
                 await asyncio.sleep(dice.uniform(0, 1.3 * last.seconds))
             worker.kill(signal.SIGINT)
-            await asyncio.to_thread(worker.told, "interrupted")
+            await asyncio.to_thread(worker.expect, "interrupted")
             if sending is not None:
                 await asyncio.wait({sending}, timeout=0.5)
                 sending.cancel()  # interrupted before GO, the sender would wait on
@@ -206,13 +206,13 @@ async def interrupt(guests: Job, site: Site, pair: str, turns: int) -> Counter[s
                 ends[type(sent).__name__] += 1
             await asyncio.gather(client.status(), there.status())
             worker.go("look")
-            await asyncio.to_thread(worker.told, "looked")
+            await asyncio.to_thread(worker.expect, "looked")
             source.fill_(float(1000 + turn))
             last = await handle.transfer("send", version=1000 + turn)
         source.fill_(9.0)
         last = await handle.transfer("send", version=9)
         assert last.seq > first.seq
-        await asyncio.to_thread(worker.told, "closing")
+        await asyncio.to_thread(worker.expect, "closing")
     assert await asyncio.to_thread(worker.result) == ["interrupted"] * turns + [last.seq]
     print(f"\n{site.way}: Ctrl-C {turns} times, the other call ended with {dict(ends)}")
     return ends

@@ -66,7 +66,7 @@ async def test_a_loop_that_ends_ends_its_clients_and_the_program_goes_on(
         formed = await client.init_pair(pair, "inference", "trainer", **ONE)
         async with asyncio.timeout(60):
             assert await formed.lost == "died"
-        await asyncio.to_thread(worker.told, "went on")
+        await asyncio.to_thread(worker.expect, "went on")
         worker.go("stop")
         assert await asyncio.to_thread(worker.result) == "alive"
 
@@ -95,7 +95,7 @@ async def test_clients_that_nobody_holds_are_closed_and_their_peers_hear_died(
     guests: Job, site: Site, pair: str
 ) -> None:
     worker = guests.start(dropped, pair, at=("trainer", 0))
-    await asyncio.to_thread(worker.told, "ready")
+    await asyncio.to_thread(worker.expect, "ready")
     async with site.client("inference", 0, timeout=60) as client:
         await client.status()
         agent = (await client.status())["agent"]["pid"]

@@ -57,13 +57,13 @@ def agent(*words: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            told = []
+            reported = []
             for line in process.stderr:
-                told.append(line)
+                reported.append(line)
                 if "serves" in line:
                     break
             else:
-                pytest.fail("the agent ended: " + "".join(told))
+                pytest.fail("the agent ended: " + "".join(reported))
             yield process
         finally:
             process.terminate()
@@ -142,8 +142,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         for path, side in zip(paths, (source, target), strict=True):
             path.write_text(side if isinstance(side, str) else json.dumps(side))
         status = here(monkeypatch, "plan", *(str(path) for path in paths), *words)
-        told = capsys.readouterr()
-        return status, told.out, " ".join(told.err.split())
+        reported = capsys.readouterr()
+        return status, reported.out, " ".join(reported.err.split())
 
     return run
 
@@ -167,8 +167,8 @@ def test_a_plan_is_explained_without_processes(plan: Plan) -> None:
     ],
 )
 def test_a_malformed_side_is_named(plan: Plan, target: object, reason: str) -> None:
-    status, _, told = plan(SOURCE, target)
-    assert status == 1 and "target.json" in told and reason in told
+    status, _, reported = plan(SOURCE, target)
+    assert status == 1 and "target.json" in reported and reason in reported
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_a_malformed_side_is_named(plan: Plan, target: object, reason: str) -> N
     ],
 )
 def test_a_misspelt_key_is_named(plan: Plan, side: object, reason: str) -> None:
-    status, _, told = plan(SOURCE, side)
-    assert status == 1 and re.search(f"target.json: {reason}", told), told
+    status, _, reported = plan(SOURCE, side)
+    assert status == 1 and re.search(f"target.json: {reason}", reported), reported
 
 
 def test_a_check_says_that_it_has_passed(plan: Plan) -> None:
@@ -204,9 +204,9 @@ def test_a_check_says_that_it_has_passed(plan: Plan) -> None:
 
 def test_a_plan_that_cannot_work_lists_every_reason(plan: Plan) -> None:
     other = {"mesh": [2], "placements": ["R"], "tensors": {"other": {"shape": [8], "dtype": "float32"}}}
-    status, _, told = plan(SOURCE, other)
+    status, _, reported = plan(SOURCE, other)
     assert status == 1
-    assert all(f"'{name}'" in told for name in ("weight", "norm", "other"))
+    assert all(f"'{name}'" in reported for name in ("weight", "norm", "other"))
 
 
 def test_the_doctor_finds_this_machine_healthy(runtime: Path) -> None:
@@ -354,8 +354,8 @@ def test_an_idle_agent_with_other_settings_is_replaced_and_stop_ends_it(
     assert capsys.readouterr().out == f"stopped the agent that was process {second['pid']}\n"
     assert not agents_in(runtime)
     assert here(monkeypatch, "stop") == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert "nothing to stop: no agent is running at" in told and "client" not in told
+    reported = " ".join(capsys.readouterr().err.split())
+    assert "nothing to stop: no agent is running at" in reported and "client" not in reported
 
 
 def agents_in(runtime: Path) -> list[int]:
@@ -370,9 +370,9 @@ def test_an_agent_with_clients_is_not_replaced_and_errors_say_so(
         monkeypatch.setenv("ETHA_LISTEN", "127.0.0.2:0")
         with TensorBusClient(timeout=SECONDS) as other:
             assert other.status()["agent"]["pid"] == first
-            told = "runs with no ETHA_LISTEN instead of ETHA_LISTEN=127.0.0.2:0, and others use it"
-            assert told in caplog.text
-            with pytest.raises(RendezvousTimeoutError, match=f"{told}: end them, or `etha stop --device cpu`"):
+            reported = "runs with no ETHA_LISTEN instead of ETHA_LISTEN=127.0.0.2:0, and others use it"
+            assert reported in caplog.text
+            with pytest.raises(RendezvousTimeoutError, match=f"{reported}: end them, or `etha stop --device cpu`"):
                 other.init_pair("p", "a", "b", 1, rank=0, timeout=0.3)
         with pytest.raises(ConfigError, match="agent runs with Redis the embedded server"):
             TensorBusClient(redis_url="redis://127.0.0.1:1", timeout=SECONDS).status()

@@ -42,7 +42,7 @@ class Chaos:
     version: int = 0
     held: dict[Member, int | None] = field(default_factory=dict)
     seqs: set[int] = field(default_factory=set)
-    gone: Member | None = None
+    victim_left: Member | None = None
 
     async def run(self, turns: int) -> None:
         self.dice = random.Random(self.seed)
@@ -118,7 +118,7 @@ class Chaos:
                 tasks[victim].cancel()
             case "close":
                 await self.sides.clients[victim].close()
-                self.gone = victim
+                self.victim_left = victim
             case "kill":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -130,10 +130,10 @@ class Chaos:
 
     async def recover(self) -> None:
         """What died is there again; who was told of a loss forms the pair again."""
-        lost = self.gone is not None
-        if self.gone is not None:
-            self.sides.clients[self.gone] = self.sides.site.client(*self.gone, timeout=20)
-            self.gone = None
+        lost = self.victim_left is not None
+        if self.victim_left is not None:
+            self.sides.clients[self.victim_left] = self.sides.site.client(*self.victim_left, timeout=20)
+            self.victim_left = None
         try:
             await self.sides.ask_all()
         except AgentLostError:
@@ -159,8 +159,8 @@ class Chaos:
                 case _:
                     raise AssertionError(f"{member} ended with {end!r}")
         self.counts.update(outcomes.values())
-        told = set(outcomes.values())
-        assert not {"result", "aborted"} <= told, f"a result here, aborted there: {found}"
+        reported = set(outcomes.values())
+        assert not {"result", "aborted"} <= reported, f"a result here, aborted there: {found}"
         seqs = {end.seq for end in found.values() if isinstance(end, TransferResult)}
         assert len(seqs) <= 1 and not seqs & self.seqs, f"numbers {seqs} after {sorted(self.seqs)[-3:]}"
         self.seqs |= seqs

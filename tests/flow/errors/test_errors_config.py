@@ -245,14 +245,14 @@ async def test_a_rank_whose_holder_lives_and_sizes_that_disagree(guests: Job, si
     async with Sides(site, pair, trainer=2) as sides:
         client = sides.clients["trainer", 0]
         other = guests.start(stay, pair, at=("trainer", 0))
-        await asyncio.to_thread(other.told, "asking")
+        await asyncio.to_thread(other.expect, "asking")
         while not any(p["pair"] == pair and p["sides"] for p in (await client.status())["pairs"]):
             pass
         with pytest.raises(ConfigError, match=rf"world_size of side trainer on pair {pair}: rank 2 says 3"):
             await client.init_pair(pair, "trainer", "inference", 3, rank=2, timeout=5)
         mine = asyncio.gather(sides.init(("trainer", 1)), sides.init(("inference", 0)))
         formed = await mine
-        pid = await asyncio.to_thread(other.told, "formed")
+        pid = await asyncio.to_thread(other.expect, "formed")
         with pytest.raises(ConfigError, match=f"is held by pid {pid} on host") as caught:
             await client.init_pair(pair, "trainer", "inference", 2, rank=0)
         assert pair in caught.value.message and "give each worker its own rank" in caught.value.message

@@ -52,8 +52,8 @@ async def test_init_pair_lists_who_is_missing_on_which_side(site: Site) -> None:
             and "ended at its deadline; missing: " in error.message
         )
     # Who leaves at the same moment may be missing already when the other's error is written.
-    told = {side: set(ranks) for side, ranks in first.missing.items()}
-    assert told["trainer"] >= {0, 2, 3} and told["inference"] >= {0}
+    reported = {side: set(ranks) for side, ranks in first.missing.items()}
+    assert reported["trainer"] >= {0, 2, 3} and reported["inference"] >= {0}
     assert "; trainer ranks 0, 2-3" in first.message and "missing: inference rank" in first.message
 
 
@@ -68,9 +68,9 @@ async def test_an_error_says_which_redis_was_used_and_what_to_set(runtime: Path)
         await client.status()
         with pytest.raises(RendezvousTimeoutError) as caught:
             await client.init_pair("p", "a", "b", 1, rank=0, timeout=0.5)
-    told = caught.value.message
-    assert f"embedded server of host {socket.gethostname()} at {runtime}/redis.sock, namespace 'default'" in told
-    assert "set ETHA_REDIS_URL" in told and "TMPDIR" in told and "Other pairs" not in told
+    reported = caught.value.message
+    assert f"embedded server of host {socket.gethostname()} at {runtime}/redis.sock, namespace 'default'" in reported
+    assert "set ETHA_REDIS_URL" in reported and "TMPDIR" in reported and "Other pairs" not in reported
 
 
 async def test_a_wrong_pair_name_is_told_by_those_that_wait(site: Site) -> None:
@@ -97,8 +97,8 @@ async def test_a_wrong_pair_name_is_told_to_who_times_out_second_too(site: Site)
             await here.init(("trainer", 0), timeout=0.3)
         with pytest.raises(RendezvousTimeoutError) as caught:
             await there.init(("inference", 0), timeout=0.3)
-        told = rf"pair '{one}' of inference and trainer, which trainer rank 0 left \d+ s ago"
-        assert re.search(told, caught.value.message), caught.value.message
+        reported = rf"pair '{one}' of inference and trainer, which trainer rank 0 left \d+ s ago"
+        assert re.search(reported, caught.value.message), caught.value.message
 
 
 async def test_a_wrong_batch_name_is_told_by_those_that_wait(site: Site) -> None:

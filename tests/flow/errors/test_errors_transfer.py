@@ -182,7 +182,7 @@ async def test_a_peer_that_dies_while_others_wait_and_while_bytes_move(guests: J
             await sides.init(("inference", 0), device_mesh=(1,), placements=[Replicate()])
             handle = await client.register_tensors("b", {"w": target}, pair_name=pair)
             waiting = asyncio.ensure_future(handle.transfer("recv"))
-            await asyncio.to_thread(worker.told, "registered")
+            await asyncio.to_thread(worker.expect, "registered")
             if moving:
                 worker.go("send")
                 while not waiting.done() and (await client.status())["agent"]["running"] == 0:

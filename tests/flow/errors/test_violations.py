@@ -31,14 +31,14 @@ async def meet(sides: Sides) -> None:
 
 def refused(answers: dict[Member, Any]) -> tuple[Violation, ...]:
     """What all ranks were told, which is the same."""
-    told = list(answers.values())
-    for error in told:
+    reported = list(answers.values())
+    for error in reported:
         assert isinstance(error, RegistrationError), error
         assert error.code == "registration"
-        assert error.violations == told[0].violations
+        assert error.violations == reported[0].violations
         for violation in error.violations[:20]:
             assert str(violation) in error.message
-    found: tuple[Violation, ...] = told[0].violations
+    found: tuple[Violation, ...] = reported[0].violations
     return found
 
 

@@ -125,7 +125,7 @@ async def test_every_worker_hears_of_the_bytes_the_offer_and_the_commit(site: Si
     async with Sides(site, pair, trainer=2, inference=2) as sides:
         team = Team(sides, (1024, 512))
         await team.register(atomic=True)
-        told: dict[Member, list[tuple[int, int]]] = {member: [] for member in MEMBERS}
+        reported: dict[Member, list[tuple[int, int]]] = {member: [] for member in MEMBERS}
         paused: list[int] = []
 
         async def pause(rank: int) -> None:
@@ -136,17 +136,17 @@ async def test_every_worker_hears_of_the_bytes_the_offer_and_the_commit(site: Si
         offers = [asyncio.create_task(team.handles["inference", rank].wait_offer()) for rank in (0, 1)]
         await sides.ask_all()
         assert not any(offer.done() for offer in offers)
-        sending = [team.start(("trainer", 0), 1, progress=lambda *news: told["trainer", 0].append(news))]
+        sending = [team.start(("trainer", 0), 1, progress=lambda *news: reported["trainer", 0].append(news))]
         await sides.ask_all()
         assert not any(offer.done() for offer in offers), "one of two trainers is not the side"
-        sending.append(team.start(("trainer", 1), 1, progress=lambda *news: told["trainer", 1].append(news)))
+        sending.append(team.start(("trainer", 1), 1, progress=lambda *news: reported["trainer", 1].append(news)))
         for offer in await asyncio.gather(*offers):
             assert (offer.version, offer.bytes) == (1, 4 * 1024 * 512)
         receiving = [
             team.start(
                 ("inference", rank),
                 1,
-                progress=lambda *news, rank=rank: told["inference", rank].append(news),
+                progress=lambda *news, rank=rank: reported["inference", rank].append(news),
                 on_commit=lambda rank=rank: pause(rank),
             )
             for rank in (0, 1)
@@ -155,6 +155,6 @@ async def test_every_worker_hears_of_the_bytes_the_offer_and_the_commit(site: Si
         assert sorted(paused) == [0, 1] and team.hold(1)
         for member, result in zip(MEMBERS, results, strict=True):
             assert result.bytes == 4 * 1024 * 512 // 2
-            assert told[member][-1] == (result.bytes, result.bytes), "progress ends with all bytes"
+            assert reported[member][-1] == (result.bytes, result.bytes), "progress ends with all bytes"
             other = "inference" if member[0] == "trainer" else "trainer"
             assert result.peers == ((other, 0), (other, 1))

@@ -39,7 +39,7 @@ def test_killed_during_rendezvous_its_rank_is_free_and_the_others_go_on_waiting(
     trainers, inference = stage.side("trainer", 2), stage.puppet("inference", 0, 1)
     for puppet in trainers:
         puppet.begin(init)
-        puppet.worker.told("started")
+        puppet.worker.expect("started")
     trainers[1].kill()
     wait_gone(trainers[1].pid)
     again = stage.puppet("trainer", 1, 2)
@@ -96,7 +96,7 @@ def test_killed_in_a_transfer_all_others_hear_who_and_tensors_are_old_or_known_t
     for puppet in others:
         puppet.begin(transfer)
     dying.begin(die_half_way)
-    killed = dying.worker.told("half way")
+    killed = dying.worker.expect("half way")
     for puppet in others:
         failed = puppet.fails()
         check(failed, killed, f"{victim} rank 1")
@@ -158,7 +158,7 @@ def test_the_agent_is_killed_during_rendezvous(rough_stage: Stage) -> None:
     trainer.do(connect)
     agent = trainer.do(agent_pid)
     trainer.begin(init)
-    trainer.worker.told("started")
+    trainer.worker.expect("started")
     os.kill(agent, signal.SIGKILL)
     assert trainer.fails().kind == "AgentLostError"
     assert together([trainer, inference], init) == [1, 1]

@@ -143,7 +143,7 @@ def test_a_worker_killed_half_way_and_launched_again(stage: Stage, victim: str) 
     for puppet in others:
         puppet.begin(transfer)
     dying.begin(die_half_way)
-    killed = dying.worker.told("half way")
+    killed = dying.worker.expect("half way")
     for puppet in others:
         failed = puppet.fails()
         assert (failed.kind, failed.reason, failed.data["outcome"]) == ("PeerLostError", "died", "aborted"), failed

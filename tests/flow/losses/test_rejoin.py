@@ -114,13 +114,13 @@ class Stage:
             for side, rank in MEMBERS
         }
         for worker in self.workers.values():
-            worker.told("met")
+            worker.expect("met")
 
     def do(self, orders: dict[tuple[str, int], str]) -> dict[tuple[str, int], str]:
         """Give these orders, in this order, and wait for what comes of all."""
         for one, order in orders.items():
             self.workers[one].go("do", order)
-        return {one: self.workers[one].told("said", timeout=90.0) for one in orders}
+        return {one: self.workers[one].expect("said", timeout=90.0) for one in orders}
 
     def everybody(self, order: str, *, first: tuple[str, int]) -> dict[tuple[str, int], str]:
         """``first`` is told before the others, but nobody waits for it."""
@@ -157,14 +157,14 @@ def test_all_meet_again_after_a_rank_without_room(
         others = {one: "register" for one in MEMBERS if one != VICTIM}
         if late:
             assert not any(stage.do(others | {VICTIM: "register"}).values())
-            told = stage.do(dict.fromkeys(others, "transfer") | poor)
+            reported = stage.do(dict.fromkeys(others, "transfer") | poor)
         else:
             said = stage.do(others | poor)
-            told = {VICTIM: said[VICTIM]} | {one: said[one] or stage.do({one: "transfer"})[one] for one in others}
-        assert told[VICTIM].startswith("ConfigError: ") and "RLIMIT_FSIZE" in told[VICTIM]
+            reported = {VICTIM: said[VICTIM]} | {one: said[one] or stage.do({one: "transfer"})[one] for one in others}
+        assert reported[VICTIM].startswith("ConfigError: ") and "RLIMIT_FSIZE" in reported[VICTIM]
         for one in others:
-            assert told[one].startswith("closed withdrawn: "), told
-            assert "inference rank 1 cannot take part in batch 'b', register it again" in told[one]
+            assert reported[one].startswith("closed withdrawn: "), reported
+            assert "inference rank 1 cannot take part in batch 'b', register it again" in reported[one]
         for _ in range(2):  # the second time it is open, and changes nothing
             assert not any(stage.everybody("register", first=first).values())
         assert not any(stage.everybody("transfer", first=first).values())

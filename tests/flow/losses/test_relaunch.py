@@ -144,9 +144,9 @@ def test_an_async_server_outlives_its_trainers(stage: Stage) -> None:
         trainers = stage.side("trainer", 1 + epoch % 2)
         meet(trainers, epoch)
         assert together(trainers, send, epoch) == [epoch] * len(trainers)
-        assert server.worker.told("received") == (epoch, epoch, epoch)
+        assert server.worker.expect("received") == (epoch, epoch, epoch)
         trainers[-1].kill()
-        assert server.worker.told("lost") == "died"
+        assert server.worker.expect("lost") == "died"
         for puppet in trainers[:-1]:
             puppet.kill()
     assert server.ends() == [(1, 1, 1), "died", (2, 2, 2), "died", (3, 3, 3), "died"]
@@ -195,8 +195,8 @@ def test_replicas_with_a_pair_each_live_and_die_on_their_own(guests: Job, pair: 
     pairs = {name: f"{name}.{pair}"[:100] for name in ("replica0", "replica1")}
     trainer = guests.start(feed, pairs, at=("trainer", 0))
     first, second = (guests.start(replica, name, to, at=(name, 0)) for name, to in pairs.items())
-    assert first.told("received") == second.told("received") == 1
-    trainer.told("sent one")
+    assert first.expect("received") == second.expect("received") == 1
+    trainer.expect("sent one")
     first.kill()
     assert trainer.result() == [("replica0", 1), ("replica1", 1), ("replica0", "died"), ("replica1", 2)]
     assert second.result() == 2
@@ -224,14 +224,14 @@ def test_a_second_experiment_is_refused_and_with_takeover_displaces_the_first(gu
 
     first = start("one")
     for worker in first:
-        worker.told("formed")
+        worker.expect("formed")
     for worker in start("two"):
         with pytest.raises(ConfigError, match=r"launch one\.0 of side \w+ lives .*ETHA_TAKEOVER=1") as caught:
             worker.result()
         assert any(f"pid {living.pid}" in caught.value.message for living in first)
     second = start("two", ETHA_TAKEOVER="1")
     for worker in second:
-        worker.told("formed")
+        worker.expect("formed")
     for worker in second:
         worker.kill()
         with pytest.raises(WorkerFailed):

@@ -20,7 +20,7 @@ from tests.flow.truth import cut, whole
 Told = tuple[bool, bool, str, str, int]
 
 
-def told(result: etha.TransferResult) -> Told:
+def outcome_of(result: etha.TransferResult) -> Told:
     """(ok, skipped, class of the error, its reason, seq)"""
     error = result.error
     return result.ok, result.skipped, type(error).__name__, getattr(error, "reason", ""), result.seq
@@ -48,14 +48,14 @@ def messages(me: SimpleNamespace) -> Any:
 def try_to_send(me: SimpleNamespace, blocking: bool = True) -> Told:
     """One transfer, whatever comes of it."""
     if blocking:
-        return told(me.handle.transfer("send"))
-    return told(me.handle.transfer("send", blocking=False).result(20))
+        return outcome_of(me.handle.transfer("send"))
+    return outcome_of(me.handle.transfer("send", blocking=False).result(20))
 
 
 def skip(me: SimpleNamespace) -> tuple[list[Told], int, str]:
     """Three transfers that are skipped; what they say, messages that they took, and ``errored``."""
     messages(me)
-    results = [try_to_send(me), try_to_send(me, blocking=False), told(me.client.transfer("b", "send"))]
+    results = [try_to_send(me), try_to_send(me, blocking=False), outcome_of(me.client.transfer("b", "send"))]
     return results, next(me.posted), type(me.bond.errored).__name__
 
 
@@ -99,7 +99,7 @@ def register_async(me: SimpleNamespace, shape: tuple[int, int]) -> None:
 
 def try_to_send_async(me: SimpleNamespace) -> Told:
     async def work() -> Told:
-        return told(await me.handle.transfer("send"))
+        return outcome_of(await me.handle.transfer("send"))
 
     result: Told = on_loop(me, work())
     return result
@@ -108,7 +108,7 @@ def try_to_send_async(me: SimpleNamespace) -> Told:
 def skip_async(me: SimpleNamespace) -> tuple[list[Told], int, str]:
     async def work() -> list[Told]:
         messages(me)
-        return [told(await me.handle.transfer("send")), told(await me.client.transfer("b", "send"))]
+        return [outcome_of(await me.handle.transfer("send")), outcome_of(await me.client.transfer("b", "send"))]
 
     results = on_loop(me, work())
     return results, next(me.posted), type(me.bond.errored).__name__
@@ -182,7 +182,7 @@ def test_the_async_client(stage: Stage) -> None:
 
 def fail_alone(me: SimpleNamespace) -> tuple[Told, Told, int, bool]:
     """Nobody receives: this worker's own deadline ends the call. ``init_pair`` finds that the pair stands."""
-    late = told(me.handle.transfer("send", timeout=0.1))
+    late = outcome_of(me.handle.transfer("send", timeout=0.1))
     skipped = try_to_send(me)
     before = me.bond
     return late, skipped, init(me), me.bond is before and me.bond.errored is None

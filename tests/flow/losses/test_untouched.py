@@ -79,8 +79,10 @@ async def test_freed_storage_is_refused_by_name(site: Site, pair: str, side: str
     freed.untyped_storage().resize_(left)
     async with Sides(site, pair) as sides:
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
-        told = await sides.register("b", lambda where, rank: ({"w": freed if where == side else torch.ones(1024)}, {}))
-        for error in told.values():
+        reported = await sides.register(
+            "b", lambda where, rank: ({"w": freed if where == side else torch.ones(1024)}, {})
+        )
+        for error in reported.values():
             assert isinstance(error, RegistrationError), error
             found = [v for v in error.violations if v.code == "unsupported"]
             assert [(v.name, v.side, v.rank) for v in found] == [("w", side, 0)] and "freed" in found[0].text

@@ -344,6 +344,6 @@ def test_a_view_of_a_freed_tensor_faults_or_reads_what_is_there_but_never_kills(
     view = child.make("x", (1 << 20,), True, 3)
     child.kill()
     assert view.flat is not None and float(view.flat.sum()) > 0
-    gone = replace(view, flat=None, raw=None, process=child.memory.process)
+    ended = replace(view, flat=None, raw=None, process=child.memory.process)
     with pytest.raises(WorkerGoneError):
-        child.memory.process.read(table((view.address, 4)), table((gone.address, 4)))
+        child.memory.process.read(table((view.address, 4)), table((ended.address, 4)))

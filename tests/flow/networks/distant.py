@@ -86,11 +86,11 @@ def _call(me: SimpleNamespace, batch: str, version: int, **options: Any) -> Any:
 
 
 def _watch(then: Any = None) -> Any:
-    told: list[int] = []
+    reported: list[int] = []
 
     def progress(done: int, total: int) -> None:
-        if 0 < done < total and not told:
-            told.append(done)
+        if 0 < done < total and not reported:
+            reported.append(done)
             tell("moving", time.monotonic())
             if then is not None:
                 then()

@@ -64,10 +64,10 @@ def two_ports() -> int:
 class Mapped(Site):
     """A site whose agents listen at and advertise what ``told`` says of their place."""
 
-    told: dict[str, dict[str, str]]
+    overrides: dict[str, dict[str, str]]
 
     def at(self, place: str) -> dict[str, str]:
-        return super().at(place) | self.told[place]
+        return super().at(place) | self.overrides[place]
 
 
 @pytest.mark.parametrize("any_address", [False, True])
@@ -76,14 +76,17 @@ async def test_other_hosts_come_by_the_advertised_addresses(any_address: bool) -
         site = Mapped(plain.way, plain.directory, plain.redis)
         async with AsyncExitStack() as stack:
             gateways: list[Gateway] = []
-            site.told = {}
+            site.overrides = {}
             for place in ("a", "b"):
                 own = two_ports()
                 links, first = await stack.enter_async_context(gateway(own))
                 data, second = await stack.enter_async_context(gateway(own + 1))
                 gateways += [links, data]
                 host = "0.0.0.0" if any_address else "127.0.0.1"
-                site.told[place] = {"ETHA_LISTEN": f"{host}:{own}", "ETHA_ADVERTISE": f"localhost:{first},{second}"}
+                site.overrides[place] = {
+                    "ETHA_LISTEN": f"{host}:{own}",
+                    "ETHA_ADVERTISE": f"localhost:{first},{second}",
+                }
             async with Sides(site, "weights") as sides:
                 await sides.meet(
                     trainer={"device_mesh": (1,), "placements": [Shard(0)]},
@@ -98,7 +101,7 @@ async def test_other_hosts_come_by_the_advertised_addresses(any_address: bool) -
                     assert not isinstance(result, BaseException), result
                 assert torch.equal(source, target)
                 shown = (await sides.clients["inference", 0].status())["agent"]["address"]
-                assert shown == site.told["b"]["ETHA_ADVERTISE"].partition(",")[0]
+                assert shown == site.overrides["b"]["ETHA_ADVERTISE"].partition(",")[0]
             assert gateways[0].taken and gateways[2].taken, "links go by the gateways, both ways"
             assert gateways[3].taken > source.nbytes, "and so does what is sent to the receiving agent"
 

@@ -31,13 +31,13 @@ async def test_what_is_between_two_agents_sees_no_tensor() -> None:
         site = Mapped(plain.way, plain.directory, plain.redis)
         async with AsyncExitStack() as stack:
             watched: list[Gateway] = []
-            site.told = {}
+            site.overrides = {}
             for place in ("a", "b"):
                 own = two_ports()
                 _, first = await stack.enter_async_context(gateway(own))
                 data, second = await stack.enter_async_context(gateway(own + 1))
                 watched.append(data)
-                site.told[place] = {
+                site.overrides[place] = {
                     "ETHA_LISTEN": f"127.0.0.1:{own}",
                     "ETHA_ADVERTISE": f"127.0.0.1:{first},{second}",
                     "ETHA_ENCRYPT": "1",
@@ -68,7 +68,7 @@ async def test_what_is_between_two_agents_sees_no_tensor() -> None:
 async def test_an_agent_that_encrypts_refuses_one_that_does_not() -> None:
     with open_site(Way.TCP) as plain:
         site = Mapped(plain.way, plain.directory, plain.redis)
-        site.told = {"a": {"ETHA_ENCRYPT": "1"}, "b": {}}
+        site.overrides = {"a": {"ETHA_ENCRYPT": "1"}, "b": {}}
         async with Sides(site, "weights", timeout=30.0) as sides:
             calls = [sides.init(member) for member in sides.members]
             errors = await asyncio.gather(*calls, return_exceptions=True)
@@ -79,10 +79,10 @@ async def test_an_agent_that_encrypts_refuses_one_that_does_not() -> None:
 async def test_a_client_that_wants_encryption_is_not_served_without() -> None:
     with open_site(Way.LOCAL) as plain:
         site = Mapped(plain.way, plain.directory, plain.redis)
-        site.told = {"a": {}}
+        site.overrides = {"a": {}}
         async with site.client("trainer", 0) as first:
             await first.status()
-            site.told = {"a": {"ETHA_ENCRYPT": "1"}}
+            site.overrides = {"a": {"ETHA_ENCRYPT": "1"}}
             async with site.client("inference", 0) as second:
                 with pytest.raises(ConfigError, match="ETHA_ENCRYPT=1 is set here"):
                     await second.status()

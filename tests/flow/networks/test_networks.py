@@ -80,7 +80,7 @@ class Company:
     def moving(self) -> None:
         """Wait until bytes have arrived on both ranks of the inference side."""
         for puppet in self.others:
-            puppet.worker.told("moving")
+            puppet.worker.expect("moving")
 
     def ends(self, batch: str, version: int) -> float:
         """All have a result, the same one, and every element is right; the longest call."""
@@ -276,7 +276,7 @@ def test_an_interrupt_then_a_dead_worker_then_a_dead_agent_far_away(company: Com
         at = time.monotonic()
         first.worker.kill(signal.SIGINT)
         print(f"interrupted: returned after {first.ends() - at:.2f} s")
-        told(rest, at, "TransferAbortedError")
+        check_failures(rest, at, "TransferAbortedError")
         assert [puppet.do(holds, "large", 1) for puppet in company.others] == [OLD] * 2
         company.exact("small", 2)
 
@@ -285,7 +285,7 @@ def test_an_interrupt_then_a_dead_worker_then_a_dead_agent_far_away(company: Com
         last.begin(die_in_transfer, "large", 3)
         for puppet in rest:
             puppet.begin(transfer, "large", 3, PATIENCE)
-        told(rest, last.worker.told("moving"), "PeerLostError")
+        check_failures(rest, last.worker.expect("moving"), "PeerLostError")
         assert rest[-1].do(holds, "large", 3) == OLD
         company.others[1] = company.stage.puppet("inference", 1, 2)
         company.others[1].do(settle, company.net.two)
@@ -297,12 +297,12 @@ def test_an_interrupt_then_a_dead_worker_then_a_dead_agent_far_away(company: Com
         company.moving()
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        told(company.trainers, at, "PeerLostError")
+        check_failures(company.trainers, at, "PeerLostError")
         assert {puppet.fails().kind for puppet in company.others} == {"AgentLostError"}
         assert [puppet.do(holds, "large", 5) for puppet in company.others] == [OLD] * 2
 
 
-def told(puppets: list[Puppet], at: float, kind: str) -> None:
+def check_failures(puppets: list[Puppet], at: float, kind: str) -> None:
     """All of them hear of what happened at ``at``, soon, that it was aborted, and who it was."""
     failures = [puppet.fails() for puppet in puppets]
     for failed in failures:

@@ -54,7 +54,7 @@ class Couple:
 
     def moving(self) -> None:
         """Bytes have come to the other end, and more will."""
-        self.both[1].worker.told("moving")
+        self.both[1].worker.expect("moving")
 
     def exact(self, batch: str, version: int) -> None:
         """A whole transfer."""

@@ -33,8 +33,8 @@ def test_a_client_in_a_sibling_namespace_is_told_what_to_share(runtime: Path) ->
     with subprocess.Popen(command, pass_fds=[write], stderr=subprocess.DEVNULL) as agent:
         try:
             os.close(write)
-            with os.fdopen(read) as told:
-                assert told.readline() == "ready\n"
+            with os.fdopen(read) as reported:
+                assert reported.readline() == "ready\n"
             done = subprocess.run([*ALONE, "-c", CLIENT], capture_output=True, text=True, timeout=100)
             assert done.stdout.startswith("config this process runs in a PID namespace"), done.stdout + done.stderr
             assert "docker run --pid=host" in done.stdout and "ETHA_RUNTIME_DIR" in done.stdout

@@ -80,8 +80,8 @@ def test_the_key_table_tells_what_a_run_leaves(sides: tuple[TensorBusClient, Ten
     both(lambda: handles[0].transfer("send", version="v1"), lambda: handles[1].transfer("recv"))  # type: ignore[attr-defined]
     refused = both(register(one, "bad", torch.ones(8)), register(two, "bad", torch.zeros(9)))
     assert all(isinstance(error, RegistrationError) for error in refused)
-    gone = both(register(one, "gone", torch.ones(8)), register(two, "gone", torch.zeros(8)))
-    both(*(handle.close for handle in gone))  # type: ignore[attr-defined]
+    closed_batch = both(register(one, "gone", torch.ones(8)), register(two, "gone", torch.zeros(8)))
+    both(*(handle.close for handle in closed_batch))  # type: ignore[attr-defined]
     two.status()
     states = {}
     for key in sorted(store.scan_iter(f"{prefix}*")):

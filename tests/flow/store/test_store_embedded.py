@@ -47,7 +47,7 @@ def processes(runtime: Path) -> dict[str, int]:
     return found
 
 
-async def gone(pid: int, within: float = 10) -> None:
+async def wait_until_ended(pid: int, within: float = 10) -> None:
     """Wait for the end of a process that is not our child."""
     try:
         handle = os.pidfd_open(pid)
@@ -104,7 +104,7 @@ async def test_the_server_dies_with_its_supervisor_and_is_started_again(settings
     await ensure_embedded(settings, 20)
     before = processes(settings.runtime_dir)
     os.kill(before["supervisor"], signal.SIGKILL)
-    await gone(before["server"])
+    await wait_until_ended(before["server"])
     await ensure_embedded(settings, 20)
     after = processes(settings.runtime_dir)
     assert after.keys() == {"supervisor", "server"} and set(after.values()).isdisjoint(before.values())
@@ -114,7 +114,7 @@ async def test_the_supervisor_ends_with_its_server(settings: Settings) -> None:
     await ensure_embedded(settings, 20)
     before = processes(settings.runtime_dir)
     os.kill(before["server"], signal.SIGKILL)
-    await gone(before["supervisor"])
+    await wait_until_ended(before["supervisor"])
     assert not (settings.runtime_dir / "redis.sock").exists()
 
 
@@ -125,14 +125,14 @@ async def test_it_leaves_when_no_agent_has_had_a_lease_for_a_while(
     pid = processes(settings.runtime_dir)["supervisor"]
     async with agent(url, "default", "a"), agent(url, "another", "b") as second:
         with pytest.raises(TimeoutError):
-            await gone(pid, 1.6)
+            await wait_until_ended(pid, 1.6)
         await second.agents.withdraw()
         with pytest.raises(TimeoutError):
-            await gone(pid, 1.2)
+            await wait_until_ended(pid, 1.2)
     async with await Store.open(url, "default", timeout=5) as store:  # connected, but no agent
         await store._session.connection.call("forget", lambda client: client.delete(store.keys.agent("a")), 5)
         began = time.monotonic()
-        await gone(pid, 5)
+        await wait_until_ended(pid, 5)
         assert time.monotonic() - began > 0.4
 
 
@@ -236,8 +236,8 @@ async def test_a_removed_runtime_directory_ends_its_server_and_leaves_one_world(
         await store.agents.publish(agent_record("a"))
         shutil.rmtree(settings.runtime_dir)
         async with agent(await ensure_embedded(settings, 20), "default", "third") as third:
-            await gone(first["server"])
-            await gone(first["supervisor"])
+            await wait_until_ended(first["server"])
+            await wait_until_ended(first["supervisor"])
             async with asyncio.timeout(20), third.changes(third.keys.agent("a")) as changed:
                 while [record.id for record in await third.agents.all()] != ["a", "third"]:
                     await changed()
@@ -256,7 +256,7 @@ async def test_a_supervisor_leaves_a_socket_that_is_not_its_own(settings: Settin
         other.rename(path)
         os.kill(found["supervisor"], signal.SIGTERM)
         os.kill(found["supervisor"], signal.SIGCONT)
-        await gone(found["supervisor"])
-        await gone(found["server"])
+        await wait_until_ended(found["supervisor"])
+        await wait_until_ended(found["server"])
         assert path.exists()
     path.unlink()

@@ -336,12 +336,15 @@ async def test_who_comes_first_hears_at_once_why_redis_is_not_there(tmp_path: Pa
 
 
 async def test_later_a_refusal_is_waited_for_and_a_silent_server_is_told_apart(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(RedisUnavailableError, match="refuses connections"):
         await Store.open(
-            f"redis://127.0.0.1:{free_port()}", "x", timeout=1.0, on_trouble=lambda error: told.append(error.message)
+            f"redis://127.0.0.1:{free_port()}",
+            "x",
+            timeout=1.0,
+            on_trouble=lambda error: reported.append(error.message),
         )
-    assert told and all("refuses connections" in text for text in told)
+    assert reported and all("refuses connections" in text for text in reported)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -176,13 +176,13 @@ def test_deadlines_that_race_with_go_lose_nothing_and_double_nothing(team: Team)
 
 def progressing(me: Seat) -> Any:
     tensor, truth = tensor_of(me, 1, BIG)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     with register(me, "progress", tensor) as handle:
-        result = handle.transfer("send" if me.sends else "recv", progress=lambda *news: told.append(news))
+        result = handle.transfer("send" if me.sends else "recv", progress=lambda *news: reported.append(news))
     assert torch.equal(tensor, truth)
-    assert told and told[-1] == (result.bytes, result.bytes)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert {total for _, total in told} == {result.bytes}
+    assert reported and reported[-1] == (result.bytes, result.bytes)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert {total for _, total in reported} == {result.bytes}
     assert result.seconds > 0 and result.gb_per_s == result.bytes / result.seconds / 1e9
     assert result.peak_staging >= 0
     return result.bytes, result.peers, result.direction

@@ -270,7 +270,7 @@ def test_a_worker_of_a_relay_killed_in_between_and_launched_again(stage: Stage, 
     for puppet in others:
         puppet.begin(move)
     dying.begin(die_in_between)
-    killed = dying.worker.told("half way")
+    killed = dying.worker.expect("half way")
     for puppet in others:
         failed = puppet.fails()
         assert (failed.kind, failed.reason, failed.data["outcome"]) == ("PeerLostError", "died", "aborted"), failed

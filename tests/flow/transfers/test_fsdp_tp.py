@@ -214,9 +214,9 @@ def beside_it(pair: str) -> tuple[Any, bool]:
 
 
 def test_unsharded_fsdp_parameters_are_refused_by_name_with_the_way_out(guests: Job, pair: str, tmp_path: Path) -> None:
-    told = guests.start(after_a_forward, str(tmp_path / "t"), pair, at=("trainer", 0))
+    reported = guests.start(after_a_forward, str(tmp_path / "t"), pair, at=("trainer", 0))
     other = guests.start(beside_it, pair, at=("inference", 0))
-    refused = told.result()
+    refused = reported.result()
     assert refused["code"] == "registration"
     assert {v.name for v in refused["violations"]} == set(NAMES)
     assert all(v.code == "unsupported" and (v.side, v.rank) == ("trainer", 0) for v in refused["violations"])

@@ -130,13 +130,13 @@ def nothing_gathered() -> Iterator[None]:
 def trainer(rank: int, world: int, store: str, pair: str) -> dict[str, Any]:
     """Sends every layout's versions; returns the names given and which of them were DTensors."""
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)  # type: ignore[attr-defined]
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     with etha.TensorBusClient(timeout=30) as client:
         client.init_pair(pair, "trainer", "inference", device_mesh=(world,), placements=[Replicate()])
         for kind, axes in MESHES.items():
-            told[kind] = send(client, pair, kind, mesh_of(axes), rank < math.prod(axes.values()))
+            reported[kind] = send(client, pair, kind, mesh_of(axes), rank < math.prod(axes.values()))
     dist.destroy_process_group()
-    return told
+    return reported
 
 
 def mesh_of(axes: dict[str, int]) -> DeviceMesh | None:
@@ -205,13 +205,13 @@ def compare(model: Transformer, truth: Transformer, before: dict[str, torch.Tens
 def test_every_sharding_of_a_transformer_reaches_a_plain_module_exactly(guests: Job, pair: str, tmp_path: Path) -> None:
     trainers = guests.side("trainer", trainer, 4, str(tmp_path / "t"), pair)
     other = guests.start(receiver, pair, at=("inference", 0))
-    told = guests.results(trainers)
+    reported = guests.results(trainers)
     assert other.result() == {kind: [{}] * VERSIONS for kind in MESHES}
     expected = list(named_tensors(build("layers")))
     assert len(expected) == len(set(expected)) and "head.weight" not in expected and "positions" not in expected
     for kind, axes in MESHES.items():
         ranks = math.prod(axes.values())
-        for rank, given in enumerate(told):
+        for rank, given in enumerate(reported):
             assert list(given[kind]) == (expected if rank < ranks else [])
             sharded = {name for name, is_dtensor in given[kind].items() if is_dtensor}
             assert sharded == (set(expected) - {"seen"} if axes and rank < ranks else set())

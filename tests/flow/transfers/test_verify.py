@@ -207,7 +207,7 @@ def harmed(way: Way, place: str, harm: Callable[[], None]) -> Iterator[Site]:
     """A site whose agent at ``place`` is such a one; the others are started by who needs them."""
     with open_site(way) as site, Job(site.at(place)) as job:
         worker = job.start(agent, harm)
-        assert worker.told("ready") == b"ready\n"
+        assert worker.expect("ready") == b"ready\n"
         yield site
         worker.kill(signal.SIGTERM)
         assert worker.result() == 0

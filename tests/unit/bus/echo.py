@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etha.bus.codec import Request, message
-from etha.bus.handshake import Hello, Welcome
+from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.peer import Peer
 from etha.bus.process import start_time
 from etha.bus.schema import StrictStruct, Text
@@ -73,12 +73,12 @@ class EchoService:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def hello(self, peer: Peer, hello: Hello) -> Welcome:
+    def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
         if self.refuse is not None:
             raise ConfigError(self.refuse)
         self.peers.append(peer)
         self.note("hello", hello.pid)
-        return Welcome(version="0", namespace=hello.namespace, device="cpu", redis=None, pid=os.getpid())
+        return WorkerWelcome(version="0", namespace=hello.namespace, device="cpu", redis=None, pid=os.getpid())
 
     def received(self, peer: Peer, request: Request) -> None:
         self.requests.append(request)
@@ -112,13 +112,13 @@ class EchoService:
         if header.get("break"):
             raise ZeroDivisionError("not these either")
 
-    def gone(self, peer: Peer, reason: str) -> None:
+    def on_disconnected(self, peer: Peer, reason: str) -> None:
         self.note("gone", reason, peer.pid)
 
 
-def hello(**changes: Any) -> Hello:
+def hello(**changes: Any) -> WorkerHello:
     fields = {"version": "0", "namespace": "default", "redis": None, "host": "here"}
-    return Hello(**{**fields, "pid": os.getpid(), "start": start_time(), **changes})
+    return WorkerHello(**{**fields, "pid": os.getpid(), "start": start_time(), **changes})
 
 
 def open_descriptors() -> list[str]:

@@ -154,7 +154,7 @@ def test_a_past_deadline_is_now_and_not_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "reported"),
     [
         ("number", True, "Expected `int`, got `bool` - at `$.number`"),
         ("number", 1.0, "Expected `int`, got `float` - at `$.number`"),
@@ -190,10 +190,10 @@ def test_a_past_deadline_is_now_and_not_before() -> None:
         ("free", {"a": msgpack.Timestamp(1)}, "got `ext` - at `$.free[...]`"),
     ],
 )
-def test_a_wrong_field_is_named_by_its_path(field: str, value: Any, told: str) -> None:
+def test_a_wrong_field_is_named_by_its_path(field: str, value: Any, reported: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(request({**SAMPLE, field: value}))
-    assert str(caught.value).startswith("malformed message 5: test_all: ") and told in str(caught.value)
+    assert str(caught.value).startswith("malformed message 5: test_all: ") and reported in str(caught.value)
     assert isinstance(caught.value, Malformed)
     assert caught.value.id == 5
 
@@ -213,7 +213,7 @@ def test_what_a_message_itself_refuses_is_a_protocol_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"v": 2}, "speaks protocol 2, this one 1"),
         ({"v": 2, "more": 1}, "speaks protocol 2, this one 1"),
@@ -237,10 +237,10 @@ def test_what_a_message_itself_refuses_is_a_protocol_error() -> None:
         ({"more": 1}, "unknown field `more`"),
     ],
 )
-def test_a_wrong_envelope_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_wrong_envelope_is_refused(changes: dict[str, Any], reported: str) -> None:
     with pytest.raises(Malformed) as caught:
         decode(request(dict(SAMPLE), **changes))
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ def test_the_error_is_raised_to_whoever_asks(portal: Portal) -> None:
 
 
 def test_done_callbacks_get_the_future(portal: Portal) -> None:
-    gate, told = Gate(), concurrent.futures.Future[tuple[TransferFuture, str]]()
+    gate, reported = Gate(), concurrent.futures.Future[tuple[TransferFuture, str]]()
     future = portal.submit(gate.work())
-    future.add_done_callback(lambda f: told.set_result((f, threading.current_thread().name)))
+    future.add_done_callback(lambda f: reported.set_result((f, threading.current_thread().name)))
     let(portal, gate.open.set)
-    assert told.result(10) == (future, "etha-portal")
+    assert reported.result(10) == (future, "etha-portal")
     late: list[TransferFuture] = []
     future.add_done_callback(late.append)
     assert late == [future], "at once when it is over"
@@ -137,13 +137,13 @@ async def test_an_event_loop_awaits_what_another_thread_moves(portal: Portal) ->
 async def test_a_task_of_this_loop() -> None:
     gate = Gate()
     future = TransferFuture.of_task(asyncio.create_task(gate.work()))
-    told: list[TransferFuture] = []
-    future.add_done_callback(told.append)
+    reported: list[TransferFuture] = []
+    future.add_done_callback(reported.append)
     with pytest.raises(ConfigError, match="await it"):
         future.result()
     gate.open.set()
     assert await future is RESULT and future.result() is RESULT
-    assert told == [future]
+    assert reported == [future]
 
 
 async def test_to_await_is_only_to_look() -> None:
@@ -185,9 +185,9 @@ async def test_cancel_ends_the_task_and_whoever_awaits() -> None:
 
 
 async def test_the_future_keeps_its_task_and_an_error_that_nobody_fetched_is_silent() -> None:
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    loop.set_exception_handler(lambda _, context: reported.append(context))
     gate = Gate(FAILED)
     future = TransferFuture.of_task(asyncio.create_task(gate.work()))
     ended = loop.create_future()
@@ -196,7 +196,7 @@ async def test_the_future_keeps_its_task_and_an_error_that_nobody_fetched_is_sil
     await ended
     del future
     gc.collect()
-    assert told == []
+    assert reported == []
 
 
 def test_a_loop_that_is_gone_is_not_waited_for(portal: Portal) -> None:

@@ -124,9 +124,9 @@ async def test_a_lost_pair_is_skipped_at_once() -> None:
     result = await reported("report", (one,), "recv", Calls().move)
     assert result.skipped and result.error is one.errored
 
-    gone = pair()
-    gone.lose("died", "the agent is gone", AgentLostError("the agent is gone"))
-    assert isinstance(gone.errored, AgentLostError) and await gone.lost == "died"
+    lost_pair = pair()
+    lost_pair.lose("died", "the agent is gone", AgentLostError("the agent is gone"))
+    assert isinstance(lost_pair.errored, AgentLostError) and await lost_pair.lost == "died"
 
 
 async def test_a_loss_after_a_failure_leaves_the_first_error() -> None:

@@ -123,17 +123,17 @@ def test_nothing_is_queued_before_the_group_is(two: Two) -> None:
 
 def test_one_thread_makes_all_calls(two: Two) -> None:
     two.connect()
-    told: list[str] = []
+    reported: list[str] = []
 
     def call() -> None:
         with pytest.raises(Broken, match="second thread") as caught:
             two.nccls[0].state(two.comms[0])
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert told
+    assert reported
 
 
 def test_nobody_is_inside_with_another(two: Two) -> None:

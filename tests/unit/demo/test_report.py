@@ -12,17 +12,17 @@ from etha.demo.options import GOAL, GOAL_STEPS, Options
 from etha.demo.report import Ledger, compare, table
 
 
-def told(**fields: Any) -> dict[str, Any]:
+def reported(**fields: Any) -> dict[str, Any]:
     return {"hashes": {"w": "aa", "b": "bb"}, "loss": 2.0, "bytes": 4000, "seconds": 0.001, "sample": "x", **fields}
 
 
 def take(ledger: Ledger, number: int, loss: float, **received: Any) -> None:
-    ledger.take(Event(job="inference", kind="version", fields=told(number=number, loss=loss, **received)))
-    ledger.take(Event(job="trainer", kind="version", fields=told(number=number, loss=loss)))
+    ledger.take(Event(job="inference", kind="version", fields=reported(number=number, loss=loss, **received)))
+    ledger.take(Event(job="trainer", kind="version", fields=reported(number=number, loss=loss)))
 
 
 def test_equal_hashes_and_losses_make_a_row_without_problems() -> None:
-    row = compare(7, told(), told(loss=2.0 + 1e-6))
+    row = compare(7, reported(), reported(loss=2.0 + 1e-6))
     assert (row.number, row.problems, row.tensors) == (7, (), 2)
     assert row.gb_per_s == pytest.approx(0.004)
 
@@ -39,18 +39,18 @@ def test_equal_hashes_and_losses_make_a_row_without_problems() -> None:
     ],
 )
 def test_any_difference_is_a_problem(received: dict[str, Any], problem: str) -> None:
-    assert compare(0, told(), told(**received)).problems == (problem,)
+    assert compare(0, reported(), reported(**received)).problems == (problem,)
 
 
 def test_nothing_hashed_is_not_equal() -> None:
-    assert compare(0, told(hashes={}), told(hashes={})).problems == ("the trainer told no hashes",)
+    assert compare(0, reported(hashes={}), reported(hashes={})).problems == ("the trainer told no hashes",)
 
 
 def test_a_row_comes_when_both_jobs_have_told() -> None:
     ledger = Ledger(Options(steps=2, every=2))
-    assert ledger.take(Event(job="trainer", kind="version", fields=told(number=0))) is None
+    assert ledger.take(Event(job="trainer", kind="version", fields=reported(number=0))) is None
     assert ledger.take(Event(job="trainer", kind="progress", fields={"step": 1, "steps": 2})) is None
-    row = ledger.take(Event(job="inference", kind="version", fields=told(number=0)))
+    row = ledger.take(Event(job="inference", kind="version", fields=reported(number=0)))
     assert row is not None and ledger.rows == [row]
 
 

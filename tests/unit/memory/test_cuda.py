@@ -199,17 +199,17 @@ def test_a_killed_worker_is_closed_without_an_error(gpu: FakeDriver, worker: Wor
 def test_an_error_at_closing_is_logged_and_a_sticky_one_told(
     gpu: FakeDriver, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[DeviceError] = []
-    mappings = Mappings(gpu, GPU0, on_sticky=told.append)
+    reported: list[DeviceError] = []
+    mappings = Mappings(gpu, GPU0, on_sticky=reported.append)
     one, two = (mappings.attach(worker.pid, worker.started, worker.headers[i]) for i in (0, 1))
     gpu.fail("close", DeviceError("cudaErrorInvalidValue", "close"))
     with caplog.at_level(logging.WARNING):
         one.close()
-    assert "unmapping" in caplog.text and "cudaErrorInvalidValue" in caplog.text and told == []
+    assert "unmapping" in caplog.text and "cudaErrorInvalidValue" in caplog.text and reported == []
     spoilt = DeviceError("cudaErrorIllegalAddress", "close", sticky=True)
     gpu.fail("close", spoilt)
     two.close()
-    assert told == [spoilt]
+    assert reported == [spoilt]
     gpu.forgive()
     for left in list(gpu.mapped):
         gpu.close(left)
@@ -468,8 +468,8 @@ def test_a_worker_cannot_make_the_agent_open_events_without_end(
 
 
 def test_sticky_errors_of_events_are_told(gpu: FakeDriver, worker: Worker) -> None:
-    told: list[DeviceError] = []
-    waits = Waits(gpu, GPU0, on_sticky=told.append)
+    reported: list[DeviceError] = []
+    waits = Waits(gpu, GPU0, on_sticky=reported.append)
     handle = worker.tell("record")
     event = waits.open(worker.pid, worker.started, handle)
     spoilt = DeviceError("cudaErrorLaunchFailure", "reached", sticky=True)
@@ -477,6 +477,6 @@ def test_sticky_errors_of_events_are_told(gpu: FakeDriver, worker: Worker) -> No
     with pytest.raises(DeviceError):
         waits.reached(worker.pid, worker.started, handle)
     waits.release(worker.pid, worker.started)  # cannot even be closed
-    assert told == [spoilt, spoilt]
+    assert reported == [spoilt, spoilt]
     gpu.forgive()
     gpu.drop_event(event)

@@ -169,10 +169,10 @@ async def _serve(pipe: Connection, keys: Keys, known: dict[str, str]) -> None:
         if isinstance(message, Done):
             hub.send(agent, scope, Commit(seq=message.seq))
 
-    def gone(agent: str, text: str) -> None:
+    def on_lost(agent: str, text: str) -> None:
         pipe.send(("gone", agent))
 
-    async with Hub(None, keys, known=known.get, on_message=answer, on_agent_lost=gone, beat=BEAT) as hub:
+    async with Hub(None, keys, known=known.get, on_message=answer, on_agent_lost=on_lost, beat=BEAT) as hub:
         pipe.send(("address", hub.address))
         while True:
             agent, address, key = await asyncio.to_thread(pipe.recv)

@@ -36,9 +36,9 @@ async def a(namespace: Namespace) -> AsyncIterator[Agent]:
 def refused(stranger: Stranger) -> bool:
     """Whether the handshake of ``stranger`` has failed by its key; its socket would try again for ever."""
     while stranger.monitor.poll(0):
-        told = parse_monitor_message(stranger.monitor.recv_multipart())
-        assert told["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if told["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        reported = parse_monitor_message(stranger.monitor.recv_multipart())
+        assert reported["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if reported["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return True
     return False
 
@@ -221,9 +221,9 @@ async def test_garbage_on_the_port_does_nothing(
         await a.heard(len(sent))
         assert [event[2].seq for event in a.events] == sorted(event[2].seq for event in a.events)
         assert b.events == [] and {p.state for p in a.hub.peers()} == {"open"}
-        told = [r.message for r in caplog.records]
+        reported = [r.message for r in caplog.records]
         await until(lambda: complaints((r.message for r in caplog.records), "dropped a connection") == len(sent))
-        assert len(told) < 10
+        assert len(reported) < 10
         assert not a.hub._listener._front.unproven
 
 

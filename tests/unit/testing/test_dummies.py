@@ -144,10 +144,10 @@ def test_an_on_commit_that_ends_an_iterator_is_told(client: DummyTensorBusClient
 
 def test_on_commit_runs_with_an_atomic_recv(client: DummyTensorBusClient) -> None:
     meet(client)
-    told: list[int] = []
+    reported: list[int] = []
     handle, _ = register(client, atomic=True)
-    assert handle.atomic and handle.transfer("recv", version=4, on_commit=lambda: told.append(1)).version == 4
-    assert told == [1] and handle.version == 4
+    assert handle.atomic and handle.transfer("recv", version=4, on_commit=lambda: reported.append(1)).version == 4
+    assert reported == [1] and handle.version == 4
 
 
 @pytest.mark.parametrize(

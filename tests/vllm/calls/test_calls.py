@@ -43,9 +43,9 @@ def trainer(fake: Fake, weights: nn.Module | dict[str, torch.Tensor], **info: An
 
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo
 
-    told = EthaTrainerInitInfo(**{"rank": 0, "world_size": 1, "timeout": 60.0, **info})
+    reported = EthaTrainerInitInfo(**{"rank": 0, "world_size": 1, "timeout": 60.0, **info})
     client = HTTPVLLMWeightSyncClient(fake.url)
-    engine: Any = WeightTransferTrainerFactory.trainer_init(told, client=client, source=EthaSource(weights))
+    engine: Any = WeightTransferTrainerFactory.trainer_init(reported, client=client, source=EthaSource(weights))
     try:
         yield engine
     finally:
@@ -116,11 +116,11 @@ def test_other_tensors_than_the_engine_was_told_of_are_refused_by_name(fake: Fak
 def test_an_option_that_cannot_be_meant_is_refused_by_name(info: dict[str, Any]) -> None:
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
 
-    told = EthaTrainerInitInfo(**{"rank": 0, "world_size": 1, **info})
+    reported = EthaTrainerInitInfo(**{"rank": 0, "world_size": 1, **info})
     (name,) = info
     client: Any = Client()
     with pytest.raises(ConfigError, match=f"^{name}="):
-        EthaTrainerWeightTransferEngine.trainer_init(told, client=client, source=EthaSource({"w": torch.zeros(2)}))
+        EthaTrainerWeightTransferEngine.trainer_init(reported, client=client, source=EthaSource({"w": torch.zeros(2)}))
 
 
 class Client:
@@ -132,15 +132,15 @@ class Client:
 def test_what_is_no_client_is_refused(client: Any) -> None:
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
 
-    told = EthaTrainerInitInfo(rank=0, world_size=1)
+    reported = EthaTrainerInitInfo(rank=0, world_size=1)
     with pytest.raises(ConfigError, match=r"HTTPVLLMWeightSyncClient\(url\)"):
-        EthaTrainerWeightTransferEngine.trainer_init(told, client=client, source=EthaSource({"w": torch.zeros(2)}))
+        EthaTrainerWeightTransferEngine.trainer_init(reported, client=client, source=EthaSource({"w": torch.zeros(2)}))
 
 
 def test_a_source_without_tensors_is_refused() -> None:
     from etha.integrations.vllm import EthaSource, EthaTrainerInitInfo, EthaTrainerWeightTransferEngine
 
-    told = EthaTrainerInitInfo(rank=0, world_size=1)
+    reported = EthaTrainerInitInfo(rank=0, world_size=1)
     client: Any = Client()
     with pytest.raises(ConfigError, match="no tensors"):
-        EthaTrainerWeightTransferEngine.trainer_init(told, client=client, source=EthaSource({}))
+        EthaTrainerWeightTransferEngine.trainer_init(reported, client=client, source=EthaSource({}))

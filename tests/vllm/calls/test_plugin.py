@@ -82,8 +82,8 @@ def test_it_loads_neither_the_backend_nor_what_it_needs() -> None:
         "from etha.integrations.vllm.plugin import register; register();"
         "print(*(set(sys.modules) - before))"
     )
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    loaded = told.stdout.splitlines()[-1].split()
+    reported = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    loaded = reported.stdout.splitlines()[-1].split()
     assert "etha.integrations.vllm.engine.answers" in loaded
     assert [
         name for name in loaded if name.startswith(("etha.client", "etha.agent", "etha.plan", "redis", "zmq"))

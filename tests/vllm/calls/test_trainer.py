@@ -80,9 +80,9 @@ def test_an_engine_in_the_place_of_the_one_that_was_met_is_told_of(monkeypatch: 
     """A `vllm serve` that is killed can leave workers behind, which hold the pair; a new one answers at its URL."""
     monkeypatch.setattr(replica, "_NEWS", 0.01)
     client = Client("start_weight_update", requests.HTTPError("500: this worker has met no trainer: call init"))
-    with pytest.raises(TransferError, match="whose workers still live") as told:
+    with pytest.raises(TransferError, match="whose workers still live") as reported:
         send(client, Stands())
-    assert (type(told.value), told.value.outcome) == (TransferError, "withdrawn")
+    assert (type(reported.value), reported.value.outcome) == (TransferError, "withdrawn")
     with pytest.raises(PeerLostError, match="has left") as lost:
         send(client)
     assert lost.value.outcome == "withdrawn"
@@ -120,21 +120,21 @@ class Stands(Lost):
 @pytest.mark.parametrize("at", CALLS)
 def test_an_engine_that_dies_at_any_call_is_a_lost_peer(at: str) -> None:
     client = Client(at, requests.ConnectionError("refused"))
-    with pytest.raises(PeerLostError) as told:
+    with pytest.raises(PeerLostError) as reported:
         send(client)
-    assert told.value.reason == "died"
-    assert told.value.outcome == ("withdrawn" if at == "start_weight_update" else "unknown")
+    assert reported.value.reason == "died"
+    assert reported.value.outcome == ("withdrawn" if at == "start_weight_update" else "unknown")
 
 
 @pytest.mark.parametrize("at", CALLS[1:])
 def test_an_engine_that_refuses_is_a_failed_transfer(at: str) -> None:
     client = Client(at, requests.HTTPError("500: no"))
-    with pytest.raises(TransferError, match=r"version seven.*500: no") as told:
+    with pytest.raises(TransferError, match=r"version seven.*500: no") as reported:
         send(client)
-    assert type(told.value) is TransferError
+    assert type(reported.value) is TransferError
     paused_for_good = at == "finish_weight_update"
     assert ("resume_generation" in client.made) is not paused_for_good
-    assert told.value.torn is paused_for_good
+    assert reported.value.torn is paused_for_good
 
 
 @pytest.mark.parametrize("world", [1, 2])

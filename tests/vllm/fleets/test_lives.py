@@ -104,8 +104,8 @@ def test_two_workers(models: list[Path], live: Server, fresh: Fresh, env: Env, l
 
 def status(env: Env) -> str:
     etha = Path(sys.executable).with_name("etha")
-    told = subprocess.run([etha, "status", "--json"], env={**os.environ, **env}, capture_output=True, timeout=60)
-    return json.dumps(json.loads(told.stdout))
+    reported = subprocess.run([etha, "status", "--json"], env={**os.environ, **env}, capture_output=True, timeout=60)
+    return json.dumps(json.loads(reported.stdout))
 
 
 def test_lives_of_both_sides(models: list[Path], live: Server, fresh: Fresh, env: Env, logs: Path) -> None:

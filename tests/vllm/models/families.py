@@ -76,11 +76,11 @@ def make(kind: str) -> Any:
 def small(kind: Any) -> Any:
     """A configuration of class ``kind``, and of those in it."""
     known = set(inspect.signature(kind).parameters)
-    told = {key: value for key, value in SMALL.items() if key in known}
-    told |= ALSO.get(kind.__name__, {})
+    reported = {key: value for key, value in SMALL.items() if key in known}
+    reported |= ALSO.get(kind.__name__, {})
     if kind.sub_configs:
         usual = kind()
-        told |= {
+        reported |= {
             key: small(type(of)).to_dict() for key in kind.sub_configs if (of := getattr(usual, key, None)) is not None
         }
-    return kind(**{key: value for key, value in told.items() if value is not None})
+    return kind(**{key: value for key, value in reported.items() if value is not None})

@@ -146,7 +146,7 @@ def _assemble(world: int, env: dict[str, str], log: Path, work: Any, *arguments:
             where = torch.meshgrid(*indices, indexing="ij")
             whole[where] = torch.from_numpy(local)
             seen[where] = True
-    assert all(told == announced[0] for told in announced)
+    assert all(reported == announced[0] for reported in announced)
     assert {meta.name for meta in announced[0]} == found.keys()
     assert all(bool(seen.all()) for seen in filled.values())
     return found

@@ -409,14 +409,14 @@ def test_workers_receive_at_the_dtype_that_holds_what_each_of_them_wants() -> No
             first_rank=first_rank,
         )
 
-    told: list[dict[str, torch.dtype]] = []
+    reported: list[dict[str, torch.dtype]] = []
     new = random(bias=(4,))
     for first_rank in (True, False):
-        received(make(first_rank).first(new), new, agree=lambda mine: told.append(mine) or mine)
-    assert [dtypes["bias"] for dtypes in told] == [torch.bfloat16, torch.float32]
+        received(make(first_rank).first(new), new, agree=lambda mine: reported.append(mine) or mine)
+    assert [dtypes["bias"] for dtypes in reported] == [torch.bfloat16, torch.float32]
     for first_rank in (True, False):
         live = make(first_rank).first(new)
-        into = received(live, new, agree=lambda _: widest(told))
+        into = received(live, new, agree=lambda _: widest(reported))
         assert into.room()["bias"].dtype is torch.float32
         bring(into, new)
         assert torch.equal(live.bias_of, new["bias"].bfloat16() * first_rank)

@@ -160,10 +160,10 @@ class World:
                     used[name] = used.get(name, 0) + amount
         assert all(amount <= self.limit(name) for name, amount in used.items()), f"{me} has booked too much: {used}"
 
-    def lose(self, me: str, gone: str) -> None:
+    def lose(self, me: str, lost_agent: str) -> None:
         """``me`` hears that its link to ``gone`` is closed: what is on it is lost."""
-        self.links[gone, me].clear()
-        self.perform(me, self.machines[me].on_agent_lost(gone))
+        self.links[lost_agent, me].clear()
+        self.perform(me, self.machines[me].on_agent_lost(lost_agent))
 
     def undecided(self, me: str, seq: int) -> None:
         self.doubts.discard((me, seq))

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Pair, PairState, Sever
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, PairMachine, PairPhase, Sever
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import PairView, SideView
 from etha.store.records import RankHolder as Holder
@@ -67,7 +67,7 @@ class World:
     """One agent, its store (asked in order, as the shell does) and its callers."""
 
     def __init__(self) -> None:
-        self.pair, self.redis = Pair("p", "redis://here"), Redis()
+        self.pair, self.redis = PairMachine("p", "redis://here"), Redis()
         self.todo: deque[Join | Leave | Sever] = deque()
         self.meeting: list[int] = []
         self.pids = dict.fromkeys(MEMBERS, 1)
@@ -136,7 +136,7 @@ class World:
                     self.todo.append(effect)
                 case Answer(call=key, message=message):
                     assert self.waiting.pop(key), f"{key} answered twice"
-                    assert message.epoch == self.pair.epoch and self.pair.state is PairState.FORMED
+                    assert message.epoch == self.pair.epoch and self.pair.state is PairPhase.FORMED
                     self.answers[key] = message.epoch
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
@@ -229,7 +229,7 @@ def test_nobody_is_let_in_before_the_agents_have_met() -> None:
     keys = [world.ask(member) for member in MEMBERS]
     while world.todo:
         world.step()
-    assert world.pair.state is PairState.FORMED and not world.answers
+    assert world.pair.state is PairPhase.FORMED and not world.answers
     world.meet()
     assert [world.answers[key] for key in keys] == [1, 1, 1]
 
@@ -240,7 +240,7 @@ def test_agents_that_cannot_meet_form_another_epoch_once_and_then_say_so() -> No
     while world.todo:
         world.step()
     world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
-    assert not world.errors and world.pair.state is PairState.LOST
+    assert not world.errors and world.pair.state is PairPhase.LOST
     while world.todo:
         world.step()
     assert world.redis.epoch == 2 and world.meeting == [2] and not world.answers
@@ -387,12 +387,12 @@ def test_an_older_view_is_ignored() -> None:
     for member in MEMBERS:
         world.ask(member)
     world.drain()
-    assert world.pair.viewed(old) == [] and world.pair.state is PairState.FORMED
+    assert world.pair.viewed(old) == [] and world.pair.state is PairPhase.FORMED
 
 
 def test_an_impossible_move_tells_the_story() -> None:
     with pytest.raises(ImpossibleMove, match="pair p: FORMING -> LOST is impossible; so far: FORMING"):
-        Pair("p").move(PairState.LOST)
+        PairMachine("p").move(PairPhase.LOST)
 
 
 class Walk(RuleBasedStateMachine):
@@ -448,8 +448,8 @@ class Walk(RuleBasedStateMachine):
         assert set(pair.waiting) == set(self.world.waiting)
         assert pair._inside <= set(pair.waiting)
         assert pair.epoch <= self.world.redis.epoch
-        assert (pair.error(pair.epoch) is None) == (pair.state is PairState.FORMED)
-        if pair.state is PairState.LOST:
+        assert (pair.error(pair.epoch) is None) == (pair.state is PairPhase.FORMED)
+        if pair.state is PairPhase.LOST:
             assert pair.lost is not None
 
     def teardown(self) -> None:

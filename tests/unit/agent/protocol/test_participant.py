@@ -12,7 +12,7 @@ from etha.agent.protocol.lane_queue import Recalled
 from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.participant import Moving
 from etha.errors import PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
-from etha.peer.messages import Answer, Commit, Declined, Failed, Go, Question
+from etha.peer.messages import Commit, Declined, Failed, Go, Question, VerdictAnswer
 from tests.examples import examples
 from tests.unit.agent.protocol.agreement import World
 
@@ -280,7 +280,7 @@ def test_who_is_asked_before_its_vote_says_aborted_and_tells_the_coordinator() -
     while world.busy():
         world.deliver(*world.busy()[0])
     world.perform("c", world.machines["c"].hear("b", Question(seq=1)))
-    assert list(world.links["c", "b"]) == [Answer(seq=1, verdict="aborted")]
+    assert list(world.links["c", "b"]) == [VerdictAnswer(seq=1, verdict="aborted")]
     assert isinstance(world.links["c", "a"][0], Failed) and world.machines["c"].state is Moving.STOPPING
     world.drain()
     assert all(outcome(world, key) == "aborted" for key in keys)
@@ -292,7 +292,7 @@ def test_who_is_asked_before_go_came_does_not_begin() -> None:
     while not (world.links["a", "c"] and isinstance(world.links["a", "c"][-1], Go)):
         world.deliver(*next(link for link in world.busy() if link != ("a", "c") or world.machines["c"].booking is None))
     world.perform("c", world.machines["c"].hear("b", Question(seq=1)))
-    assert list(world.links["c", "b"])[-1] == Answer(seq=1, verdict="aborted")
+    assert list(world.links["c", "b"])[-1] == VerdictAnswer(seq=1, verdict="aborted")
     world.drain()
     assert all(outcome(world, key) == "aborted" for key in keys)
     assert "lost to other agents" in world.errors[keys[2]].message
@@ -312,7 +312,7 @@ def test_who_is_not_answered_within_the_time_does_not_know_and_takes_no_commit_l
     world.undecided("b", 1)
     assert outcome(world, keys["b"]) == "unknown"
     world.perform("b", world.machines["b"].hear("c", Question(seq=1)))
-    assert world.links["b", "c"][-1] == Answer(seq=1, verdict="fenced")
+    assert world.links["b", "c"][-1] == VerdictAnswer(seq=1, verdict="fenced")
 
 
 def test_a_timer_that_comes_too_late_changes_nothing() -> None:

@@ -13,7 +13,7 @@ from etha.agent.protocol.capabilities import Terms, Verdict
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.registration import Batch, Declare, Evaluate, RegistrationState, Stand, Unenroll
+from etha.agent.protocol.registration import BatchRegistration, Declare, Evaluate, RegistrationState, Stand, Unenroll
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from tests.examples import examples
 
@@ -50,12 +50,12 @@ class World:
         self.agents = agents
         self.everybody: list[Member] = [(s, r) for s, ranks in agents.items() for r in range(len(ranks))]
         self.locals = [(s, r) for s, r in self.everybody if agents[s][r] == "a"]
-        self.batch = Batch("'b' of pair 'p'", me="a", agents=agents)
+        self.batch = BatchRegistration("'b' of pair 'p'", me="a", agents=agents)
         self.entries: dict[Member, str] = {}
         self.verdicts: dict[str, str] = {}
         self.complete = False
         self.waiting: dict[tuple[str, int], Member] = {}
-        self.told: dict[tuple[str, int], Any] = {}
+        self.expect: dict[tuple[str, int], Any] = {}
         self.stood = 0
         self.evaluating = False
         self.calls = 0
@@ -86,10 +86,10 @@ class World:
                 case Answer(call=key):
                     assert self.waiting.pop(key), f"{key} answered twice"
                     assert self.batch.state is RegistrationState.REGISTERED
-                    self.told[key] = effect.message
+                    self.expect[key] = effect.message
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
-                    self.told[key] = error
+                    self.expect[key] = error
                 case Evaluate(entries=entries):
                     assert set(entries) == set(self.everybody) and not self.evaluating
                     self.evaluating = True
@@ -108,7 +108,7 @@ def test_everybody_comes_and_is_told() -> None:
     keys = [world.enter(member) for member in world.everybody]
     world.look()
     world.plan()
-    assert [world.told[key].seq for key in keys] == [4, 4, 4] and world.stood == 1
+    assert [world.expect[key].seq for key in keys] == [4, 4, 4] and world.stood == 1
 
 
 def test_two_agents_compare_their_plans() -> None:
@@ -149,7 +149,7 @@ def test_a_verdict_that_is_none_fails_the_registration(text: str) -> None:
     world.plan()
     world.verdicts["b"] = text
     world.look()
-    assert all(isinstance(world.told[key], ProtocolError) and "agent b" in world.told[key].message for key in keys)
+    assert all(isinstance(world.expect[key], ProtocolError) and "agent b" in world.expect[key].message for key in keys)
 
 
 def test_plans_that_differ_are_refused_by_name() -> None:
@@ -160,7 +160,7 @@ def test_plans_that_differ_are_refused_by_name() -> None:
     world.plan()
     world.verdicts["b"] = verdict("other")
     world.look()
-    error = world.told[keys[0]]
+    error = world.expect[keys[0]]
     assert isinstance(error, RegistrationError) and [v.code for v in error.violations] == ["plan_mismatch"]
     assert "agents a and b computed different plans; run the same version of Etha on all" in error.message
     assert world.batch.state is RegistrationState.CLOSED, "nobody here holds it"
@@ -172,15 +172,15 @@ def test_a_refusal_reaches_everybody_with_all_reasons() -> None:
     world.look()
     world.plan(refused=True)
     for key in keys:
-        assert isinstance(world.told[key], RegistrationError) and world.told[key].violations == (BAD,)
-        assert "batch 'b' of pair 'p' cannot be registered, 1 reasons" in world.told[key].message
+        assert isinstance(world.expect[key], RegistrationError) and world.expect[key].violations == (BAD,)
+        assert "batch 'b' of pair 'p' cannot be registered, 1 reasons" in world.expect[key].message
 
 
 def test_a_deadline_lists_who_is_missing_but_never_oneself() -> None:
     world = World(ONE)
     key = world.enter(("t", 1))
     world.perform(world.batch.expire(key, cancelled=False))  # before the roster was read
-    error = world.told[key]
+    error = world.expect[key]
     assert isinstance(error, RendezvousTimeoutError) and error.missing == {"i": (0,), "t": (0,)}
     assert error.message == (
         "register_tensors of batch 'b' of pair 'p' by t rank 1 ended at its deadline; missing: i rank 0; t rank 0"
@@ -194,7 +194,7 @@ def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
     first = world.enter(("t", 0))
     world.perform(world.batch.break_up(lost))
     second = world.enter(("t", 1))
-    assert world.told == {first: lost, second: lost}
+    assert world.expect == {first: lost, second: lost}
     assert world.batch.state is RegistrationState.CLOSED and not world.batch.open, "nobody was told that it stands"
 
 
@@ -209,7 +209,7 @@ def test_a_batch_that_stood_is_lost_until_all_who_hold_it_have_left() -> None:
     assert world.batch.holders == set(world.everybody[:2])
     world.perform(world.batch.break_up(lost))
     late = world.enter(("i", 0))
-    assert world.told[late] == lost and world.batch.holders == set(world.everybody[:2])
+    assert world.expect[late] == lost and world.batch.holders == set(world.everybody[:2])
     for member in world.everybody[:2]:
         assert world.batch.state is RegistrationState.LOST
         world.perform(world.batch.close(member))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.agent.protocol.verification import Book, Checks, Line
+from etha.agent.protocol.verification import Checks, Line, VerificationBook
 from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.staging import Budget
@@ -34,7 +34,7 @@ class Watched:
     job: Job
     full: bool = True
     checks: dict[str, Checks] = field(init=False)
-    books: dict[str, Book] = field(init=False)
+    books: dict[str, VerificationBook] = field(init=False)
     budget: Budget = field(default_factory=lambda: Budget(LIMIT))
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
 from etha.agent.protocol.participant import Moving, Transfers
-from etha.peer.messages import Answer, Committed
+from etha.peer.messages import Committed, VerdictAnswer
 from tests.unit.agent.protocol.walking import Violation, Walk
 
 TWO = {"t": ("a",), "i": ("b",)}
@@ -119,14 +119,14 @@ def commit_in_doubt(self: Transfers, agent: str, seq: int) -> None:
 
 def answer_without_a_fence(self: Transfers, agent: str, seq: int) -> None:
     if self.current is not None and self.state is Moving.VOTED and self.current.coordinator != self.me:
-        self._tell(agent, Answer(seq=seq, verdict="fenced"))
+        self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
     else:
         question(self, agent, seq)
 
 
 def answer_and_go_on_moving(self: Transfers, agent: str, seq: int) -> None:
     if self.current is not None and self.state is Moving.MOVING and self.current.coordinator != self.me:
-        self._tell(agent, Answer(seq=seq, verdict="aborted"))
+        self._tell(agent, VerdictAnswer(seq=seq, verdict="aborted"))
     else:
         question(self, agent, seq)
 

@@ -291,10 +291,10 @@ class Walk:
                     assert agent.lane != "free"
                     agent.lane = "free"
 
-    def tell(self, agent: Agent, i: int, told: Told) -> None:
+    def tell(self, agent: Agent, i: int, reported: Told) -> None:
         if agent.calls[i] not in ("waiting", "ended"):
-            raise Violation(f"call {i} is told {told} after {agent.calls[i]}")
-        agent.calls[i] = told
+            raise Violation(f"call {i} is told {reported} after {agent.calls[i]}")
+        agent.calls[i] = reported
 
     # ---- what can happen ----------------------------------------------------------------------
 
@@ -401,17 +401,17 @@ class Walk:
         """The transfers of which an agent's calls have a result, and were told that they are aborted."""
         found = self.summaries.get((name, number))
         if found is None:
-            told = [t for t in self.at[name].things[number].calls.values() if isinstance(t, Told)]
+            reported = [t for t in self.at[name].things[number].calls.values() if isinstance(t, Told)]
             found = self.summaries[name, number] = (
-                frozenset(t.seq for t in told if t.outcome == "result"),
-                frozenset(t.seq for t in told if t.outcome == "aborted"),
+                frozenset(t.seq for t in reported if t.outcome == "result"),
+                frozenset(t.seq for t in reported if t.outcome == "aborted"),
             )
         return found
 
     def consistent(self, state: tuple[int, ...]) -> None:
         """No result beside an abort of the same transfer, on any agent, dead ones included."""
-        told = [self.summary(name, state[i]) for i, name in enumerate(self.names)]
-        if any(result & aborted for result, _ in told for _, aborted in told):
+        reported = [self.summary(name, state[i]) for i, name in enumerate(self.names)]
+        if any(result & aborted for result, _ in reported for _, aborted in reported):
             raise Violation("a result, and elsewhere aborted")
 
     def quiet(self, state: tuple[int, ...]) -> None:
@@ -463,12 +463,12 @@ class Walk:
         return self
 
     def ended(self, state: tuple[int, ...]) -> None:
-        told = []
+        reported = []
         for i, name in enumerate(self.names):
             agent = self.at[name].things[state[i]]
             for t in agent.calls.values():
-                told.append("dead" if agent.dead and not isinstance(t, Told) else getattr(t, "outcome", t))
-        self.outcomes.add(tuple(told))
+                reported.append("dead" if agent.dead and not isinstance(t, Told) else getattr(t, "outcome", t))
+        self.outcomes.add(tuple(reported))
 
     def story(self, came: dict[Any, Any], state: tuple[int, ...]) -> str:
         steps = []

@@ -76,7 +76,7 @@ class Two:
         self.lanes = {name: Lane(2) for name in "ab"}
         self.tallies = {name: Tally() for name in "ab"}
         self.budgets = {name: Budget(64 << 20) for name in "ab"}
-        self.told: list[tuple[str, Sums]] = []
+        self.expect: list[tuple[str, Sums]] = []
         self.inspections = {
             me: Inspection(
                 Checks(
@@ -87,13 +87,13 @@ class Two:
                 (guards or {}).get(me, {}),  # type: ignore[arg-type]
                 readers=Readers(self.lanes[me], self.budgets[me]),
                 tally=self.tallies[me],
-                tell=lambda agent, message: self.told.append((agent, message)),
+                tell=lambda agent, message: self.expect.append((agent, message)),
             )
             for me in "ab"
         }  # fmt: skip
 
     def deliver(self, tallies: dict[str, Tally]) -> None:
-        for agent, message in self.told:
+        for agent, message in self.expect:
             tallies[agent].take("a", message)
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ async def test_the_source_tells_its_sums_in_bounded_messages(monkeypatch: pytest
     try:
         await two.inspections["a"].before()
         await two.inspections["a"].after()
-        assert [(agent, message.first) for agent, message in two.told] == [("b", 0), ("b", 3), ("b", 6)]
-        assert sum(len(message.sums) for _, message in two.told) == 8 * (8 << 20) // chunks.CHUNK
+        assert [(agent, message.first) for agent, message in two.expect] == [("b", 0), ("b", 3), ("b", 6)]
+        assert sum(len(message.sums) for _, message in two.expect) == 8 * (8 << 20) // chunks.CHUNK
     finally:
         two.close()
 

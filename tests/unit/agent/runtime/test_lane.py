@@ -172,13 +172,13 @@ async def test_progress_is_told_in_bytes_and_not_for_every_piece(lane: Lane) -> 
 
 async def test_an_idle_lane_holds_nothing_of_the_last_job(lane: Lane) -> None:
     job = Pieces(4)
-    gone = weakref.ref(job)
+    reference = weakref.ref(job)
     await Over(lane, job).result
     del job
     barrier = Pieces(2)  # its threads have let go of the first one by the time it is over
     await Over(lane, barrier).result
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 async def test_close_aborts_what_is_left() -> None:

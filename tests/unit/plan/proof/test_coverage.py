@@ -104,8 +104,8 @@ def test_a_missing_contribution_is_uncovered() -> None:
     plan = plan_of(SUMS)
 
     def lose(t: Template) -> Template:
-        gone = int(np.flatnonzero((t.kind == CONTRIBUTE) & (t.index == 1) & (t.target == 0))[0])
-        return rows(t, [i for i in range(len(t.kind)) if i != gone])
+        dropped = int(np.flatnonzero((t.kind == CONTRIBUTE) & (t.index == 1) & (t.target == 0))[0])
+        return rows(t, [i for i in range(len(t.kind)) if i != dropped])
 
     assert "uncovered" in broken(plan, "source", 0, lose)
 

@@ -109,9 +109,9 @@ def test_a_tensor_outside_of_its_segment_is_refused(memory: WorkerMemory) -> Non
 def test_private_memory_that_is_not_there_is_found_out_at_once(memory: WorkerMemory) -> None:
     a = torch.empty(4)
     exhibit = shown(memory, a=a)
-    gone = TensorHandle(segment=None, offset=4096, shape=(4,), strides=(1,), dtype="float32")
+    unreadable = TensorHandle(segment=None, offset=4096, shape=(4,), strides=(1,), dtype="float32")
     with pytest.raises(FaultError):
-        HostMemory(replace(exhibit, tensors={"a": gone}))
+        HostMemory(replace(exhibit, tensors={"a": unreadable}))
 
 
 def test_no_descriptor_is_left_open(memory: WorkerMemory) -> None:
