@@ -59,6 +59,7 @@ class Shelf:
 
     def __init__(self, fields: Hash, layouts: Hash) -> None:
         self._fields, self._layouts = fields, layouts
+        self.batches = self  # the part of a store that is asked for them
 
     async def manifest(self, digest: str) -> Hash:
         return self._fields

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 import etha
 from etha.memory import shared
 from tests.flow.endurance.cycles import SIDES, Cycles, shared_bytes
-from tests.flow.jobs import Job
+from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.puppets import Stage
 from tests.flow.sides import Sides
 from tests.flow.sites import Site, open_site, started_in
@@ -37,8 +37,11 @@ def test_nobody_holds_more_after_closed_batches_and_relaunches(way: Way, pair: s
         assert not cycles.grown(0.0, memory=False), cycles.report()
 
 
-def send_only(me: SimpleNamespace) -> int:
-    """Register a batch that others receive atomically, send it; bytes of shared memory that this process has made."""
+def move_once(me: SimpleNamespace) -> None:
+    """Register a batch that is received atomically, move it; tells the bytes of shared memory that this process made.
+
+    It leaves when it may, because the others' shadows go with the pair.
+    """
     with etha.TensorBusClient(timeout=60) as client:
         client.init_pair(me.pair, me.side, me.remote, 1, (1,), rank=0)
         tensors = {"w": torch.ones(LARGE)}
@@ -49,16 +52,21 @@ def send_only(me: SimpleNamespace) -> int:
             else:
                 handle.transfer("recv")
                 assert bool((tensors["w"] == 1).all())
-            return shared_bytes([os.getpid()])
+            tell("bytes", shared_bytes([os.getpid()]))
+            wait_for("leave")
 
 
 @pytest.mark.ways("local")
 def test_who_only_sends_allocates_no_shadows(stage: Stage) -> None:
     """Both sides register alike, with no direction: which side receives shows when it does."""
     trainer, inference = (stage.puppet(side, 0, 1) for side in SIDES)
-    trainer.begin(send_only)
-    assert inference.do(send_only) >= 4 * LARGE
-    assert trainer.ends() < 4 * LARGE
+    for puppet in (trainer, inference):
+        puppet.begin(move_once)
+    sent, received = trainer.worker.expect("bytes"), inference.worker.expect("bytes")
+    for puppet in (trainer, inference):
+        puppet.worker.go("leave")
+        puppet.ends()
+    assert sent < 4 * LARGE <= received
 
 
 def held(site: Site) -> int:
