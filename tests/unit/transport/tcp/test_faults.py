@@ -161,7 +161,7 @@ async def test_abort_ends_both_with_their_cause_and_streams_are_opened_anew() ->
 
 @pytest.mark.parametrize("to", [0, 1], ids=["straight", "packed"])
 async def test_an_abort_in_the_middle_ends_both_ends_at_once(to: int) -> None:
-    job = rows(2, 2, (4096, 1024), Shard(to), "aa", "bb")
+    job = rows(2, 2, (16384, 1024), Shard(to), "aa", "bb")  # more than the kernel buffers
     async with agents("ab") as at:
         runs = await opened(at, job)
         gate = Gate(lambda: at["b"].transport.stop(ValueError("enough")))
