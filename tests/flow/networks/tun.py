@@ -9,6 +9,7 @@ A process of its own holds a TUN device in each namespace; when it ends, so do t
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -77,7 +78,12 @@ def _lead(devices: tuple[int, int], delay: float) -> None:
                     except BlockingIOError:
                         break
             while waiting[side] and waiting[side][0][0] <= time.monotonic():
-                os.write(devices[1 - side], waiting[side].popleft()[1])
+                _, packet = waiting[side].popleft()
+                try:
+                    os.write(devices[1 - side], packet)
+                except OSError as error:  # the other end is not up yet, or no more: the packet is lost, as on a wire
+                    if error.errno != errno.EIO:
+                        raise
 
 
 @contextmanager
