@@ -30,7 +30,7 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import packed
 from etha.transport.geometry.tiles import BOUNCE_BYTES
 from etha.transport.verify.chunks import CheckChunk, Fold, Kind
-from etha.transport.wire.compiler import Laid, Laying, Views
+from etha.transport.wire.compiler import MappedPiece, PieceMapper, Views
 from etha.transport.wire.flows import span_memory
 from etha.transport.wire.routing import Ways
 
@@ -47,7 +47,7 @@ _ALIGN = 64
 class Read:
     """``numel`` elements to be read as ``dtype`` and summed as ``target``; ``lenient``: every NaN is the same."""
 
-    laid: Laid
+    laid: MappedPiece
     owner: Member
     numel: int
     dtype: torch.dtype
@@ -75,12 +75,12 @@ def checksum(flat: torch.Tensor, target: torch.dtype, lenient: bool) -> int:
     return int(xxhash.xxh3_64_intdigest(raw))
 
 
-class Reads(Laying):
+class Reads(PieceMapper):
     """Where the chunks of one direction lie for one agent; geometry is worked out once per class of equal chunks."""
 
     def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views) -> None:
         super().__init__(plan, ways, sources, targets)
-        self._gathered: dict[object, Laid] = {}
+        self._gathered: dict[object, MappedPiece] = {}
 
     def overwritten(self, chunk: CheckChunk) -> bool:
         """Whether the chunk's source lies where a target is written: to be summed before anything is."""
@@ -163,7 +163,7 @@ class Reads(Laying):
         name = self.plan.names[tensor]
         return self.plan.source[name].dtype, self.plan.target[name].dtype
 
-    def _gather(self, view: View, key: object, dims: tuple[Ints, ...], dtype: torch.dtype) -> Laid:
+    def _gather(self, view: View, key: object, dims: tuple[Ints, ...], dtype: torch.dtype) -> MappedPiece:
         where = (key, view.shape, view.strides, view.dtype, view.private)
         found = self._gathered.get(where)
         if found is None:

@@ -2,7 +2,7 @@
 
 A sender's piece is read where it lies if it is one segment there, a receiver's is received where it shall
 lie if it has one target and is one segment there; everything else is packed and unpacked, and cast on the way.
-``Laying`` decides that for each piece; the checksums of ``verify/`` lay the same pieces for reading alone.
+``PieceMapper`` decides that for each piece; the checksums of ``verify/`` map the same pieces for reading alone.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from etha.transport.wire.routing import Ways
 
 Views = Mapping[int, Mapping[int, View]]
 #: A view, its steps, and the byte offset at which all of it is one segment there (None: it is not).
-Laid = tuple[View | None, tuple[tuple[Tile, int, int], ...], int | None]
+MappedPiece = tuple[View | None, tuple[tuple[Tile, int, int], ...], int | None]
 #: Smaller segments go through a chunk with their neighbours: a system call costs more than their copy.
 STRAIGHT = 64 << 10
 
 
-class Laying:
-    """Lays the pieces of one program; ``early`` and ``staged`` are what it found source and target to share."""
+class PieceMapper:
+    """Maps the pieces of one program to views; ``early`` and ``staged``: what source and target share."""
 
     def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, straight: int = STRAIGHT) -> None:
         self.plan, self.ways = plan, ways
@@ -81,7 +81,7 @@ class Laying:
         *,
         dense: bool,
         read: bool | None = None,
-    ) -> Laid:
+    ) -> MappedPiece:
         """The part within ``bounds`` of a region, between a tensor and dense bytes.
 
         ``dense``: bounds count in the region packed; else in the slot at the region's other end. ``read``: from the
@@ -137,7 +137,7 @@ class Laying:
         wire: torch.dtype,
         bounds: Bounds,
         owners: tuple[Member, ...],
-        laid: Sequence[Laid],
+        laid: Sequence[MappedPiece],
         part: SlotPart | None = None,
     ) -> FlowPiece:
         """The piece between the dense bytes of ``bounds`` and these ends, staged early where memory is shared."""
@@ -168,7 +168,7 @@ class Laying:
     def aliased(self, view: View | None) -> bool:
         return view is not None and self._written.overlaps(view)
 
-    def stage(self, laid: Laid, numel: int, dtype: torch.dtype, owners: tuple[Member, ...]) -> Laid:
+    def stage(self, laid: MappedPiece, numel: int, dtype: torch.dtype, owners: tuple[Member, ...]) -> MappedPiece:
         """Read before anything is written: somebody writes where this piece lies."""
         view, steps, _ = laid
         if view is not None and view.device is not None:
@@ -232,7 +232,7 @@ def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: MessageCut | None 
     return Crossings(plan, ways, staging // 8, cut.part, fit=True)
 
 
-class _Compiler(Laying):
+class _Compiler(PieceMapper):
     def __init__(
         self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int, cut: MessageCut | None = None
     ) -> None:
@@ -417,7 +417,7 @@ class _Compiler(Laying):
                 piece = replace(piece, arrival=self._arrivals.mark(brought))
             yield part.at, piece
 
-    def _sink(self, rank: int, tensor: int, region: Region, part: SlotPart, wire: torch.dtype) -> Laid:
+    def _sink(self, rank: int, tensor: int, region: Region, part: SlotPart, wire: torch.dtype) -> MappedPiece:
         """From the dense bytes of a result's piece to a target."""
         view = self.view("target", rank, tensor)
         self.check(region, view, 1)

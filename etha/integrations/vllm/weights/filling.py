@@ -8,6 +8,7 @@ It does not matter how a loader comes to the parameter, nor in which order: this
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class ParameterMemory:
             self.odd = True
 
 
-class Filling(TorchDispatchMode):
+class Filling(TorchDispatchMode, ABC):
     """Carries operations on ``places`` to their memory; ``make`` gives it, when a place is first used."""
 
     def __init__(self, places: Iterable[ParameterMemory], device: torch.device) -> None:
@@ -71,9 +72,9 @@ class Filling(TorchDispatchMode):
         #: Parameters that were written to after they were closed.
         self.late: set[str] = set()
 
+    @abstractmethod
     def make(self, place: ParameterMemory) -> torch.Tensor:
         """New memory for a place."""
-        raise NotImplementedError
 
     @contextmanager
     def off(self) -> Iterator[None]:
