@@ -1,8 +1,8 @@
-"""What every way of moving bytes offers, and what it is given: a lane's copies, ``tcp``, ``nccl``.
+"""The interface of every transport (a lane's local copies, ``tcp``, ``nccl``) and the values it is given.
 
     open(peers) once per batch and epoch -> run(bucket) any number of times -> close()
 
-``abort`` may come at any time, from any task; a run that it ends raises.
+``abort`` may be called at any time, from any task. A run that it ends raises.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from etha.memory.revocation import Guard
 from etha.transport.copy.program import Member
 from etha.transport.wire.flows import WireProgram
 
-#: Bytes of the key of a transfer, which its two ends know it by.
+#: Length in bytes of a transfer's key, by which its two ends recognise each other.
 KEY_BYTES = 32
 
 Bucket_contra = TypeVar("Bucket_contra", contravariant=True)
 
-#: Called with the bytes done so far; cheap, on the event loop, some ten times a second.
+#: Called with the number of bytes done so far, about ten times a second, on the event loop. It must be cheap.
 Progress = Callable[[int], None]
 
 
 class StreamLost(PeerLostError):
-    """A peer has closed a data stream in a run: mostly because it has ended the transfer, for a cause it will tell."""
+    """A peer closed a data stream during a run, usually because it ended the transfer; it reports the cause itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class Traffic:
 
 @dataclass(slots=True, kw_only=True)
 class WireRun:
-    """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; key has KEY_BYTES.
+    """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; ``key`` has KEY_BYTES bytes.
 
-    ``guards`` are the calls that lend memory to it, as for an ``Execution``. ``after``: number of the batch's last
-    transfer that failed, 0 for none. ``touched`` tells afterwards whether targets may have been written.
+    ``guards`` are the calls that lend memory to it, as in an ``Execution``. ``after`` is the number of the batch's last
+    failed transfer, 0 if none failed. After the run, ``touched`` says whether targets may have been written.
     """
 
     program: WireProgram
@@ -66,20 +66,20 @@ class Transport(Protocol[Bucket_contra]):
     """Moves buckets of its kind between this agent and its peers."""
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
-        """Get ready to exchange with exactly these peers."""
+        """Prepare to exchange data with exactly these peers."""
         ...
 
     async def run(self, bucket: Bucket_contra, on_progress: Progress | None = None) -> int:
         """Move one bucket and return its bytes. Buckets of one peer run in the order of the calls.
 
-        When it returns or raises, nothing touches the bucket's memory any more, cancelled or not.
+        Once it returns or raises, even when cancelled, nothing touches the bucket's memory any more.
         """
         ...
 
     def abort(self, cause: BaseException) -> None:
-        """End all runs, now and from now on, with ``cause``; idempotent, returns at once."""
+        """End all current and future runs with ``cause``. Idempotent; returns at once."""
         ...
 
     async def close(self) -> None:
-        """Let what runs end, then let go of everything; idempotent."""
+        """Wait for current runs to end, then release everything. Idempotent."""
         ...

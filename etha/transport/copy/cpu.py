@@ -1,8 +1,8 @@
-"""The copies themselves: what one lane thread does with a run of operations.
+"""The copies themselves: how one lane thread carries out a run of operations.
 
-Operations of one call have one path, and one process where a process is read or directly written. Python is
-left for system calls and torch, which release the GIL; a step moves hundreds of KB. What has a device at one end is
-left to the workspace's copier (device.py).
+The operations of one call have one path, and one process if a process is read or written directly. Python only makes
+system calls and torch calls, which release the GIL; a step moves hundreds of KB. Copies with a device at one end go to
+the workspace's copier (device.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Buffer:
-    """Scratch memory of one thread, seen as any dtype; grows for what does not fit."""
+    """Scratch memory of one thread, viewed as any dtype. It grows when something does not fit."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
@@ -41,7 +41,7 @@ class Buffer:
         return int(self._bytes.data_ptr())
 
     def reserve(self, nbytes: int) -> None:
-        """Have at least ``nbytes``; what was in it is lost when it grows."""
+        """Hold at least ``nbytes``. Growing loses the content."""
         if nbytes > self.nbytes:
             self._bytes = torch.empty(-(-nbytes // 4096) * 4096, dtype=torch.uint8)
             self._typed.clear()
@@ -55,34 +55,34 @@ class Buffer:
 
 
 class Workspace:
-    """What one lane thread has for itself; made by that thread, so that its pages are near it.
+    """Scratch memory of one lane thread. That thread makes it, so that its pages are near.
 
-    ``copier``: on an agent of a device, its own; whoever made it closes it.
+    ``copier`` is that of a device's agent; whoever made it closes it.
     """
 
     def __init__(self, copier: Copier | None = None) -> None:
         self.copier = copier
-        #: Set once something may have been written outside of the buffers; whoever wants to know clears it before.
+        #: Set once something outside of the buffers may have been written. Whoever reads it clears it beforehand.
         self.wrote = False
         self.read = Buffer(0)
         self.packed = Buffer(0)
 
     @property
     def nbytes(self) -> int:
-        """Scratch memory of the host's held."""
+        """Bytes of host scratch memory held."""
         held = self.read.nbytes + self.packed.nbytes
         return held if self.copier is None else held + self.copier.nbytes
 
     @property
     def device(self) -> Copier:
-        """The copier; ReachError where there is none."""
+        """The copier. ReachError if there is none."""
         if self.copier is None:
             raise ReachError("memory of a device, but this agent has none: the workers' agent is another one")
         return self.copier
 
 
 def run(ops: Sequence[Op], work: Workspace) -> None:
-    """Do the operations, in any order; a ReachError leaves them half done."""
+    """Carry out the operations, in any order. A ReachError leaves them half done."""
     if not ops:
         return
     match ops[0].tile.path:
@@ -107,14 +107,14 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
 
 
 def run_mixed(ops: Sequence[Op], work: Workspace) -> None:
-    """Do operations of any mix of paths and processes, each kind in one go; a ReachError leaves them half done."""
+    """Carry out operations of any mix of paths and processes, each kind in one go. ReachError leaves them half done."""
     for group in iovec.kinds(ops):
         run(group, work)
 
 
 @contextmanager
 def _writing(work: Workspace) -> Iterator[None]:
-    """Around one call of the kernel that copies into a target; one that fails may have moved nothing."""
+    """Wraps one system call that copies into a target. A call that fails may have moved nothing."""
     try:
         yield
     except ReachError as error:
@@ -143,7 +143,7 @@ def _copy_mapped(op: Op) -> None:
 
 
 def _strided(flat: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
-    # Offsets of as_strided count from the storage; torch checks it against the storage's size.
+    # Offsets of as_strided count from the start of the storage; torch checks them against the storage's size.
     return flat.as_strided(counts, strides, int(flat.storage_offset()) + offset)
 
 
@@ -173,7 +173,7 @@ def _bounce(batch: IovecBatch, work: Workspace) -> None:
 
 
 def _bound(table: IoVec, *buffers: Buffer) -> None:
-    """Refuse a table that reaches outside of the buffers: the kernel would move bytes wherever it says."""
+    """Refuse a table that reaches outside of the buffers, because the kernel would move bytes wherever it points."""
     first, last = table[:, 0], table[:, 0] + table[:, 1]
     inside = np.zeros(len(table), bool)
     for buffer in buffers:
@@ -186,7 +186,7 @@ def _bound(table: IoVec, *buffers: Buffer) -> None:
 
 
 def _pick(op: Op, start: int, place: int, work: Workspace) -> None:
-    """From what was read (or a mapped source) to what will be written (or a mapped target), cast on the way."""
+    """Copy what was read (or a mapped source) to what will be written (or a mapped target), and cast on the way."""
     tile, raw = op.tile, not op.tile.ends.casts
     if tile.ends.source_private:
         dtype = CARRIERS[tile.ends.source.itemsize] if raw else tile.ends.source

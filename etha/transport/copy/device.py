@@ -1,11 +1,11 @@
-"""The data plane of one device: operations compiled to few copies and fused kernels, and queued on a stream.
+"""The data plane of one device: compile operations to few copies and fused kernels, and queue them on a stream.
 
     launch = copier.compile(ops)      tables in device memory, once
     copier.enqueue(launch, stream)    a kernel for each dtype class, a copy for each long piece; returns at once
     copier.run(launch)                the same on the copier's own stream, and waits
 
-Both ends of an operation may be device memory or pinned host memory; other host memory goes through a pinned
-buffer (device_bounce.py), which only ``run`` does: it needs the CPU in between.
+Both ends of an operation may be device memory or pinned host memory. Other host memory goes through a pinned buffer
+(device_bounce.py); only ``run`` does that, because the CPU has to work in between.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Tile
 
 _ALIGN = 256
-#: Least scratch memory of a copier, in bytes.
+#: Smallest scratch memory of a copier, in bytes.
 SCRATCH = 64 << 10
-#: Least bytes of the memory for tables that are not kept.
+#: Smallest memory, in bytes, for tables that are not kept.
 _SMALL = 1 << 20
 
 
 class Launch:
-    """Compiled operations; any copier of its device may queue it, at any time and as often as it likes.
+    """Compiled operations. Any copier of the device may queue them at any time, any number of times.
 
-    What it copies between must stay where it is. Its table in device memory goes with it, or by ``release``.
+    The memory at both ends must stay where it is. The launch's table in device memory is freed with it, or by
+    ``release``.
     """
 
     def __init__(
@@ -47,30 +48,30 @@ class Launch:
         nbytes: int,
     ) -> None:
         self.copies, self.fused, self.bounced = tuple(copies), tuple(fused), tuple(bounced)
-        #: Payload as of the tiles.
+        #: Payload in bytes, as the tiles count it.
         self.nbytes = nbytes
         self._memory = memory
 
     @property
     def table_nbytes(self) -> int:
-        """Device memory that it holds."""
+        """Bytes of device memory that it holds."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def release(self) -> None:
-        """Let go of the table, which is given back once the device is done; idempotent. Not to be queued again."""
+        """Release the table, which is freed once the device is done. Idempotent. Do not queue the launch again."""
         if self._memory is not None:
             self._memory.release()
 
 
 class Copier:
-    """One thread's stream on one device, and its scratch memory there. Not to be shared by threads.
+    """One thread's stream on one device, and its scratch memory there. Threads must not share it.
 
-    Every method raises CardError where the device fails: what was queued is then half done, but nothing touches
-    memory any more once ``run``, ``run_ops`` or ``finish`` has returned or raised.
+    Every method raises CardError if the device fails. Queued work is then half done, but nothing touches memory any
+    more once ``run``, ``run_ops`` or ``finish`` has returned or raised.
     """
 
     def __init__(self, driver: Driver, uuid: str, *, kernels: Kernels | None = None, bounce: int = BYTES) -> None:
-        """``bounce``: bytes of the pinned buffer for plain host memory, once it is needed."""
+        """``bounce``: bytes of the pinned buffer for plain host memory, which is allocated when first needed."""
         self.driver, self.uuid = driver, uuid
         with reaching(uuid):
             self._kernels = choose(driver, uuid) if kernels is None else kernels
@@ -80,33 +81,33 @@ class Copier:
         self._table: DeviceMemory | None = None
         self._scratch: DeviceMemory | None = None
         self._bounce = Bounce(self, bounce)
-        #: Kernels that are loaded, and reductions that torch has memory for.
+        #: Kinds of kernels that are loaded, and of reductions for which torch has allocated memory.
         self.rehearsed: set[Kind | tuple[object, ...]] = set()
         self._closed = False
 
     @property
     def nbytes(self) -> int:
-        """Pinned host memory that it holds."""
+        """Bytes of pinned host memory that it holds."""
         return self._bounce.nbytes + (self._upload.nbytes if self._upload is not None else 0)
 
     def compile(self, ops: Sequence[Op]) -> Launch:
-        """The operations, in any order, as a Launch; waits for the upload of its table."""
+        """Compile the operations, in any order. Waits for the upload of their table."""
         return self._compile(ops, keep=True)
 
     def compile_tiles(self, tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Launch:
-        """The same for ``tiles[tile[i]]`` from address ``source[i]`` to ``target[i]``, all in the device's reach."""
+        """Compile ``tiles[tile[i]]`` from address ``source[i]`` to ``target[i]``, all within the device's reach."""
         nbytes = np.array([t.nbytes for t in tiles], np.int64)[tile]
         return self._uploaded(build(tiles, tile, source, target), (), int(nbytes.sum()), keep=True)
 
     def enqueue(self, launch: Launch, stream: int) -> None:
-        """Queue it; the memory must stay until ``stream`` has come so far. ValueError where host memory is plain."""
+        """Queue it. The memory must stay until ``stream`` has got so far. ValueError if plain host memory is in it."""
         if launch.bounced:
             raise ValueError(f"{len(launch.bounced)} copies of plain host memory cannot be queued: use run()")
         with reaching(self.uuid):
             self._queue(launch, stream)
 
     def run(self, launch: Launch) -> None:
-        """Do it all."""
+        """Run all of it on the copier's own stream, and wait."""
         try:
             with reaching(self.uuid):
                 self._queue(launch, self.stream)
@@ -116,45 +117,46 @@ class Copier:
             self.finish()
 
     def run_ops(self, ops: Sequence[Op]) -> None:
-        """Compile and run what is needed once; its table lies in memory that the next one reuses."""
+        """Compile and run operations once. Their table lies in memory that the next call reuses."""
         self.run(self._compile(ops, keep=False))
 
     def run_tables(self, tables: Tables) -> None:
-        """The same of what is in tables already."""
+        """Run tables that are built already, once."""
         self.run(self._uploaded(tables, (), 0, keep=False))
 
     def provide_bounce(self) -> None:
-        """Have the memory that plain host memory goes through: as long as its tables are small no more is taken."""
+        """Allocate the memory that plain host memory goes through. Later runs allocate more only for large tables."""
         self._bounce.provide()
         self._table_of(_SMALL)
         self._upload_of(_SMALL)
 
     def queue(self, work: Callable[[], None]) -> None:
-        """``driver.launch`` on the copier's own stream."""
+        """Call ``driver.launch`` on the copier's own stream."""
         with reaching(self.uuid):
             self.driver.launch(self.uuid, self.stream, work)
 
     def finish(self) -> None:
-        """Wait for all that was queued on the copier's own stream."""
+        """Wait for everything queued on the copier's own stream."""
         with reaching(self.uuid):
             self.driver.record(self._event, self.stream)
             self.driver.synchronize(self._event)
 
     def scratch(self, nbytes: int) -> DeviceMemory:
-        """At least ``nbytes`` of device memory; the same until more is asked for, and nothing is queued on it then."""
+        """At least ``nbytes`` of device memory. It is the same until more is asked for, when nothing may be queued on
+        it."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             if self._scratch is not None:
                 self._scratch.release()
-            # Not less than what a rehearsal takes, or it would take it from under what is compiled already.
+            # At least what a rehearsal takes, because growing it there would invalidate what is compiled over it.
             self._scratch = DeviceMemory(self.driver, self.uuid, _rounded(max(nbytes, SCRATCH)))
         return self._scratch
 
     def close(self) -> None:
-        """Give everything back but the Launches, memory once what is queued is done; returns at once, idempotent."""
+        """Free everything but the Launches; memory is freed once queued work is done. Returns at once. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        # Of a device that was lost nothing is to be given back.
+        # A device that was lost has nothing to be freed.
         with suppress(DeviceError):
             self.driver.drop_event(self._event)
         with suppress(DeviceError):

@@ -1,7 +1,7 @@
 """Copies between a device and plain host memory, through a pinned buffer of bounded size.
 
-Operations are cut to the buffer and go in rounds: all of a round's bytes share one kernel on the device's side, and
-on the host's side go the way that host memory always goes (kernels.py), workers' private memory included.
+Operations are cut to the buffer's size and run in rounds. On the device's side, one kernel moves all bytes of a round.
+On the host's side, cpu.py copies them as it copies any host memory, workers' private memory included.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from etha.transport.geometry.tiles import Ends, Path, Tile, tiles
 if TYPE_CHECKING:
     from etha.transport.copy.device import Copier
 
-#: The buffer: a round's bytes take longer than its launch.
+#: Size of the buffer, at which a round's bytes take longer than its launch.
 BYTES = 8 << 20
 _ALIGN = 16
 
 
 class _Part(NamedTuple):
-    """What of an operation fits the buffer: the way as ``axes`` from offset to offset, in elements."""
+    """The part of an operation that fits the buffer: ``axes`` from offset to offset, in elements."""
 
     axes: Axes
     source: View
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class Bounce:
-    """See the module's head; the buffer is pinned when it is first needed."""
+    """See the module. The buffer is pinned when it is first needed."""
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self._copier, self._most = copier, nbytes
@@ -48,23 +48,23 @@ class Bounce:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it holds."""
+        """Bytes of host memory that it holds."""
         return self._work.nbytes + (self._pinned.nbytes if self._pinned is not None else 0)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Do all; each has plain host memory at one end or at both."""
+        """Run all operations. Each has plain host memory at one end or at both."""
         host = [op for op in ops if not op.source.reachable and not op.target.reachable]
         cpu.run_mixed(host, self._work)
         self._rounds([op for op in ops if not op.source.reachable and op.target.reachable], inward=True)
         self._rounds([op for op in ops if op.source.reachable and not op.target.reachable], inward=False)
 
     def provide(self) -> None:
-        """Have the buffer."""
+        """Allocate the buffer."""
         if self._pinned is None:
             self._pinned = PinnedMemory(self._copier.driver, self._copier.uuid, self._most + 4096)
 
     def close(self) -> None:
-        """Give the buffer back."""
+        """Free the buffer."""
         self._views.clear()
         if self._pinned is not None:
             self._pinned.release()
@@ -75,7 +75,7 @@ class Bounce:
         far: list[Op] = []
         used = 0
         for part in self._parts(ops):
-            # On the host's side nothing is cast: kernels do that.
+            # The host's side casts nothing, because kernels do that.
             dtype = part.source.dtype if inward else part.target.dtype
             need = boxes.numel(part.axes) * dtype.itemsize
             if used and used + need > self._most:

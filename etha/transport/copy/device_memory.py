@@ -1,7 +1,7 @@
-"""Memory that the agent itself takes on a device, or pins on the host, and views of it.
+"""Memory that the agent itself allocates on a device or pins on the host, and views of it.
 
-It is given back with the object, or before by ``release``: whoever keeps it says how long it is needed. Neither waits,
-for it is the reaper who gives it back (reaper.py), once the device is done.
+It is freed with its object, or earlier by ``release``. Neither waits, because the reaper (reaper.py) frees it once the
+device is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class CardError(ReachError):
-    """A device refused, or failed; ``sticky``: it will do nothing more for this process."""
+    """A device refused or failed. ``sticky``: it will do nothing more for this process."""
 
     def __init__(self, message: str, *, sticky: bool) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class CardError(ReachError):
 
 @contextmanager
 def reaching(uuid: str) -> Iterator[None]:
-    """DeviceErrors within are raised as CardErrors that name the device."""
+    """Raise DeviceErrors of this context as CardErrors that name the device."""
     try:
         yield
     except DeviceError as error:
@@ -42,10 +42,10 @@ def reaching(uuid: str) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """``nbytes`` > 0 of one device's memory at ``address``."""
+    """``nbytes`` > 0 of one device's memory, at ``address``."""
 
     def __init__(self, driver: Driver, uuid: str, nbytes: int) -> None:
-        """CardError where there is not so much."""
+        """CardError if the device does not have that much."""
         self.uuid, self.nbytes = uuid, nbytes
         with reaching(uuid):
             self.address = _taken(partial(driver.allocate, uuid, nbytes))
@@ -53,15 +53,15 @@ class DeviceMemory:
         self._free.atexit = False  # the process's end frees all
 
     def release(self) -> None:
-        """Let go of it, returns at once; idempotent. Nobody may use it any more, but for what is queued already."""
+        """Free it once queued work is done. Returns at once. Idempotent. Nothing else may use it any more."""
         self._free()
 
 
 class PinnedMemory:
-    """``nbytes`` > 0 of page-locked host memory at ``address``, for the CPU as ``flat``: uint8."""
+    """``nbytes`` > 0 of page-locked host memory at ``address``; the CPU sees it as ``flat``, of dtype uint8."""
 
     def __init__(self, driver: Driver, uuid: str, nbytes: int) -> None:
-        """CardError where there is not so much."""
+        """CardError if the host does not have that much."""
         self.nbytes = nbytes
         with reaching(uuid):
             self.address = _taken(partial(driver.pin, nbytes))
@@ -71,7 +71,7 @@ class PinnedMemory:
         self.flat = torch.frombuffer(pages, dtype=torch.uint8)
 
     def view(self, dtype: torch.dtype) -> View:
-        """All of it as a flat tensor of ``dtype``, for CPU and devices alike."""
+        """All of it as a flat tensor of ``dtype``, which CPU and devices reach."""
         flat = self.flat[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         return View(
             shape=(flat.numel(),),
@@ -88,7 +88,7 @@ class PinnedMemory:
         )
 
     def release(self) -> None:
-        """As of DeviceMemory. Nobody may look at ``flat`` any more."""
+        """Free it once queued work is done, as for DeviceMemory. Nobody may look at ``flat`` any more."""
         self._free()
 
 
@@ -97,7 +97,7 @@ def _taken(take: Callable[[], int]) -> int:
     try:
         return take()
     except DeviceError as error:
-        # There is room once what was let go of is given back.
+        # There may be room once memory that was released is freed.
         if error.name != "cudaErrorMemoryAllocation" or not reaper.drain():
             raise
         return take()
@@ -106,12 +106,12 @@ def _taken(take: Callable[[], int]) -> int:
 def _give_back(free: Callable[[int], None], address: int) -> None:
     try:
         free(address)
-    except DeviceError as error:  # a lost context has given all back
+    except DeviceError as error:  # a lost context has freed everything
         log.log(logging.DEBUG if error.sticky else logging.WARNING, "memory of a device was not given back: %s", error)
 
 
 def dense_on(memory: DeviceMemory, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0) -> View:
-    """A dense tensor in device memory, ``place`` bytes behind its beginning; the view keeps the memory."""
+    """A dense tensor in device memory, ``place`` bytes after its start. The view keeps the memory alive."""
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return View(
         shape=shape,

@@ -1,7 +1,7 @@
 """Copies as descriptor tables for fused kernels (etha/cuda/kernels.py), built by numpy for all tiles at once.
 
-What is contiguous at both ends and long, after neighbours have been joined, is left to ``driver.copy``. Rows that
-copy bits take the widest unit that their addresses, steps and runs allow, so it shows in no address what they are.
+After neighbours are joined, long ranges that are contiguous at both ends are left to ``driver.copy``. Rows that copy
+bits use the widest unit that their addresses, steps and runs allow, whatever their dtype.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from etha.transport.geometry import boxes
 from etha.transport.geometry.boxes import Axes, BoxAxis, Ints, Placed
 from etha.transport.geometry.tiles import Tile
 
-#: What one implementation or another has a kernel of its own for: source and target dtype (None where bits travel),
-#: log2 of a unit's bytes, and whether there are strides.
+#: What an implementation has a kernel of its own for: source and target dtype (None if bits are copied), log2 of a
+#: unit's bytes, and whether there are strides.
 Kind = tuple[torch.dtype | None, torch.dtype | None, int, bool]
 
-#: From so many contiguous bytes on a copy of its own is as fast as the kernel.
+#: From this many contiguous bytes on, a copy of its own is as fast as the kernel.
 LONG = 1 << 20
-#: Most bytes (units, where bytes travel one by one) of one descriptor: its numbers are 32 bits wide in the kernel.
+#: Most bytes of one descriptor (units, if bytes are copied one by one), because its numbers are 32 bits wide in the
+#: kernel.
 _MOST = 1 << 28
 _WIDEST = 16
 
-#: Source and target dtype of a class of rows; None and None: bits travel.
+#: Source and target dtype of a class of rows; None and None if bits are copied.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
-    """Descriptors of one dtype class, and their pieces."""
+    """Descriptors of one dtype class, and the pieces into which they are cut."""
 
     dtypes: Dtypes
     rows: Ints
@@ -58,15 +59,18 @@ class Table:
 
 
 class Tables(NamedTuple):
-    """Everything of one batch: rows of (target, source, bytes) for ``driver.copy``, and a table for each class."""
+    """All copies of one batch: rows (target, source, bytes) for ``driver.copy``, and a table for each dtype class."""
 
     copies: Ints
     tables: tuple[Table, ...]
 
 
 class _Form(NamedTuple):
-    """A descriptor without its addresses: run in bytes (elements of a cast), the outer axes from the innermost
-    on with steps in bytes, and the largest power of two, at most 16, that all of them are multiples of."""
+    """A descriptor without its addresses.
+
+    ``run`` is in bytes, or in elements for a cast. ``axes`` are the outer axes, innermost first, with steps in bytes.
+    ``unit`` is the largest power of two, at most 16, that divides all of them.
+    """
 
     dtypes: Dtypes
     run: int
@@ -74,14 +78,14 @@ class _Form(NamedTuple):
     unit: int
 
 
-#: Descriptors of one tile: its form, and byte offsets of both ends.
+#: Descriptors of one tile: form, and byte offsets at both ends.
 _Rows = tuple[tuple[_Form, int, int], ...]
 
 
 def build(tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Tables:
     """Tables of the copies ``tiles[tile[i]]`` from address ``source[i]`` to address ``target[i]``.
 
-    ReachError where a tensor that shall be cast does not begin at a multiple of its dtype's size.
+    ReachError if a tensor that is to be cast does not begin at a multiple of its dtype's size.
     """
     forms: dict[_Form, int] = {}
     first: list[int] = []
@@ -139,7 +143,7 @@ def _rows(axes: Axes, source: torch.dtype, target: torch.dtype) -> _Rows:
 
 
 def _split(axes: Axes) -> tuple[int, list[BoxAxis]]:
-    """(elements that are contiguous at both ends, the other axes)."""
+    """(elements contiguous at both ends, the other axes)."""
     outer, run = list(axes), 1
     while outer and outer[-1].source == run and outer[-1].target == run:
         run *= outer.pop().steps
@@ -174,7 +178,8 @@ def _tables(forms: Sequence[_Form], form: Ints, source: Ints, target: Ints) -> T
 
 
 def _template(form: _Form) -> list[int]:
-    """A row without addresses; of bits all units are bytes still, and WIDTH is a multiple of the unit."""
+    """A row without addresses. For rows that copy bits, the unit is still a byte, and WIDTH is a multiple of the final
+    unit."""
     row = [0] * COLUMNS
     row[RUN], row[RANK], row[WIDTH] = form.run, len(form.axes), 0 if form.dtypes[0] is not None else form.unit
     row[TOTAL] = form.run * prod(a[0] for a in form.axes)
@@ -211,7 +216,7 @@ def _pieces(total: Ints) -> Ints:
 
 
 def _joined(source: Ints, target: Ints, nbytes: Ints) -> Ints:
-    """Rows of (target, source, bytes), those that touch at both ends made one."""
+    """Rows of (target, source, bytes); rows that touch at both ends are joined."""
     order = np.argsort(target, kind="stable")
     rows = np.stack((target[order], source[order], nbytes[order]), axis=1)
     if len(rows) < 2:

@@ -1,7 +1,7 @@
-"""Launch kernels once before a program needs them, over scratch memory; ``prepare`` does so for a whole program.
+"""Launch kernels once over scratch memory, before a program needs them. ``prepare`` does so for a whole program.
 
-CUDA loads a kernel when it is first launched, and may wait for all work of the context to do so. Behind an NCCL kernel,
-which waits for another host, that is too late: who would abort it may be the one who waits.
+CUDA loads a kernel at its first launch, and may wait for all work of the context to do so. Behind an NCCL kernel, which
+waits for another host, that is too late: the thread that would abort it may be the one that waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WIDTHS = range(5)
 
 
 def kinds(launches: Iterable[Launch]) -> set[Kind]:
-    """What these launch, and may launch for plain host memory."""
+    """The kinds of kernels that these launches use, and may use for plain host memory."""
     found: set[Kind] = set()
     bounced: set[tuple[torch.dtype, torch.dtype]] = set()
     for launch in launches:
@@ -49,14 +49,14 @@ def kinds(launches: Iterable[Launch]) -> set[Kind]:
 
 
 def kinds_between(source: torch.dtype, target: torch.dtype) -> set[Kind]:
-    """What any copy between these dtypes may launch."""
+    """The kinds of kernels that any copy between these dtypes may use."""
     if source is not target:
         return {(source, target, 0, strided) for strided in (False, True)}
     return {(None, None, width, strided) for width, strided in product(_WIDTHS, (False, True))}
 
 
 def rehearse(copier: Copier, some: set[Kind]) -> None:
-    """Launch each kind once on the copier's stream, and wait; what it has rehearsed before is left out."""
+    """Launch each kind once on the copier's stream, and wait. Kinds rehearsed before are left out."""
     new = some - copier.rehearsed
     if not new:
         return
@@ -90,12 +90,14 @@ def _pieces(count: int) -> Ints:
 
 
 def prepare(program: Program, copier: Copier) -> None:
-    """Have all that runs with this copier need on its device, and wait for that: the first takes no more memory.
+    """Allocate and compile what the program's runs with this copier need on its device, and wait, so that the first run
+    allocates nothing more.
 
-    On the copier's thread, while no piece runs; for each copier that may run some, for scratch memory is its own.
+    Call it on the copier's thread while no piece runs, once for each copier that may run pieces, because each has its
+    own scratch memory.
     """
     works = [piece.other for piece in program.pieces if piece.other is not None and piece.other.room]
-    if works:  # the most at once: what is compiled lies over it
+    if works:  # the largest first, because what is compiled lies over it
         copier.scratch(max(work.room for work in works))
     for work in works:
         work.prepare(copier)

@@ -1,10 +1,10 @@
 """host: the memory of another agent's workers on this host, opened by the agent that receives.
 
-    claim(beacon) --link--> prove(claim)        once a pair of agents: can I read what is yours?
-    Exhibit.of(...) --link--> HostMemory(...)   once a worker: its tensors as views of mine
+    claim(beacon) --link--> prove(claim)        once per pair of agents: can I read your memory?
+    Exhibit.of(...) --link--> HostMemory(...)   once per worker: its tensors as views of mine
 
-Nothing that the other agent says is believed: processes are compared by start time, segments by device,
-inode, size and seals, and private memory is the kernel's to refuse.
+Nothing that the other agent says is trusted. Processes are compared by start time, segments by device, inode, size and
+seals, and the kernel decides about private memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etha.memory.views import View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """An agent's word that its process, hence its host and process namespace, is this one; plain data."""
+    """An agent's claim that its process, hence its host and process namespace, is this one; plain data."""
 
     pid: int
     started: int
@@ -35,13 +35,13 @@ class Claim:
 
 
 def claim(beacon: Beacon) -> Claim:
-    """Of this process; keep the beacon as long as others may probe. They need ``allow_reading()`` here."""
+    """The claim of this process. Keep the beacon while others may probe; they need ``allow_reading()`` here."""
     pid = os.getpid()
     return Claim(pid=pid, started=start_time(pid), address=beacon.address, token=beacon.token)
 
 
 def prove(claim: Claim) -> None:
-    """Find the token in the other agent's memory and write it back; ReachError says why it is out of reach."""
+    """Find the token in the other agent's memory and write it back. ReachError says why that memory is out of reach."""
     process = ProcessMemory(claim.pid, claim.started)
     try:
         process.probe(claim.address, claim.token)
@@ -51,7 +51,7 @@ def prove(claim: Claim) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentClaim:
-    """A sealed memfd of a worker: its id, its size, and the inode that it is on this host.
+    """A sealed memfd of a worker: its id, size, and device and inode on this host.
 
     Or an allocation of a GPU: its uuid, and its IPC handle in hex.
     """
@@ -66,7 +66,7 @@ class SegmentClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
-    """Where a worker's tensors lie, for another agent of its host; plain data."""
+    """Where a worker's tensors lie, for another agent on its host; plain data."""
 
     pid: int
     started: int
@@ -75,7 +75,7 @@ class Exhibit:
 
     @classmethod
     def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle]) -> Exhibit:
-        """Of a worker of this agent, which has the segments of ``tensors`` mapped."""
+        """The exhibit of a worker of this agent, which has the segments of ``tensors`` mapped."""
         used: dict[str, View] = {}
         found: list[SegmentClaim] = []
         for handle in tensors.values():
@@ -109,12 +109,12 @@ def _maps() -> list[tuple[int, int, int, int]]:
 
 
 class HostMemory:
-    """The memory of another agent's worker, opened by this one. Views stay good while ``close`` is not called."""
+    """The memory of another agent's worker, opened by this agent. Views stay valid until ``close``."""
 
     def __init__(self, exhibit: Exhibit, mappings: Mappings | None = None) -> None:
-        """Open and check it; ReachError where this agent cannot reach it, RegistrationError for a wrong claim.
+        """Open and check it. ReachError if this agent cannot reach it, RegistrationError for a wrong claim.
 
-        ``mappings``: a GPU's agent's, which opens what lies on GPUs, too.
+        ``mappings`` are those of a GPU's agent, which opens memory on GPUs, too.
         """
         on_gpu = [segment for segment in exhibit.segments if segment.gpu]
         self._memory = WorkerMemory(exhibit.pid, exhibit.started, mappings=mappings if on_gpu else None)
@@ -148,8 +148,8 @@ class HostMemory:
                     continue
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
-                continue  # closed meanwhile; what is missing in the end is told
-            info = os.fstat(fd)  # the number may have been given to another file
+                continue  # closed meanwhile; whatever is missing at the end raises below
+            info = os.fstat(fd)  # the number may have been reused for another file
             segment = wanted.pop((info.st_dev, info.st_ino), None)
             if segment is None:
                 os.close(fd)
@@ -162,7 +162,7 @@ class HostMemory:
             raise WorkerGoneError(f"process {exhibit.pid} is gone", pid=exhibit.pid)
 
     def _try_private(self) -> None:
-        """Read one byte of private memory: whether the kernel lets us is told before anything depends on it."""
+        """Read one byte of private memory, to find out early whether the kernel forbids it."""
         view = next((v for v in self._tensors.values() if v.private), None)
         if view is not None:
             byte = np.zeros(1, np.uint8)
@@ -170,13 +170,13 @@ class HostMemory:
             self._memory.process.read(here, np.array([[view.address, 1]], np.uint64))
 
     def all_views(self) -> tuple[View, ...]:
-        """Of all tensors."""
+        """Views of all tensors."""
         return tuple(self._tensors.values())
 
     def views(self, names: Sequence[str]) -> dict[int, View]:
-        """Views of the tensors among ``names``, by their number there."""
+        """Views of those tensors that are in ``names``, by their index there."""
         return {i: self._tensors[name] for i, name in enumerate(names) if name in self._tensors}
 
     def close(self) -> None:
-        """Let go of the process and the segments; idempotent. No lane may be using it any more."""
+        """Release the process and the segments. Idempotent. No lane may be using them any more."""
         self._memory.close()

@@ -1,6 +1,6 @@
-"""Regions between views as tiles, each class of equal chunks worked out once.
+"""Regions between views as tiles. Each class of equal chunks is computed once.
 
-A row of a plan then costs a look-up: its tiles are numbers and offsets that its class has already.
+A row of a plan then costs a look-up, because its class already has its tiles as numbers and offsets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOWHERE = "scratch"
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> View:
-    """The geometry of a dense buffer that only exists while a piece runs."""
+    """A view that stands for a dense buffer which exists only while a piece runs."""
     strides, at = [0] * len(shape), 1
     for d in reversed(range(len(shape))):
         strides[d] = at
@@ -41,15 +41,15 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> View:
 
 
 class Geometry:
-    """Tiles of regions, cached, with numbers in the columns of one program."""
+    """Tiles of regions, cached, numbered as in one program's columns."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._found: dict[Hashable, Tiles] = {}
-        self._regions: list[Region] = []  # their ids are in keys, so they must not be collected
+        self._regions: list[Region] = []  # keeps them alive, because their ids are in keys
 
     def region(self, region: Region, here: View, there: View, joint: bool = False) -> Tiles:
-        """Tiles of a region from ``here`` to ``there``; ValueError when it lies outside of either."""
+        """Tiles of a region from ``here`` to ``there``. ValueError if it lies outside of either."""
         key = (id(region), joint, *_key(here), *_key(there))
         found = self._found.get(key)
         if found is None:
@@ -78,7 +78,8 @@ class Geometry:
         ]
 
     def block(self, dims: Sequence[Ints], here: View, there: View) -> tuple[Tiles, int, int]:
-        """(tiles, source offset, target offset to add): as ``dims``, cached wherever it lies if it is one block."""
+        """(tiles, source offset, target offset to add): like ``dims``, but a single block is cached regardless of where
+        it lies."""
         if any(len(runs) != 1 for runs in dims):
             return self.dims(dims, here, there), 0, 0
         source = sum(int(runs[0, 0]) * s for runs, s in zip(dims, here.strides, strict=True))
@@ -102,7 +103,7 @@ class Geometry:
 
 
 def check(dims: Sequence[Ints], view: View, end: int) -> None:
-    """ValueError unless the runs of one end (0: source, 1: target) lie inside the view's shape."""
+    """Raise ValueError unless the runs of one end (0: source, 1: target) lie inside the view's shape."""
     for runs, size in zip(dims, view.shape, strict=True):
         if len(runs) and (runs[:, end].min() < 0 or (runs[:, end] + runs[:, 2]).max() > size):
             raise ValueError(f"a chunk reaches outside the registered shape {view.shape}: {runs.tolist()[:4]}")
@@ -117,5 +118,6 @@ def _on_device(here: View, there: View) -> bool:
 
 
 def _plain(view: View) -> bool:
-    """Whether no device reaches it; what stands for a buffer lies where that will."""
+    """Whether no device reaches the view. The stand-in for a buffer does not count, because it will lie where that
+    buffer lies."""
     return not view.reachable and view.space != _NOWHERE

@@ -1,7 +1,7 @@
-"""compile_local: the rows of a plan whose both ends lie on this agent, as a program of copies.
+"""compile_local: compile the rows of a plan whose both ends lie on this agent into a program of copies.
 
-Rows of equal tensors share their region, so a row costs a look-up and two numbers; geometry is done once
-per class. Where a target overlaps memory that is also read, the reads are staged before the first write.
+Rows of equal tensors share their region. Geometry is done once per class, so that a row costs a look-up and two
+numbers. If a target overlaps memory that is also read, the reads are staged before the first write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etha.transport.geometry.bounds import clip, parts
 from etha.transport.geometry.overlap import Written, packed, same_place
 
 Views = Mapping[int, Mapping[int, View]]
-#: (contribution, source rank, region), and (target rank, region), of one slot.
+#: A slot's contributions (contribution, source rank, region), and its results (target rank, region).
 Given = list[tuple[int, int, Region]]
 Wanted = list[tuple[int, Region]]
 
@@ -34,8 +34,8 @@ Wanted = list[tuple[int, Region]]
 def compile_local(plan: Plan, sources: Views, targets: Views) -> Program:
     """The program of all LOCAL rows, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
-    Both hold this agent's ranks only; tensors are numbers in ``plan.names``. Every row is checked against
-    the views' shapes: ValueError for a view that is missing or smaller than planned.
+    Both hold only this agent's ranks; tensors are indices into ``plan.names``. Every row is checked against the views'
+    shapes: ValueError if a view is missing or smaller than planned.
     """
     compiler = _Compiler(plan, sources, targets)
     owners: set[int] = set()
@@ -63,7 +63,7 @@ class _Row(NamedTuple):
 class _Density:
     """How much of each private tensor this program reads, or writes from mapped memory.
 
-    Where it is nearly all, the gaps of one row are other rows' payload, and their segments join up.
+    If it is nearly all, the gaps of one row are other rows' payload, and their segments join.
     """
 
     _NEARLY = 0.9
@@ -75,7 +75,7 @@ class _Density:
         self._parts: dict[int, tuple[bytes, ...]] = {}
 
     def add(self, row: _Row, numel: int) -> None:
-        """Count a row of ``numel`` elements; what several targets read counts once."""
+        """Count a row of ``numel`` elements. A part that several targets read counts once."""
         if row.here.private:
             part = self._parts.get(id(row.region))
             if part is None:
@@ -87,7 +87,7 @@ class _Density:
             self._written[row.rank, row.tensor] += numel
 
     def joint(self, row: _Row) -> bool:
-        """Whether the row's neighbours in the private tensor are copied by the same program."""
+        """Whether the same program copies the row's neighbours in the private tensor."""
         if row.here.private:
             return self._read[row.source, row.tensor] >= self._NEARLY * prod(row.here.shape)
         return row.there.private and self._written[row.rank, row.tensor] >= self._NEARLY * prod(row.there.shape)
@@ -108,11 +108,11 @@ class _Compiler:
         self._written = Written(v for views in targets.values() for v in views.values())
 
     def program(self) -> Program:
-        """All that was compiled."""
+        """The program of everything compiled so far."""
         return self._columns.program(nbytes=self._nbytes, peers=self._peers, total=self._total, staged=self._staged)
 
     def gather(self, rp: RankPlan, rank: int) -> None:
-        """Take the rows from a source tensor to a target tensor of ``rank``; ``moves`` compiles them."""
+        """Collect the rows that move data to target rank ``rank``; ``moves`` compiles them."""
         rows = np.flatnonzero((rp.role == LOCAL) & (rp.kind == MOVE))
         columns = (rp.tensor, rp.source, rp.region_index, rp.nbytes)
         regions: dict[int, Region] = {}
@@ -129,7 +129,7 @@ class _Compiler:
             self._meet(source, rank)
 
     def moves(self) -> None:
-        """Compile what was gathered."""
+        """Compile the collected rows."""
         for row in self._rows:
             region, source, rank, tensor, here, there = row
             if self._written.overlaps(here):
@@ -159,7 +159,7 @@ class _Compiler:
         self._peers["target", target].add(("source", source))
 
     def _staged_move(self, row: _Row) -> None:
-        """Read in phase 0, write in phase 1: somebody writes where this row reads."""
+        """Read in phase 0 and write in phase 1, because another row writes where this row reads."""
         region, source, rank, tensor, here, there = row
         if same_place(region, here, there):
             return
@@ -175,7 +175,7 @@ class _Compiler:
             self._columns.add(1, tile, writes, at, to)
 
     def _stage(self, shape: tuple[int, ...], dtype: torch.dtype, near: Iterable[View]) -> View:
-        """Where one of the views ``near`` it is on a device, there."""
+        """A staging buffer, on the device of the first of the views ``near`` that is on one, otherwise on the host."""
         uuid = next((v.device for v in near if v.device is not None), None)
         if uuid is None:
             stage = view_of(torch.empty(shape, dtype=dtype))
@@ -185,7 +185,7 @@ class _Compiler:
         return stage
 
     def reductions(self, rp: RankPlan, owner: int) -> None:
-        """The slots that source rank ``owner`` owns, contributions and results."""
+        """Compile the slots that source rank ``owner`` owns: contributions and results."""
         given: dict[int, Given] = defaultdict(list)
         wanted: dict[int, Wanted] = defaultdict(list)
         collected = (rp.kind == CONTRIBUTE) & (rp.target == owner)
@@ -219,7 +219,7 @@ class _Compiler:
             owners |= {("target", rank) for rank in targets}
             self._reduce(slot, wire, given, sources, wanted, targets, 1, owners)
             return
-        # Reduce into staging before anything is written; then it is a move like any other.
+        # Reduce into staging before anything is written. The rest is a move like any other.
         stage = self._stage(slot.shape, wire, (*sources.values(), *targets.values()))
         whole = Region(dims=tuple(np.array([[0, 0, n]], np.int64) for n in slot.shape))
         self._reduce(slot, wire, given, sources, [(-1, whole)], {-1: stage}, 0, owners)
@@ -247,7 +247,9 @@ class _Compiler:
         limit = PART // slot.accumulate.itemsize
         if any(view.device is not None for view in (*sources.values(), *targets.values())):
             limit = part_numel(slot.count, dtype, slot.accumulate)
-            if not all(view.reachable for view in (*sources.values(), *targets.values())):  # as of a piece that bounces
+            if not all(
+                view.reachable for view in (*sources.values(), *targets.values())
+            ):  # as for a piece that bounces
                 limit = max(1, min(limit, PIECE // (slot.count * dtype.itemsize)))
         for bounds in parts(slot, limit):
             shape = tuple(last - first for first, last in bounds)
@@ -273,7 +275,7 @@ class _Compiler:
                 )
 
     def _steps(self, dims: Sequence[np.ndarray] | None, here: View, there: View, dense: int) -> list[TileStep]:
-        """The clipped runs as steps; ``dense`` tells which end (0: source, 1: target) is the scratch."""
+        """The clipped runs as steps; ``dense`` says which end (0: source, 1: target) is the scratch buffer."""
         if dims is None:
             return []
         view = there if dense == 0 else here

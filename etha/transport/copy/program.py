@@ -1,8 +1,8 @@
 """A program: one agent's local copies of one transfer, as columns, cut into pieces for lane threads.
 
-Operations are rows of four integer columns over a few distinct tiles and pairs of views; segments exist
-only while their piece runs, but a device's piece is compiled once and kept. Pieces of phase 0 read what
-later pieces overwrite; phase 1 waits for them.
+Operations are rows of four integer columns over a few distinct tiles and pairs of views. Their segments exist only
+while a piece runs; a device's piece is compiled once and kept. Pieces of phase 0 read what later pieces overwrite, so
+phase 1 waits for them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from etha.transport.geometry.tiles import BOUNCE_BYTES, Path, Tile
 if TYPE_CHECKING:
     from etha.transport.copy.device import Copier, Launch
 
-#: Most payload of one piece: after each an abort or a revocation is heard.
+#: Largest payload of one piece. An abort or a revocation takes effect between pieces.
 PIECE = 8 << 20
-#: Least, and how many pieces a transfer should have so that threads end together.
+#: Smallest payload of a piece, and the number of pieces that lets a transfer's threads end together.
 MIN_PIECE, PIECES = 256 << 10, 48
-#: Most operations of one piece: small ones cost interpreter time.
+#: Most operations of one piece, because each small one costs interpreter time.
 MAX_OPS = 512
-#: Most payload of a device's piece: some 0.2 ms there, less than 8 MiB of the CPU's memory take. It has any number
-#: of operations, for they are one launch. Where plain host memory is at an end the CPU copies, too: PIECE and MAX_OPS.
+#: Largest payload of a device's piece. A device copies it in about 0.2 ms, less than the CPU's memory needs for 8 MiB.
+#: It has any number of operations, because they are one launch. If plain host memory is at an end, the CPU copies, too,
+#: and PIECE and MAX_OPS hold.
 DEVICE_PIECE = 256 << 20
 
 Member = tuple[str, int]  # ("source" | "target", rank)
 
 
 class ViewPair(NamedTuple):
-    """Two views between which operations copy; a view that is nobody's (staging) has no owner."""
+    """Two views between which operations copy. A staging view has no owner."""
 
     source: View
     target: View
@@ -47,7 +48,7 @@ class ViewPair(NamedTuple):
 
 
 class Work(Protocol):
-    """What a piece can be besides plain operations."""
+    """Work of a piece other than plain operations."""
 
     @property
     def scratch(self) -> int:
@@ -55,30 +56,31 @@ class Work(Protocol):
         ...
 
     def run(self, work: Workspace) -> None:
-        """Do it; a ReachError leaves it half done."""
+        """Do the work. A ReachError leaves it half done."""
         ...
 
     def prove(self) -> None:
-        """RuntimeError unless what it reads fits the buffers and stays apart there."""
+        """Raise RuntimeError unless its reads fit the buffers and do not overlap there."""
         ...
 
     @property
     def room(self) -> int:
-        """Bytes of a copier's scratch memory that it uses; 0 where nothing of it is on a device."""
+        """Bytes of a copier's scratch memory that it uses; 0 if no part of it is on a device."""
         ...
 
     def prepare(self, copier: Copier) -> None:
-        """Have what a run with this copier needs on its device."""
+        """Allocate and compile what a run with this copier needs on its device."""
         ...
 
     def release(self) -> None:
-        """Give back what it keeps on a device between two runs."""
+        """Free what it keeps on a device between two runs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPiece:
-    """Operations ``first`` to ``last`` of the program, or other work; ``owners`` is whose memory it touches."""
+    """Operations ``first`` to ``last`` of the program, or other work. ``owners`` are the members whose memory it
+    touches."""
 
     phase: int
     nbytes: int
@@ -90,12 +92,12 @@ class CopyPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """Everything that this agent copies itself in one transfer of one batch; run by one transfer at a time.
+    """Everything that this agent copies itself in one transfer of one batch. One transfer at a time may run it.
 
-    ``total`` is the payload at the wire dtype, ``nbytes`` the part of each ("source" | "target", rank):
-    what it sent or received, its own copies included. ``peers`` are the other ends of each rank.
-    ``work`` is what the pieces' sizes add up to, for progress. ``staged`` bytes hold what must be read
-    before memory that source and target share is written.
+    ``total`` is the payload in bytes at the wire dtype. ``nbytes`` is the part of each ("source" | "target", rank):
+    what it sent or received, copies to itself included. ``peers`` are the other ends of each rank. ``work`` is the sum
+    of the pieces' sizes, for progress. ``staged`` bytes of staging hold what must be read before memory that source and
+    target share is written.
     """
 
     total: int
@@ -111,7 +113,7 @@ class Program:
     target: Ints
     scratch: int = 0
     work: int = field(init=False)
-    #: Of a device's pieces, by their index, as they were first run.
+    #: Compiled launches of device pieces, by piece index; filled on their first run.
     launches: dict[int, Launch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,7 +121,7 @@ class Program:
 
     @property
     def barriers(self) -> tuple[int, ...]:
-        """Indices of pieces that begin only when all before them are done."""
+        """Indices of the pieces that may begin only when all pieces before them are done."""
         return tuple(i for i in range(1, len(self.pieces)) if self.pieces[i].phase != self.pieces[i - 1].phase)
 
     def peak_staging(self, threads: int) -> int:
@@ -127,7 +129,6 @@ class Program:
         return self.staged + min(threads, len(self.pieces)) * self.scratch
 
     def ops(self, piece: CopyPiece) -> list[Op]:
-        """The operations of a piece."""
         rows = slice(piece.first, piece.last)
         tiles, pairs = self.tiles, self.pairs
         return [
@@ -142,7 +143,7 @@ class Program:
         ]
 
     def prove(self) -> None:
-        """RuntimeError unless what every piece reads fits the buffers and stays apart there."""
+        """Raise RuntimeError unless the reads of every piece fit the buffers and do not overlap there."""
         for piece in self.pieces:
             if piece.other is not None:
                 piece.other.prove()
@@ -150,7 +151,7 @@ class Program:
                 iovec.prove(self.ops(piece))
 
     def launch(self, index: int, copier: Copier) -> Launch | None:
-        """A device's piece compiled, once; None where plain host memory is at an end, which needs the CPU."""
+        """Compile a device's piece, once. None if plain host memory is at an end, because that needs the CPU."""
         found = self.launches.get(index)
         if found is None:
             piece = self.pieces[index]
@@ -169,7 +170,7 @@ class Program:
         return found
 
     def release(self) -> None:
-        """Give back what its pieces hold on a device, which else goes with the program; none of them may be running."""
+        """Free what its pieces hold on a device instead of waiting for the program's end. No piece may be running."""
         for index in list(self.launches):
             self.launches.pop(index).release()
         for piece in self.pieces:
@@ -177,7 +178,7 @@ class Program:
                 piece.other.release()
 
     def run(self, index: int, work: Workspace) -> int:
-        """Run one piece and return its bytes; a ReachError leaves it half done."""
+        """Run one piece and return its bytes. A ReachError leaves it half done."""
         piece = self.pieces[index]
         if piece.other is not None:
             piece.other.run(work)
@@ -200,7 +201,7 @@ class Columns:
         self.others: list[CopyPiece] = []
 
     def number(self, tile: Tile) -> int:
-        """The tile's number; the same object has the same."""
+        """The tile's number. Tiles are told apart by identity."""
         found = self._numbers.get(id(tile))
         if found is None:
             found = self._numbers[id(tile)] = len(self.tiles)
@@ -208,27 +209,27 @@ class Columns:
         return found
 
     def add(self, phase: int, tile: int, pair: int, source: Ints, target: Ints) -> None:
-        """Operations of one tile between one pair of views, at these offsets in elements."""
+        """Add operations of one tile between one pair of views, at these offsets in elements."""
         self._parts.append((phase, tile, pair, source, target))
 
     def add_pair(self, pair: ViewPair) -> int:
-        """The number of a new pair of views."""
+        """Add a pair of views and return its number."""
         self.pairs.append(pair)
         return len(self.pairs) - 1
 
     def program(
         self, *, nbytes: Mapping[Member, int], peers: Mapping[Member, set[Member]], total: int, staged: int
     ) -> Program:
-        """All of it as a program."""
+        """Build the program of all collected operations."""
         sizes = [len(p[3]) for p in self._parts]
         phase, tile, pair = (np.repeat(np.array([p[i] for p in self._parts], np.int64), sizes) for i in range(3))
         source, target = (np.concatenate([np.zeros(0, np.int64), *(p[i] for p in self._parts)]) for i in (3, 4))
         size = np.array([t.nbytes for t in self.tiles], np.int64)[tile] if len(tile) else np.zeros(0, np.int64)
         path = np.array([t.path for t in self.tiles], np.int64)[tile] if len(tile) else tile
         plain = np.array([not (p.source.reachable and p.target.reachable) for p in self.pairs], bool)
-        path = 2 * path + ((path == Path.DEVICE) & plain[pair])  # what bounces has pieces of its own
+        path = 2 * path + ((path == Path.DEVICE) & plain[pair])  # pieces that bounce are cut apart from others
         link, place = self._links(tile, pair, source, target)
-        # Neighbours in the remote memory are neighbours here: their segments join up in one call.
+        # Sort by remote address, so that segments that are neighbours there join in one call.
         order = np.lexsort((place, link, path, phase))
         phase, tile, pair, source, target = (c[order] for c in (phase, tile, pair, source, target))
         pieces = self._cut(phase, path[order], link[order], size[order], pair)
@@ -252,7 +253,7 @@ class Columns:
         return program
 
     def _links(self, tile: Ints, pair: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Of each operation: a number for the process that its system call reaches, and the address there."""
+        """For each operation: a number for the process that its system call reaches, and the address there."""
         if not len(tile):
             return tile, tile
         numbers: dict[int, int] = {}
@@ -268,7 +269,8 @@ class Columns:
         place = np.where(
             reads, begin[:, 0] + source * item[:, 0], np.where(writes, begin[:, 1] + target * item[:, 1], 0)
         )
-        # A bounce may read one process and write several, but a piece holds one kind of source and of target.
+        # A bounce may read one process and write several, but all operations of a piece have one kind of source and
+        # target.
         return link * 4 + reads * 2 + writes, place
 
     def _cut(self, phase: Ints, path: Ints, link: Ints, size: Ints, pair: Ints) -> list[CopyPiece]:
@@ -298,5 +300,5 @@ class Columns:
         return pieces
 
     def owners(self, pairs: Sequence[int]) -> tuple[Member, ...]:
-        """Whose memory these pairs are."""
+        """The members whose memory these pairs are."""
         return tuple(sorted({member for p in pairs for member in self.pairs[p].owners}))

@@ -1,12 +1,12 @@
-"""Partial sources: gather K contributions, reduce once in one order, write the result everywhere.
+"""Partial sources: gather K contributions, reduce them once in a fixed order, and write the result to every target.
 
-The arithmetic is ``etha.plan.proof.simulate``'s own ``combine`` and ``finish``, tile by tile: every operation
-is exactly rounded element by element, so the cutting does not show. The one exception, powers other
-than 1 and 2 of a norm, is not cut.
+The arithmetic is ``combine`` and ``finish`` of ``etha.plan.proof.simulate``, tile by tile. Every operation rounds
+exactly, element by element, so that cutting does not change the result. Norms with p other than 1 and 2 are the
+exception, and are not cut.
 
-On a device the same operations run over larger parts, on the copier's stream: contributions are gathered by one
-launch, combined by torch, and scattered by another. Terms and totals are torch's memory, what is gathered and what is
-scattered lies in the copier's scratch.
+On a device the same operations run over larger parts, on the copier's stream: one launch gathers contributions, torch
+combines them, and another launch scatters the result. Terms and totals are torch's memory; gathered contributions and
+the result to scatter lie in the copier's scratch memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from etha.transport.geometry.tiles import BOUNCE_BYTES, Tile
 if TYPE_CHECKING:
     from etha.transport.copy.device import Copier, Launch
 
-#: Bytes of the accumulator of one part: contributions and result stay in L2 with it.
+#: Bytes of the accumulator of one part. Contributions and result stay in L2 with it.
 PART = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileStep:
-    """One tile between a worker's view and the dense scratch; ``offset`` in the view, ``at`` in the scratch."""
+    """One tile between a worker's view and the dense scratch buffer: ``offset`` in the view, ``at`` in the scratch."""
 
     tile: Tile
     view: View
@@ -49,7 +49,7 @@ class TileStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """One part of a slot: ``contributions`` by index, ascending, then every target's ``results``."""
+    """One part of a slot: ``contributions`` by ascending index, then the ``results`` of every target."""
 
     slot: Slot
     source: torch.dtype
@@ -59,7 +59,7 @@ class Reduced:
     results: tuple[TileStep, ...]
     nbytes: int
     scratch: int = field(init=False)
-    #: Of a device: what was compiled over each copier's scratch memory.
+    #: On a device: what was compiled over each copier's scratch memory.
     launches: dict[Copier, Compiled] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +69,11 @@ class Reduced:
 
     @property
     def device(self) -> bool:
-        """Whether anything of it is on a device."""
+        """Whether any part of it is on a device."""
         return any(step.tile.ends.device for step in itertools.chain(*self.contributions, self.results))
 
     def run(self, work: Workspace) -> None:
-        """Reduce and write; a ReachError leaves the targets half written."""
+        """Reduce and write. A ReachError leaves the targets half written."""
         if self.device:
             device, work.wrote = work.device, True
             run_on_device(self, device)
@@ -90,40 +90,36 @@ class Reduced:
         cpu.run_mixed([Op(s.tile, done, s.view, s.at, s.offset) for s in self.results], work)
 
     def prove(self) -> None:
-        """As of ``Work``."""
         part = scratch((self.numel,), self.source)
         for steps in self.contributions:
             for group in iovec.kinds(Op(s.tile, s.view, part, s.offset, s.at) for s in steps):
                 iovec.prove(group)
 
     def add(self, total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-        """One more contribution, at the source's dtype."""
+        """Add one contribution, given at the source's dtype."""
         term = part.to(self.slot.accumulate, copy=True)
         if self.slot.op == "norm":
             term = term**self.slot.p
         return term if total is None else combine(total, term, self.slot)
 
     def value(self, total: torch.Tensor | None) -> torch.Tensor:
-        """What all contributions come to, at the wire's dtype."""
+        """The result of all contributions, at the wire dtype."""
         assert total is not None, "a slot without contributions"
         return finish(total, self.slot).to(self.wire)
 
     @property
     def room(self) -> int:
-        """As of ``Work``."""
         return room(self) if self.device else 0
 
     def prepare(self, copier: Copier) -> None:
-        """As of ``Work``."""
         prepare_on_device(self, copier)
 
     def release(self) -> None:
-        """As of ``Work``."""
         while self.launches:
             self.launches.popitem()[1].release()
 
 
-#: Bytes of the accumulator of one part: an operation costs some microseconds however small it is.
+#: Bytes of the accumulator of one part. An operation costs some microseconds however small it is.
 DEVICE_PART = 32 << 20
 #: Most bytes of contributions that are gathered at once.
 DEVICE_GATHER = 256 << 20
@@ -131,38 +127,38 @@ _ALIGN = 256
 
 
 class Compiled(NamedTuple):
-    """The launches of one ``Reduced`` over one copier's scratch: waves of contributions, then the results."""
+    """The launches of one ``Reduced`` over one copier's scratch memory: waves of contributions, then the results."""
 
     memory: DeviceMemory
     waves: tuple[Launch, ...]
     results: Launch
 
     def release(self) -> None:
-        """Give their tables back."""
         for launch in (*self.waves, self.results):
             launch.release()
 
 
 def part_numel(count: int, source: torch.dtype, accumulate: torch.dtype) -> int:
-    """Elements of a part with ``count`` contributions, all of which are gathered at once if they can be."""
+    """Elements of a part with ``count`` contributions, so that all are gathered at once if possible."""
     return max(1, min(DEVICE_PART // accumulate.itemsize, DEVICE_GATHER // (count * source.itemsize)))
 
 
 def scratch_nbytes(reduced: Reduced) -> int:
-    """Device memory that a run takes: what is gathered, the result, and torch's terms and totals."""
+    """Bytes of device memory that a run takes: gathered contributions, the result, and torch's terms and totals."""
     given, result, _ = _places(reduced)
     return given + result + 3 * reduced.numel * reduced.slot.accumulate.itemsize
 
 
 def room(reduced: Reduced) -> int:
-    """Bytes of it that are a copier's scratch memory."""
+    """Bytes of that which are a copier's scratch memory."""
     given, result, _ = _places(reduced)
     return given + result
 
 
 def prepare_on_device(reduced: Reduced, copier: Copier) -> None:
-    """Compile it, load its kernels, and do its arithmetic once with what lies there: torch has the memory then."""
-    from etha.transport.copy.device_warmup import kinds, rehearse  # who has no device loads no kernels
+    """Compile it, load its kernels, and do its arithmetic once with arbitrary data, so that torch has allocated its
+    memory."""
+    from etha.transport.copy.device_warmup import kinds, rehearse  # only an agent with a device loads kernels
 
     compiled = _compiled(reduced, copier)
     launches = (*compiled.waves, compiled.results)
@@ -184,7 +180,7 @@ def prepare_on_device(reduced: Reduced, copier: Copier) -> None:
 
 
 def run_on_device(reduced: Reduced, copier: Copier) -> None:
-    """As of ``Reduced.run``; nothing touches the targets any more once this has returned or raised."""
+    """Run it as ``Reduced.run`` does. Once this has returned or raised, nothing touches the targets any more."""
     compiled = _compiled(reduced, copier)
     arithmetic = _Arithmetic(reduced, copier, compiled.memory)
     try:
@@ -198,7 +194,7 @@ def run_on_device(reduced: Reduced, copier: Copier) -> None:
 
 
 class _Arithmetic:
-    """What is done with waves that were gathered, until the result lies behind them."""
+    """The arithmetic on gathered waves, up to the result behind them."""
 
     def __init__(self, reduced: Reduced, copier: Copier, memory: DeviceMemory) -> None:
         self._reduced, self._copier, self._memory = reduced, copier, memory
@@ -229,7 +225,7 @@ def _compiled(reduced: Reduced, copier: Copier) -> Compiled:
     found = reduced.launches.get(copier)
     if found is None or found.memory is not memory:
         if found is not None:
-            # Scratch memory that has grown is other memory, and what was compiled over the former is of no use.
+            # Scratch memory that has grown is another allocation, so what was compiled over the former one is useless.
             del reduced.launches[copier]
             found.release()
         found = reduced.launches[copier] = _compile(reduced, copier)
@@ -248,7 +244,7 @@ def _row(reduced: Reduced) -> int:
 
 
 def _places(reduced: Reduced) -> tuple[int, int, int]:
-    """(bytes that are gathered at once, bytes of the result, contributions of one wave)."""
+    """(bytes gathered at once, bytes of the result, contributions of one wave)."""
     row, count = _row(reduced), len(reduced.contributions)
     wave = max(1, min(count, DEVICE_GATHER // row))
     return wave * row, -(-reduced.numel * reduced.wire.itemsize // _ALIGN) * _ALIGN, wave

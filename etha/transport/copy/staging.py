@@ -1,8 +1,8 @@
-"""Staging: the memory of an agent's streams besides the workers' own, within a budget and measured.
+"""Staging: the memory that an agent's streams use besides the workers' own, within a budget and measured.
 
-A copy slot is what a thread needs to touch workers' memory: a number by which revocation pages tell threads
-apart, and scratch memory. There are few, so that few threads copy at once; nobody waits for the network
-while it has the slot.
+A copy slot is what a thread needs to touch workers' memory: a number by which revocation pages tell threads apart, and
+scratch memory. There are few slots, so that few threads copy at once. Nobody waits for the network while holding a
+slot.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from etha.transport.copy.program import Member
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import BOUNCE_BYTES
 
-#: What an agent says whose machine has not as much memory as it may use.
+#: Advice in the error of an agent whose machine has less memory than the agent may use.
 GIVE_LESS = "give this agent less (ETHA_STAGING, etha agent --staging)"
-#: Numbers below are the lane's threads'.
+#: Lane threads use the numbers below this one.
 FIRST_NUMBER = 8
 
 
 class Peak:
-    """The most bytes of a budget in use at once from ``Budget.watch()`` to ``Budget.seen()``."""
+    """The most bytes of a budget in use at once between ``Budget.watch()`` and ``Budget.seen()``."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
 
 class Budget:
-    """Bytes in use, at most ``limit`` and what the machine has, and their peak; any thread."""
+    """Counts bytes in use, at most ``limit`` and at most what the machine has, and their peak. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._room = RoomCheck(shared=False, cure=GIVE_LESS)
         self.used = self.peak = 0
-        #: Asked, one after the other, to give up at least so many bytes of what nobody uses, before ``take`` says no.
+        #: Asked in turn, before ``take`` refuses, to free at least that many bytes of unused memory.
         self.spares: list[Callable[[int], None]] = []
         self._watches: set[Peak] = set()
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` more (or less, if negative).
+        """Count ``nbytes`` more, or fewer if negative.
 
-        ConfigError instead of going over the limit, or where the machine has no room for them.
+        ConfigError if that would exceed the limit, or if the machine has no room for them.
         """
         with self._lock:
             for give_up in self.spares:
@@ -75,24 +75,24 @@ class Budget:
                 watch.nbytes = max(watch.nbytes, self.used)
 
     def watch(self) -> Peak:
-        """Measure a peak from now on, until ``seen``."""
+        """Start to measure a peak, until ``seen``."""
         with self._lock:
             peak = Peak(self.used)
             self._watches.add(peak)
         return peak
 
     def seen(self, peak: Peak) -> int:
-        """Measure it no longer; its bytes."""
+        """Stop measuring the peak and return its bytes."""
         with self._lock:
             self._watches.discard(peak)
         return peak.nbytes
 
 
 class StagingMemory:
-    """What staging is made of: the host's memory. On a GPU's agent (``Card.memory``) its devices reach it, too."""
+    """Where staging is allocated: in the host's memory. A GPU agent's (``Card.memory``) is reachable by its devices,
+    too."""
 
     def buffer(self, nbytes: int) -> Buffer:
-        """A buffer that holds at least ``nbytes``."""
         return Buffer(nbytes)
 
     def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
@@ -100,12 +100,12 @@ class StagingMemory:
         return dense_view(buffer.typed(dtype))
 
     def workspace(self) -> Workspace:
-        """What a copy slot copies with."""
+        """The workspace of a copy slot."""
         return Workspace()
 
 
 class StagingChunk:
-    """A buffer of staging: what a stream packs into before it sends, or receives before it unpacks."""
+    """A staging buffer: a stream packs into it before it sends, or receives into it before it unpacks."""
 
     def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
         self._budget, self._memory = budget, memory or StagingMemory()
@@ -113,7 +113,7 @@ class StagingChunk:
         self._views: dict[torch.dtype, View] = {}
 
     def reserve(self, nbytes: int) -> memoryview:
-        """The first ``nbytes``, allocated when more were never asked for."""
+        """The first ``nbytes`` of the buffer, which is reallocated if it is smaller than that."""
         if nbytes > self._buffer.nbytes:
             self.release()
             rounded = rounded_up(nbytes)
@@ -123,12 +123,11 @@ class StagingChunk:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
         return self._buffer.nbytes
 
     @property
     def flat(self) -> torch.Tensor:
-        """All of it as bytes."""
+        """The whole buffer as bytes."""
         return self._buffer.typed(torch.uint8)
 
     def view(self, dtype: torch.dtype) -> View:
@@ -139,16 +138,16 @@ class StagingChunk:
         return found
 
     def release(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory. Idempotent."""
         self._budget.take(-self._buffer.nbytes)
         self._buffer = Buffer(0)
         self._views.clear()
 
 
 class Pool:
-    """Chunks that nobody uses, for whoever needs one of the same size next; given up where the budget gets short.
+    """Unused chunks, kept for the next user of the same size, and freed when the budget gets short.
 
-    At most a quarter of the budget lies here. Any thread.
+    They take at most a quarter of the budget. Thread-safe.
     """
 
     def __init__(self, budget: Budget, memory: StagingMemory | None = None) -> None:
@@ -159,10 +158,10 @@ class Pool:
         budget.spares.append(self._give_up)
 
     def take(self, nbytes: int) -> StagingChunk:
-        """A chunk of ``nbytes``, rounded up; ConfigError where the budget has not so much."""
+        """A chunk of ``nbytes``, rounded up. ConfigError if the budget does not have that much."""
         wanted = rounded_up(nbytes)
         with self._lock:
-            for chunk in reversed(self._spare):  # the one used last is in the caches
+            for chunk in reversed(self._spare):  # the chunk used last is in the caches
                 if chunk.nbytes == wanted:
                     self._spare.remove(chunk)
                     self._nbytes -= wanted
@@ -172,7 +171,7 @@ class Pool:
         return chunk
 
     def give(self, chunk: StagingChunk) -> None:
-        """Back from whoever had it."""
+        """Take a chunk back."""
         with self._lock:
             self._spare.append(chunk)
             self._nbytes += chunk.nbytes
@@ -190,17 +189,18 @@ class Pool:
             chunk.release()
 
     def close(self) -> None:
-        """Give all of it back; idempotent."""
+        """Free all chunks. Idempotent."""
         self._give_up(sys.maxsize)
 
 
 def rounded_up(nbytes: int) -> int:
-    """What a chunk of ``nbytes`` takes."""
+    """Bytes that a chunk for ``nbytes`` takes."""
     return -(-nbytes // 4096) * 4096
 
 
 class CopySlot:
-    """See the module's head. ``work`` is somebody's who closes it; of that only what it grows by here is counted."""
+    """One copy slot (see the module). Whoever made a given ``work`` closes it; only its growth here counts in the
+    budget."""
 
     def __init__(
         self, number: int, budget: Budget, memory: StagingMemory | None = None, work: Workspace | None = None
@@ -210,12 +210,12 @@ class CopySlot:
         self.work = (memory or StagingMemory()).workspace() if work is None else work
         self._budget = budget
         self._seen = self.work.nbytes
-        #: Bytes of scratch memory that are counted.
+        #: Bytes of scratch memory counted in the budget so far.
         self.grown = 0
 
     @contextmanager
     def inside(self, guards: Mapping[Member, Guard], owners: Sequence[Member]) -> Iterator[None]:
-        """Touch the memory of ``owners`` within; RevokedError when one of their calls has returned."""
+        """Touch the memory of ``owners`` in this context. RevokedError if one of their calls has returned."""
         entered: list[Guard] = []
         try:
             for member in owners:
@@ -234,21 +234,21 @@ class CopySlot:
                 guard.leave(self.number)
 
     def close(self) -> None:
-        """Give a device's memory and stream back; nobody has it any more. Idempotent."""
+        """Free a device's memory and stream. Nobody may use the slot any more. Idempotent."""
         if self._own and self.work.copier is not None:
             self.work.copier.close()
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Copy any mix of paths and processes, each kind in one go."""
+        """Copy operations of any mix of paths and processes, each kind in one go."""
         if not self._own:
-            self._seen = self.work.nbytes  # others have used it meanwhile
+            self._seen = self.work.nbytes  # other users may have grown it meanwhile
         try:
             cpu.run_mixed(ops, self.work)
         finally:
             self.account()
 
     def account(self) -> None:
-        """Count what the scratch memory has grown by."""
+        """Count the growth of the scratch memory in the budget."""
         grown, self._seen = self.work.nbytes - self._seen, self.work.nbytes
         if grown:
             self._budget.take(grown)
@@ -259,7 +259,7 @@ class CopySlots:
     """All copy slots of an agent's streams."""
 
     def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
-        most = THREADS - FIRST_NUMBER - 3  # those are NCCL's groups' on a card
+        most = THREADS - FIRST_NUMBER - 3  # a card's NCCL groups use the last three
         self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
         self._free: SimpleQueue[CopySlot] = SimpleQueue()
         self._all = [CopySlot(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
@@ -268,7 +268,7 @@ class CopySlots:
 
     @contextmanager
     def one(self) -> Iterator[CopySlot]:
-        """A copy slot; waits for those at work, who never wait for the network."""
+        """A copy slot. Waits for a holder, which never waits for the network."""
         copy_slot = self._free.get()
         try:
             yield copy_slot
@@ -276,29 +276,29 @@ class CopySlots:
             self._free.put(copy_slot)
 
     def free(self) -> CopySlot | None:
-        """A copy slot if there is one at once; to be given back with ``leave``."""
+        """A copy slot if one is free now, otherwise None. Give it back with ``leave``."""
         try:
             return self._free.get_nowait()
         except Empty:
             return None
 
     def leave(self, copy_slot: CopySlot) -> None:
-        """Give back what ``free`` gave."""
+        """Give back a slot that ``free`` returned."""
         self._free.put(copy_slot)
 
     def close(self) -> None:
-        """Give devices' memory and streams back; nobody has a slot any more. Idempotent."""
+        """Free devices' memory and streams. Nobody may hold a slot any more. Idempotent."""
         for copy_slot in self._all:
             copy_slot.close()
 
     @property
     def scratch(self) -> int:
-        """Most bytes that all copy slots use at once besides reductions."""
+        """Most bytes that all copy slots use at once, without reductions."""
         return self.count * 2 * (BOUNCE_BYTES + 4096)
 
 
 def dense_view(flat: torch.Tensor) -> View:
-    """A flat tensor of this agent's own memory as a view."""
+    """A view of a flat tensor in this agent's own memory."""
     return View(
         shape=(flat.numel(),),
         strides=(1,),

@@ -1,4 +1,4 @@
-"""Bounds: (first, last) in each dim; blocks and slots cut into such parts, and runs clipped to one. Pure."""
+"""Bounds, (first, last) in each dim: cut blocks and slots into bounded parts, and clip runs to one part. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def blocks(shape: Sequence[int], limit: int) -> Iterator[Bounds]:
-    """A dense block cut into parts of at most ``limit`` elements, each a range of the whole in C-order, in order."""
+    """Cut a dense block into parts of at most ``limit`` elements. Each part is a contiguous range of the block in
+    C-order."""
     if 0 in shape:
         return
     inner = len(shape)
@@ -35,7 +36,8 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[Bounds]:
 
 
 def parts(slot: Slot, limit: int) -> Iterator[Bounds]:
-    """A slot's bounds cut into parts of at most ``limit`` elements, in order; one part where cutting would show."""
+    """Cut a slot into parts of at most ``limit`` elements, in order. A norm with p other than 1 or 2 stays whole,
+    because cutting it could change the result."""
     shape = slot.shape
     if 0 in shape:
         return
@@ -56,7 +58,8 @@ def parts(slot: Slot, limit: int) -> Iterator[Bounds]:
 
 
 def clip(dims: Sequence[Ints], bounds: Bounds, end: int) -> tuple[Ints, ...] | None:
-    """The runs that lie within ``bounds`` of the slot's end (0: source, 1: target), counted from there."""
+    """The runs that lie within ``bounds`` at the slot's end (0: source, 1: target), with that end's offsets relative to
+    it."""
     clipped = []
     for runs, (first, last) in zip(dims, bounds, strict=True):
         skip = np.maximum(0, first - runs[:, end])

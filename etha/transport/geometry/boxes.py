@@ -1,8 +1,8 @@
-"""Geometry of copies: a region over two strided tensors as few boxes, and boxes cut to a size.
+"""Geometry of copies: describe a region over two strided tensors by few boxes, and cut boxes to a size.
 
-A **box** is a strided copy: axes of (count, source stride, target stride) in elements, outermost first.
-A **run** is what lies contiguous at one end. Everything here is cached per class of equal chunks, so its
-cost is per class and per piece, never per run.
+A **box** is a strided copy: axes of (count, source stride, target stride) in elements, outermost first. A **run** is a
+contiguous range at one end. Results are cached per class of equal chunks, so the cost is per class and per piece, never
+per run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class BoxAxis(NamedTuple):
-    """``steps`` steps of ``source`` and ``target`` elements each."""
+    """An axis of a box: ``steps`` steps of ``source`` and ``target`` elements each."""
 
     steps: int
     source: int
@@ -30,7 +30,7 @@ Axes = tuple[BoxAxis, ...]
 
 
 class Placed(NamedTuple):
-    """A box and where it begins: offsets in elements from the two tensors' first elements."""
+    """A box and its start: offsets in elements from the first elements of the two tensors."""
 
     axes: Axes
     source: int
@@ -38,9 +38,9 @@ class Placed(NamedTuple):
 
 
 def boxes(dims: Sequence[Ints], source_strides: Sequence[int], target_strides: Sequence[int]) -> list[Placed]:
-    """The boxes of one product of runs (source offset, target offset, length) per dim; no axis of one step.
+    """The boxes of a product of runs (source offset, target offset, length) per dim. No axis has only one step.
 
-    Equal runs at equal distances, as strided shards have them, are one group: mostly there is one box.
+    Equal runs at equal distances, as strided shards have them, form one group, so that there is usually one box.
     """
     per_dim: list[list[tuple[tuple[BoxAxis, ...], int, int]]] = []
     for runs, s, t in zip(dims, source_strides, target_strides, strict=True):
@@ -61,7 +61,7 @@ def boxes(dims: Sequence[Ints], source_strides: Sequence[int], target_strides: S
 
 
 def _groups(runs: Ints) -> list[tuple[list[int], int, tuple[int, int]]]:
-    """Runs as arithmetic progressions: (first run, count, (source step, target step)); empty runs dropped."""
+    """Group runs into arithmetic progressions: (first run, count, (source step, target step)). Skips empty runs."""
     rows = runs[runs[:, 2] > 0].tolist()
     found: list[tuple[list[int], int, tuple[int, int]]] = []
     i = 0
@@ -82,8 +82,8 @@ def _groups(runs: Ints) -> list[tuple[list[int], int, tuple[int, int]]]:
 
 
 def ordered(axes: Axes, by: str) -> Axes:
-    """The axes with the largest steps of one end ("source" or "target") outermost, merged where both
-    ends allow: what the innermost axis of the result steps over is as long as it can be."""
+    """Sort the axes by their steps at one end ("source" or "target"), largest outermost, and merge neighbours where
+    both ends allow it. This makes the innermost axis as long as possible."""
     if by == "source":
         axes = tuple(sorted(axes, key=lambda a: (-a.source, -a.target)))
     else:
@@ -100,7 +100,7 @@ def ordered(axes: Axes, by: str) -> Axes:
 
 
 def numel(axes: Axes) -> int:
-    """Elements that a box writes."""
+    """Number of elements that a box writes."""
     n = 1
     for axis in axes:
         n *= axis.steps
@@ -108,15 +108,15 @@ def numel(axes: Axes) -> int:
 
 
 def span(axes: Axes, end: int) -> int:
-    """Elements from the first to behind the last one at one end (1: source, 2: target)."""
+    """Elements from the first to one past the last at one end (1: source, 2: target)."""
     return 1 + sum((a.steps - 1) * a[end] for a in axes)
 
 
 def cut(placed: Placed, limit: int, *, spanning: bool = False) -> list[tuple[Axes, Ints, Ints]]:
-    """Cut a box into tiles of at most ``limit`` elements (``spanning``: whose source span is at most that).
+    """Cut a box into tiles of at most ``limit`` elements; with ``spanning``, of at most that source span, too.
 
-    Tiles come as (axes, source offsets, target offsets): all tiles of one shape together, in the box's
-    order. One element is the least that a tile has.
+    Returns (axes, source offsets, target offsets): all tiles of one shape together, in the box's order. A tile has at
+    least one element.
     """
     axes = placed.axes
     size = (lambda a: span(a, 1)) if spanning else numel
@@ -125,7 +125,7 @@ def cut(placed: Placed, limit: int, *, spanning: bool = False) -> list[tuple[Axe
         inner -= 1
     if inner == 0:
         return [(axes, np.array([placed.source], np.int64), np.array([placed.target], np.int64))]
-    # Axes before ``inner - 1`` are walked step by step, that one in chunks, those behind are whole.
+    # Axes before ``inner - 1`` are walked step by step, that axis is cut into chunks, and those after it stay whole.
     chunked, rest = axes[inner - 1], axes[inner:]
     most = max(1, limit // numel(rest))
     if spanning and chunked.source:
@@ -155,7 +155,7 @@ def cut(placed: Placed, limit: int, *, spanning: bool = False) -> list[tuple[Axe
 
 
 class Runs(NamedTuple):
-    """The runs of one end of a box in its order: element offsets of each, and their one length."""
+    """The runs at one end of a box, in the box's order: the offset of each in elements, and their common length."""
 
     offsets: Ints
     length: int
@@ -163,7 +163,8 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=256)
 def runs(axes: Axes, end: int, *, distinct: bool = False) -> Runs:
-    """Runs of one end (1: source, 2: target); ``distinct`` leaves out steps of 0, which read the same again."""
+    """Runs at one end (1: source, 2: target). ``distinct`` leaves out axes of step 0, which would read the same data
+    again."""
     steps = [(a.steps, a[end]) for a in axes if not (distinct and a[end] == 0)]
     length = 1
     while steps and steps[-1][1] == length:
@@ -177,7 +178,7 @@ def runs(axes: Axes, end: int, *, distinct: bool = False) -> Runs:
 
 @lru_cache(maxsize=256)
 def common_runs(axes: Axes) -> tuple[Ints, Ints, int]:
-    """What is contiguous at both ends at once: (source offsets, target offsets, the one length)."""
+    """What is contiguous at both ends at once: (source offsets, target offsets, common length)."""
     steps = list(axes)
     length = 1
     while steps and steps[-1].source == length and steps[-1].target == length:
@@ -191,7 +192,7 @@ def common_runs(axes: Axes) -> tuple[Ints, Ints, int]:
 
 
 def run_shape(axes: Axes, end: int, *, distinct: bool = False) -> tuple[int, int]:
-    """(number of runs, their length) as ``runs`` would list them, without listing."""
+    """(number of runs, their length) as ``runs`` would return them, without listing them."""
     steps = [(a.steps, a[end]) for a in axes if not (distinct and a[end] == 0)]
     length, number = 1, 1
     while steps and steps[-1][1] == length:

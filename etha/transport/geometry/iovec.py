@@ -1,7 +1,7 @@
-"""Operations as segment tables for system calls, made when a piece runs and forgotten after it.
+"""Segment tables (iovecs) for the system calls of a piece's operations, built when the piece runs and then dropped.
 
-Each table row is (address, bytes); the two tables of a call add up to the same bytes. Rows that follow
-each other in memory are joined, and where neighbours fill each other's gaps they are sorted for it.
+Each row is (address, bytes), and the two tables of a call have the same number of bytes. Adjacent rows are joined. If
+neighbours fill each other's gaps, rows are sorted first, so that they join.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALIGN = 64
 
 
 class Op(NamedTuple):
-    """One tile at one place: offsets in elements of the two views."""
+    """One tile at one place: offsets in elements into the two views."""
 
     tile: Tile
     source: View
@@ -30,12 +30,12 @@ class Op(NamedTuple):
 
     @property
     def source_address(self) -> int:
-        """Where the tile begins in the source's process."""
+        """Address of the tile's first element in the source's process."""
         return self.source.address + self.source_offset * self.tile.ends.source.itemsize
 
     @property
     def target_address(self) -> int:
-        """Where the tile begins in the target's process."""
+        """Address of the tile's first element in the target's process."""
         return self.target.address + self.target_offset * self.tile.ends.target.itemsize
 
 
@@ -56,10 +56,10 @@ def copies(ops: Sequence[Op], *, by: int) -> tuple[IoVec, IoVec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IovecBatch:
-    """Operations that go through the bounce buffers together: small tensors share their system calls.
+    """Operations that go through the bounce buffers together, so that small tensors share system calls.
 
-    ``starts``: where each one's bytes begin in the read buffer; ``places``: in the packed buffer.
-    ``spans`` are the (address, place, bytes) that are read whole, for one or several operations.
+    ``starts`` and ``places`` are the offsets of each operation's bytes in the read buffer and in the packed buffer.
+    ``spans`` are the (address, place, bytes) that are read whole, each for one or several operations.
     """
 
     ops: Sequence[Op]
@@ -70,9 +70,9 @@ class IovecBatch:
     packed_nbytes: int
 
     def check(self) -> None:
-        """RuntimeError where two reads share a byte of the read buffer, or one does not lie inside it.
+        """Raise RuntimeError if two reads share a byte of the read buffer, or one lies outside of it.
 
-        An operation's bytes inside a span are the span's.
+        The bytes of an operation inside a span count as the span's.
         """
         spanning = np.array([op.tile.spanning for op in self.ops], bool)
         starts = np.array(self.starts, np.int64)
@@ -96,7 +96,7 @@ class IovecBatch:
 
 
 def kinds(ops: Iterable[Op]) -> Iterator[list[Op]]:
-    """Operations of any mix as groups of one path between one pair of processes."""
+    """Group operations of any mix by path and pair of processes."""
     found: dict[tuple[int, int, int], list[Op]] = {}
     for op in ops:
         found.setdefault((op.tile.path, id(op.source.process), id(op.target.process)), []).append(op)
@@ -104,7 +104,7 @@ def kinds(ops: Iterable[Op]) -> Iterator[list[Op]]:
 
 
 def prove(ops: Sequence[Op]) -> None:
-    """Put every batch of ``ops``, which are of one kind, together as a run will: RuntimeError if one is not sound."""
+    """Build every batch of ``ops``, which are of one kind, as a run will. RuntimeError if one is not sound."""
     tiles = {id(op.tile): op.tile for op in ops}.values()
     if len({(tile.path, tile.ends.source_private, tile.ends.target_private) for tile in tiles}) > 1:
         raise RuntimeError("copies of several kinds in one go: this is a fault in Etha, please report it")
@@ -114,9 +114,9 @@ def prove(ops: Sequence[Op]) -> None:
 
 
 def batches(ops: Sequence[Op]) -> Iterator[IovecBatch]:
-    """Cut operations, neighbours in the source, into batches that the buffers take.
+    """Cut operations, which are neighbours in the source, into batches that fit the buffers.
 
-    They are not checked here, because this runs with every transfer; ``prove`` checks the same ones once.
+    They are not checked here, because this runs with every transfer; ``prove`` checks the same batches once.
     """
     first = read = packed = 0
     starts: list[int] = []
@@ -149,10 +149,10 @@ def batches(ops: Sequence[Op]) -> Iterator[IovecBatch]:
 
 
 def _shares(span: tuple[int, int, int], read: int, address: int, need: int, op: Op) -> bool:
-    """Whether an operation is read with the last span: it lies inside, or continues it and the buffer ends there."""
+    """Whether an operation is read with the last span: it lies inside the span, or continues it at the buffer's end."""
     begin, place, nbytes = span
     ahead = address - begin
-    # The span's place keeps the address's alignment, so elements stay aligned too.
+    # The span's place keeps the address's alignment, so elements stay aligned, too.
     if not 0 <= ahead <= nbytes or ahead % op.tile.ends.source.itemsize:
         return False
     return ahead + need <= nbytes or place + nbytes == read
@@ -184,8 +184,8 @@ def reads(batch: IovecBatch, buffer: int) -> tuple[IoVec, IoVec]:
 def writes(batch: IovecBatch, buffers: tuple[int, int], chosen: Sequence[bool]) -> tuple[IoVec, IoVec]:
     """(table of the buffers, table of the target) of a batch's ``chosen`` operations.
 
-    ``buffers`` are the addresses of the packed and of the read buffer: what needs no packing is written
-    from where it was read.
+    ``buffers`` are the addresses of the packed and of the read buffer. Data that needs no packing is written from the
+    read buffer.
     """
     parts: list[tuple[Bytes, Bytes, int]] = []
     for op, start, place, mine in zip(batch.ops, batch.starts, batch.places, chosen, strict=True):
@@ -202,7 +202,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _by_tile(ops: Sequence[Op]) -> Iterator[tuple[Tile, list[Op]]]:
-    """Neighbours of one tile together."""
+    """Group consecutive operations of the same tile."""
     some: list[Op] = []
     for op in ops:
         if some and op.tile is not some[0].tile:
@@ -217,7 +217,7 @@ def _spread(offsets: Bytes, addresses: list[int]) -> Bytes:
 
 
 def _tables(parts: Sequence[tuple[Bytes, Bytes, int]], by: int, sort: bool) -> tuple[IoVec, IoVec]:
-    """Both tables of (source addresses, target addresses, bytes of each) parts, joined up."""
+    """Both tables of parts (source addresses, target addresses, bytes of each), with adjacent rows joined."""
     if len(parts) == 1:
         source, target, length = parts[0]
         nbytes = np.full(len(source), length, np.uint64)
@@ -232,7 +232,7 @@ def _tables(parts: Sequence[tuple[Bytes, Bytes, int]], by: int, sort: bool) -> t
 
 
 def _order(remote: Bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """By address; what several targets want comes in as many rounds, so that each round joins up."""
+    """Order by address. Equal addresses are spread over as many rounds, so that the segments of each round join."""
     order = np.argsort(remote, kind="stable")
     found = remote[order]
     again = found[1:] == found[:-1]

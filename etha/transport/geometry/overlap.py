@@ -1,7 +1,7 @@
-"""Source and target in one memory: which reads must come before the first write.
+"""Find source and target memory that overlaps, because such reads must come before the first write.
 
-Two sides' ranks may be one process, and one tensor may be registered by both. The kernel cannot tell us
-more than addresses, so what counts is whether byte ranges of one space overlap.
+The ranks of two sides may be one process, and both may register one tensor. Only addresses are known, so two tensors
+are taken to overlap if their byte ranges in one address space do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Written:
             self._merged[space] = (starts, stops)
 
     def overlaps(self, view: View) -> bool:
-        """Whether anything between the first and the last byte of ``view`` may be written."""
+        """Whether any byte between the first and the last one of ``view`` may be written."""
         merged = self._merged.get(view.space)
         if merged is None or not view.nbytes:
             return False
@@ -48,7 +48,7 @@ class Written:
 
 
 def same_place(region: Region, here: View, there: View) -> bool:
-    """Whether each element of the region already lies where it shall go: a copy onto itself."""
+    """Whether each element of the region already lies at its target, so that the copy would be onto itself."""
     return (
         here.space == there.space
         and here.place == there.place
@@ -59,7 +59,7 @@ def same_place(region: Region, here: View, there: View) -> bool:
 
 
 def packed(region: Region) -> tuple[list[Ints], list[Ints]]:
-    """(source -> packed, packed -> target): the region by way of a dense buffer of its shape."""
+    """(source -> packed, packed -> target): copy the region through a dense buffer of its shape."""
     into, out = [], []
     for runs in region.dims:
         at = np.cumsum(runs[:, 2]) - runs[:, 2]

@@ -1,15 +1,15 @@
-"""Which way a box is copied, chosen by what it costs, and the box cut into tiles for that way.
+"""Choose how a box is copied, by estimated cost, and cut the box into tiles for that path.
 
     MAPPED   mapped -> mapped     one strided copy by torch, casts included
     READ     private -> mapped    process_vm_readv straight into place
     WRITE    mapped -> private    process_vm_writev straight from place
     BOUNCE   everything else      through a buffer that stays in cache: read, pick and cast, write
-    DEVICE   a device at an end   by its kernels and copy engines (device.py), whatever is at the other
+    DEVICE   a device at an end   by its kernels and copy engines (device.py), whatever is at the other end
 
-A segment in another process costs its look-up and its pages' pinning, one here next to nothing. So where
-the gaps of a tile are its neighbours' payload (``joint``: a row cut up among targets), a piece's segments
-are sorted by the remote address and join up; and very short runs are read as one span, gaps included, and
-picked from the buffer. The costs are of one thread of a 2-core machine; what matters is their ratio.
+An iovec segment in another process costs a look-up and the pinning of its pages; one in this process costs almost
+nothing. If the gaps of a tile are its neighbours' payload (``joint``: a row that is cut up among targets), a piece's
+segments are sorted by remote address, so that they join. Very short runs are read as one span with their gaps, and
+picked from the buffer. The costs were measured for one thread of a 2-core machine; only their ratios matter.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import torch
 from etha.transport.geometry import boxes
 from etha.transport.geometry.boxes import Axes, Ints, Placed
 
-#: Largest tile that is copied in place: big enough that a call costs nothing, small enough to share out.
+#: Largest tile that is copied in place: large enough to hide the cost of a call, small enough to share among threads.
 DIRECT = 2 << 20
-#: The same on a device, which copies them in some 0.2 ms.
+#: The same limit on a device, which copies that much in about 0.2 ms.
 DEVICE = 256 << 20
-#: The same where plain host memory is at the other end: the CPU takes as long as for a piece of its own.
+#: The same limit if plain host memory is at the other end: the CPU needs as long for it as for one of its own pieces.
 DEVICE_BOUNCED = 8 << 20
-#: A bounce buffer. Smaller ones stay in L2 but are eaten up by the calls; measured best on both counts.
+#: Size of a bounce buffer. Smaller ones stay in L2, but calls cost more than that saves; this size measured best.
 BOUNCE_BYTES = 2 << 20
-#: Most runs of one tile at either end: tables stay small.
+#: Most runs of one tile at either end. It keeps the tables small.
 MAX_RUNS = 16384
 
-# Nanoseconds: of a segment in another process, of one here, of sorting one among its neighbours, of a byte
-# through a system call, of a byte picked from cache, of one tile in the interpreter.
+# Nanoseconds per: segment in another process, segment in this one, sorting one segment among its neighbours, byte
+# through a system call, byte picked from cache, tile handled by the interpreter.
 _REMOTE, _LOCAL, _SORT, _CALL_BYTE, _PICK_BYTE, _TILE = 400.0, 40.0, 50.0, 0.14, 0.09, 15_000.0
 
 
@@ -57,10 +57,10 @@ class Path(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """What of the two tensors decides the way: their dtypes, and whether each is private to a worker.
+    """The properties of the two tensors that decide the path: their dtypes, and whether each is private to a worker.
 
-    ``joint``: this program copies (nearly) all of the private one, the source where both are. ``device``: one of
-    them is on a device; ``bounced``: and the other where devices do not reach.
+    ``joint``: this program copies (nearly) all of the private tensor, or of the source if both are private. ``device``:
+    at least one is on a device. ``bounced``: and the other is where devices cannot reach it.
     """
 
     source: torch.dtype
@@ -79,7 +79,7 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The shape of a copy that one step does; where it begins is told by each operation.
+    """The shape of a copy that one step does. Each operation says where it begins.
 
     ``spanning``: the source is read as one span, gaps included, instead of run by run.
     """
@@ -91,39 +91,38 @@ class Tile:
 
     @cached_property
     def numel(self) -> int:
-        """Elements written."""
+        """Elements that the copy writes."""
         return boxes.numel(self.axes)
 
     @cached_property
     def nbytes(self) -> int:
-        """Payload in bytes, at the narrower dtype."""
+        """Payload in bytes, at the narrower of the two dtypes."""
         return self.numel * min(self.ends.source.itemsize, self.ends.target.itemsize)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Sizes of the axes, for torch."""
         return tuple(a.steps for a in self.axes)
 
     @cached_property
     def source_strides(self) -> tuple[int, ...]:
-        """Steps in the source, in elements."""
+        """Strides of the axes in the source, in elements."""
         return tuple(a.source for a in self.axes)
 
     @cached_property
     def target_strides(self) -> tuple[int, ...]:
-        """Steps in the target, in elements."""
+        """Strides of the axes in the target, in elements."""
         return tuple(a.target for a in self.axes)
 
     @cached_property
     def copies(self) -> tuple[Bytes, Bytes, int]:
-        """READ and WRITE: runs common to both ends, (source offsets, target offsets, length) in bytes."""
+        """For READ and WRITE: runs common to both ends, (source offsets, target offsets, length) in bytes."""
         source, target, length = boxes.common_runs(self.axes)
         item = self.ends.source.itemsize
         return _bytes(source, item), _bytes(target, item), length * item
 
     @cached_property
     def reads(self) -> tuple[Bytes, int]:
-        """BOUNCE from a private source: (offsets of the runs to read, their length) in bytes."""
+        """For BOUNCE from a private source: (offsets of the runs to read, their length) in bytes."""
         item = self.ends.source.itemsize
         if self.spanning:
             return np.zeros(1, np.uint64), boxes.span(self.axes, 1) * item
@@ -132,7 +131,7 @@ class Tile:
 
     @cached_property
     def writes(self) -> tuple[Bytes, int]:
-        """BOUNCE to a private target: (offsets of the runs to write, their length) in bytes, as packed."""
+        """For BOUNCE to a private target: (offsets of the runs to write, their length) in bytes, in packed order."""
         offsets, length = boxes.runs(_by_target(self.axes), 2)
         return _bytes(offsets, self.ends.target.itemsize), length * self.ends.target.itemsize
 
@@ -143,7 +142,7 @@ class Tile:
 
     @cached_property
     def read_strides(self) -> tuple[int, ...]:
-        """Steps of the axes in what was read."""
+        """Strides of the axes in the data that was read."""
         return self.source_strides if self.spanning else boxes.dense(self.axes, 1, distinct=True)
 
     @cached_property
@@ -153,7 +152,7 @@ class Tile:
 
     @cached_property
     def packed_strides(self) -> tuple[int, ...]:
-        """Steps of the axes in the second buffer, which is dense in the order of the target."""
+        """Strides of the axes in the second buffer, which is dense in the target's order."""
         order = sorted(range(len(self.axes)), key=lambda i: (-self.axes[i].target, -self.axes[i].source))
         strides, at = [0] * len(order), 1
         for i in reversed(order):
@@ -163,7 +162,7 @@ class Tile:
 
     @cached_property
     def through(self) -> bool:
-        """Whether what was read can be written as it is: nothing to pick, to turn or to cast."""
+        """Whether the data that was read can be written unchanged: nothing to pick, reorder or cast."""
         private = self.ends.source_private and self.ends.target_private
         return private and not self.ends.casts and self.read_strides == self.packed_strides
 
@@ -177,7 +176,7 @@ def _bytes(offsets: Ints, itemsize: int) -> Bytes:
 
 
 def tiles(found: Sequence[Placed], ends: Ends) -> Iterator[tuple[Tile, Ints, Ints]]:
-    """Each box cut for the cheapest way: (tile, source offsets, target offsets in elements)."""
+    """Cut each box for its cheapest path: (tile, source offsets, target offsets), offsets in elements."""
     for placed in found:
         path, spanning, box, limit = _choose(placed, ends)
         for axes, source, target in boxes.cut(box, limit, spanning=spanning):
@@ -185,7 +184,7 @@ def tiles(found: Sequence[Placed], ends: Ends) -> Iterator[tuple[Tile, Ints, Int
 
 
 def _choose(placed: Placed, ends: Ends) -> tuple[Path, bool, Placed, int]:
-    """(path, spanning, the box in the order that suits it, elements of a tile)."""
+    """(path, spanning, the box with its axes in a suitable order, elements per tile)."""
     by_source, by_target = (
         Placed(boxes.ordered(placed.axes, by), placed.source, placed.target) for by in ("source", "target")
     )

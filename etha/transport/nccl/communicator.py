@@ -1,9 +1,9 @@
-"""Communicators: NCCL's, each over exactly a set of agents, made once for a pair's epoch and never mended.
+"""NCCL communicators, each over exactly a set of agents, made once for a pair's epoch and never repaired.
 
     get(scope, members, id)  all of the set, with one id -> Communicator, or an error after ``seconds``
-    drop(scope)              the epoch is over: what forms and what stands is aborted
+    drop(scope)              the epoch is over: its communicators are closed, or aborted
 
-The rank of an agent is its place among the sorted names. One that has failed or was aborted is never used again.
+An agent's rank is its place among the sorted names. A communicator that failed or was aborted is never used again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from etha.transport.nccl.thread import NcclThread, Task
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a communicator has to form: its other ranks may still be compiling their programs.
+#: Seconds that a communicator has to form. Its other ranks may still be compiling their programs.
 FORMING = 60.0
-#: Seconds that closing one in good order may take before it is aborted: ranks of other agents may be gone.
+#: Seconds that an orderly close may take before the communicator is aborted, because other agents may be gone.
 CLOSING = 1.0
 
 
 class Communicator:
-    """One, used on the NCCL thread. ``cause`` is why it is not usable any more; ``busy`` counts the runs over it."""
+    """One communicator, used on the NCCL thread.
+
+    ``cause`` is why it is not usable any more. ``busy`` counts the runs over it.
+    """
 
     def __init__(self, nccl: Nccl, members: Sequence[str], me: str) -> None:
         if list(members) != sorted(set(members)) or me not in members:
@@ -50,7 +53,7 @@ class Communicator:
         self._freed = False
 
     def ready(self) -> bool:
-        """Whether NCCL has done what it was told; NcclError if it has failed, the cause if it was stopped."""
+        """Whether NCCL is done with its last call. NcclError if NCCL has failed; raises the cause if it was stopped."""
         if self.cause is not None:
             raise self.cause
         state = self.nccl.state(self.handle)
@@ -59,7 +62,7 @@ class Communicator:
         return state == OK
 
     def abort(self, cause: BaseException) -> None:
-        """End what is queued and free it; idempotent. On the NCCL thread, as everything of NCCL."""
+        """End what is queued, and free it. Idempotent. Call it on the NCCL thread, like everything of NCCL."""
         if self.cause is None:
             self.cause = cause
         if not self._freed:
@@ -76,14 +79,14 @@ class Communicator:
 
 
 class Communicators:
-    """Those of one agent. All methods on its loop."""
+    """The communicators of one agent. Call all methods on its loop."""
 
     def __init__(self, thread: NcclThread, nccl: Nccl, ordinal: int, me: str) -> None:
         self._thread, self._nccl, self._ordinal, self._me = thread, nccl, ordinal, me
         self._found: dict[tuple[Hashable, tuple[str, ...]], Communicator] = {}
 
     async def unique_id(self) -> bytes:
-        """A new id, for one ``get`` of each agent of a set; to be made by one of them."""
+        """Make a new id, for one ``get`` by each agent of a set. One of them makes it."""
         return await self._thread.start(self._make_id())
 
     def _make_id(self) -> Task[bytes]:
@@ -93,10 +96,10 @@ class Communicators:
     async def get(
         self, scope: Hashable, members: Sequence[str], unique_id: bytes, *, seconds: float = FORMING
     ) -> Communicator:
-        """The communicator of these agents in an epoch of a pair (``scope``); formed where there is none that works.
+        """The communicator of these agents in an epoch of a pair (``scope``). Forms a new one if none is usable.
 
-        TransferTimeoutError when not all of them came in time, PeerLostError when NCCL failed or ``drop`` came before.
-        Cancelling leaves it to form: ``drop`` ends that.
+        TransferTimeoutError if not all of them came in time, PeerLostError if NCCL failed or ``drop`` came first.
+        Cancelling does not stop the forming; ``drop`` does.
         """
         key = (scope, tuple(sorted(set(members))))
         found = self._found.get(key)
@@ -105,7 +108,7 @@ class Communicators:
             task = self._form(found, unique_id, time.monotonic() + seconds, seconds)
             found.forming = self._thread.start(task)
         assert found.forming is not None
-        await asyncio.shield(found.forming)  # for all who ask meanwhile
+        await asyncio.shield(found.forming)  # shielded, because several callers may wait for it
         return found
 
     def _form(self, made: Communicator, unique_id: bytes, until: float, seconds: float) -> Task[None]:
@@ -132,12 +135,12 @@ class Communicators:
             raise
 
     async def drop(self, scope: Hashable) -> None:
-        """The epoch is over: its communicators are closed, in good order where all the others do it too."""
+        """The epoch is over: close its communicators, in an orderly way if all other agents do so, too."""
         keys = [key for key in self._found if key[0] == scope]
         await self._close([self._found.pop(key) for key in keys])
 
     def discard(self, one: Communicator, cause: BaseException) -> None:
-        """Abort it: no transfer uses it from now on. Returns at once, idempotent."""
+        """Abort it, so that no transfer uses it from now on. Returns at once; idempotent."""
         if one.cause is None:
             one.cause = cause
             self._thread.start(self._abort(one, cause))
@@ -147,7 +150,7 @@ class Communicators:
         one.abort(cause)
 
     async def close(self) -> None:
-        """``drop`` all."""
+        """Close all communicators, as ``drop`` does."""
         found, self._found = list(self._found.values()), {}
         await self._close(found)
 

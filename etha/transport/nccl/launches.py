@@ -1,6 +1,6 @@
 """Steps: the groups of a program with addresses, and its copies as launches; made once, used by every transfer.
 
-Everything here was laid over one ring: ``generation`` tells whether its memory still lies there.
+They refer to one ring's memory. ``generation`` says whether that memory is still the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Operation = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReductionLaunch:
-    """How a part is reduced: ``far`` are addresses of contributions, ``near`` fetch theirs to GIVEN, by number.
+    """How a part is reduced. ``far`` are addresses of contributions, by index; ``near`` launches fetch the others to
+    GIVEN.
 
-    ``shown``: host memory to which contributions and value are copied for a witness, who sees them later.
+    ``shown`` is host memory to which contributions and value are copied for a witness, which sees them later.
     """
 
     part: SlotPart
@@ -55,7 +56,7 @@ class ReductionLaunch:
         return self.part.slot.count * self.width + value
 
     def tell(self, witness: FlowObserver) -> None:
-        """Show what was reduced, once the device has passed it."""
+        """Show the witness what was reduced, once the device has passed it."""
         if self.shown is None:
             return
         part, source, wire = self.part, self.work.source, self.work.wire
@@ -70,7 +71,8 @@ class ReductionLaunch:
             ring.driver.copy(self.shown.data_ptr() + place * self.width, address, nbytes, ring.unpack)
 
     def enqueue(self, ring: Ring, copier: Copier) -> None:
-        """Queue it on the unpack stream, as ``etha.plan.proof.simulate``: in index order, rounded once."""
+        """Queue it on the unpack stream, with the arithmetic of ``etha.plan.proof.simulate``: in index order, rounded
+        once."""
         numel, source = self.part.numel, self.work.source
         totals: list[torch.Tensor] = []
         for index in range(self.part.slot.count):
@@ -108,7 +110,7 @@ class ReductionLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaunchStep:
-    """One group. ``pack`` fills its slot, ``unpack`` empties it; None where nothing goes through it."""
+    """One group. ``pack`` fills its ring slot and ``unpack`` empties it; None if nothing goes through the slot."""
 
     group: MessageGroup
     sends: tuple[Operation, ...]
@@ -120,7 +122,7 @@ class LaunchStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """All of a program. ``early`` is to be done before anything is written."""
+    """All steps of a program. ``early`` must be done before anything is written."""
 
     program: WireProgram
     steps: tuple[LaunchStep, ...]
@@ -129,7 +131,7 @@ class Steps:
     shown: PinnedMemory | None = None
 
     def release(self) -> None:
-        """Give the launches' tables back, once the device is done with them."""
+        """Free the launches' tables, once the device is done with them."""
         for launch in _launches(self.steps):
             launch.release()
         if self.early is not None:
@@ -139,7 +141,7 @@ class Steps:
 
 
 def _launches(steps: Sequence[LaunchStep]) -> list[Launch]:
-    """All but the early one."""
+    """All launches but the early one."""
     found = [launch for step in steps for launch in (step.pack, step.unpack)]
     for one in (one for step in steps for one in step.makes):
         found += [*one.near.values(), one.results]
@@ -147,7 +149,8 @@ def _launches(steps: Sequence[LaunchStep]) -> list[Launch]:
 
 
 def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier) -> Task[Steps]:
-    """Lay a program over a ring that has its memory (``provide``), a group at a time; waits for its own work only."""
+    """Compile a program for a ring that has its memory (``provide``), a group at a time. It waits only for its own
+    work."""
     maker = _Maker(program, ring, copier)
     early: list[Op] = []
     for end, stage, _ in program.early:
@@ -163,7 +166,7 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
     shown = None
     most = max((sum(one.shows for one in step.makes) for step in steps), default=0)
     if program.witness is not None and most:
-        # As many places as groups are in use at once: page-locked host memory, none of the card's.
+        # One place for each group that is in use at once. This is page-locked host memory, none of the card's.
         shown = PinnedMemory(ring.driver, ring.uuid, DEPTH * most)
         steps = [_witnessed(step, shown.flat[number % DEPTH * most :]) for number, step in enumerate(steps)]
     return Steps(
@@ -203,10 +206,11 @@ class _Maker:
         )
 
     def rehearse(self, launches: Sequence[Launch]) -> Task[None]:
-        """Launch each kind of copy, and make each kind of reduction of what lies there, once; until all is done.
+        """Launch each kind of copy once, make each kind of reduction once with arbitrary data, and wait until all is
+        done.
 
-        Kernels are loaded afterwards, and torch has the memory that it needs. Both may wait for the device, and later
-        that may wait for another host, and then nobody here could abort it.
+        Afterwards kernels are loaded, and torch has the memory that it needs. Both may wait for the device. Later that
+        could mean waiting for another host, and then nobody here could abort it.
         """
         rehearse(self._copier, kinds(launches))
         with reaching(self._ring.uuid):

@@ -1,12 +1,12 @@
 """NcclPipeline: one run of a program's steps over NCCL, as a task of the NCCL thread.
 
-    pack  k+1 |#####|     |#####|          up to DEPTH groups are queued; a slot is used again once the device has
-    wire  k      |########|########|       passed ``done`` of the group that had it, and only then are the calls
-    unpack k-1            |####|           left whose memory that group touched
+    pack  k+1 |#####|     |#####|          Up to DEPTH groups are queued. When the device has passed ``done`` of a
+    wire  k      |########|########|       group, its slot is reused, and the guards of the calls whose memory it
+    unpack k-1            |####|           touched are left.
 
-When the task is over, however, nothing touches memory any more: after a failure the communicator is aborted, which ends
-what is queued, and the streams are waited for. Where that fails within ABORTING, the error says so and its guards stay
-entered, so that every worker whose memory it is can see it.
+Once the task is over, nothing touches memory any more: after a failure the communicator is aborted, which ends what is
+queued, and the streams are waited for. If they do not end within ABORTING seconds, the error says so, and the guards
+stay entered, so that every worker whose memory it is can see it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Count = Callable[[str, int, int], None]
 
 
 class QuiesceTimeout(TransferError):
-    """What was queued on the device did not end in time: it may still read and write the workers' memory."""
+    """Queued device work did not end in time, so it may still read and write the workers' memory."""
 
 
 @contextmanager
 def translated(members: Sequence[str]) -> Iterator[None]:
-    """NCCL's failures are those of a peer, for all that NCCL knows."""
+    """Raise NCCL's failures as a peer's, which is all that NCCL tells."""
     try:
         yield
     except NcclError as error:
@@ -52,9 +52,9 @@ def translated(members: Sequence[str]) -> Iterator[None]:
 
 
 class NcclPipeline:
-    """See the module's head. ``stop`` from any thread; the rest on the NCCL thread.
+    """See the module. ``stop`` is thread-safe; call everything else on the NCCL thread.
 
-    ``numbers`` (DEPTH) are those by which revocation pages tell its groups apart.
+    ``numbers`` (DEPTH of them) tell its groups apart in revocation pages.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class NcclPipeline:
         self._progress_at = 0.0
 
     def stop(self, cause: BaseException) -> None:
-        """End it with ``cause`` unless it ends before; returns at once."""
+        """End it with ``cause``, unless it ends before. Returns at once."""
         if self.cause is None:
             self.cause = cause
 
     def run(self, comm: Communicator) -> Task[int]:
-        """All groups over ``comm``; payload in bytes. On any error the communicator is aborted."""
+        """Run all groups over ``comm``. Returns the payload in bytes. Any error aborts the communicator."""
         scratch = self.steps.program.scratch
         self._budget.take(scratch)
         comm.busy += 1
@@ -105,7 +105,7 @@ class NcclPipeline:
         return self.done
 
     def copy_early(self) -> Task[None]:
-        """Read what lies under targets, before anything is written; without a communicator."""
+        """Read memory that targets overlap, before anything is written. Needs no communicator."""
         if self.steps.early is None:
             return
         ring, driver = self.ring, self.ring.driver
@@ -115,7 +115,7 @@ class NcclPipeline:
             with reaching(ring.uuid):
                 self.copier.enqueue(self.steps.early, ring.pack)
                 driver.record(ring.packed[0], ring.pack)
-                # A stop does not wait for less than this: copies within one card end.
+                # A stop waits for this, because copies within one card always end.
                 while not driver.reached(ring.packed[0]):
                     yield False
         if self.cause is not None:
@@ -124,7 +124,7 @@ class NcclPipeline:
     # ---- groups -------------------------------------------------------------------------------
 
     def _check(self, comm: Communicator) -> bool:
-        """NCCL has done what it was told; raises what has gone wrong."""
+        """Whether NCCL is done with its last call. Raises what has gone wrong."""
         if self.cause is not None:
             raise self.cause
         return comm.ready()
@@ -135,7 +135,7 @@ class NcclPipeline:
         guarded = ExitStack()
         guarded.enter_context(self._copy_slots[slot].inside(self.guards, step.group.owners))
         self._flight.append((number, step, guarded))
-        # ``done`` comes in the order of the groups: a younger one stands for those whose events are used again.
+        # ``done`` events come in the order of the groups, so a younger one stands for those whose events are reused.
         after = max(step.group.after, number - DEPTH)
         if after >= 0:
             driver.wait(ring.pack, ring.done[after % DEPTH])
@@ -167,7 +167,7 @@ class NcclPipeline:
             nccl.group_end(comm.handle)
 
     def _landed(self, comm: Communicator) -> bool:
-        """Let go of the oldest group if the device has passed it."""
+        """Release the oldest group if the device has passed it."""
         number, step, guarded = self._flight[0]
         if not self.ring.driver.reached(self.ring.done[number % DEPTH]):
             self._check(comm)
@@ -207,7 +207,7 @@ class NcclPipeline:
                     ) from error
                 yield False
         except DeviceError as lost:
-            if not lost.sticky:  # a context that is lost runs nothing any more
+            if not lost.sticky:  # a lost context runs nothing any more
                 raise
         while self._flight:
             self._flight.popleft()[2].close()

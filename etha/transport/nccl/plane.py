@@ -1,6 +1,7 @@
-"""NcclPlane: what one agent has of NCCL: a thread, communicators, a ring, and programs laid over it.
+"""NcclPlane: an agent's NCCL thread, communicators and ring, and the programs compiled for the ring.
 
-An ``NcclJob`` is what a task of the NCCL thread is on the loop: how it is stopped, waited for, and given up on.
+An ``NcclJob`` is the event loop's side of a task of the NCCL thread: it stops the task, waits for it, and gives up on
+it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from etha.transport.nccl.thread import NcclThread, T, Task
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 
-#: Numbers on revocation pages, the last ones: an agent with a card has at most so many copy slots fewer.
+#: Numbers on revocation pages: the last ones. An agent with a card has at most that many copy slots fewer.
 NUMBERS = tuple(range(THREADS - DEPTH, THREADS))
-#: Seconds after a stop within which the thread must have come back; it gives up on the device before.
+#: Seconds after a stop within which the thread must have returned; it gives up on the device before that.
 BOUND = ABORTING + 5.0
 
 
 class NcclPlane:
-    """What an agent has of NCCL: its thread, its communicators, its ring; ``traffic`` counts per peer.
+    """An agent's NCCL thread, communicators and ring. ``traffic`` counts per peer.
 
-    ``numbers`` are DEPTH numbers on revocation pages that nobody else at this agent uses.
+    ``numbers`` are DEPTH numbers on revocation pages that nothing else of this agent uses.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class NcclPlane:
         self.numbers = tuple(numbers)
         #: One run at a time has the ring.
         self.turn = asyncio.Lock()
-        #: Why nothing can be run any more: the device may still be at work for a run that is over.
+        #: Why nothing can run any more: the device may still be at work for a run that is over.
         self.stuck: QuiesceTimeout | None = None
-        #: Kept with it: the calls whose memory it may touch are left when it is forgotten, so never.
+        #: Kept with it for ever, because forgetting it would leave the guards of calls whose memory it may still touch.
         self.unfinished: NcclPipeline | None = None
         self._ring: Ring | None = None
         self._copier: Copier | None = None
@@ -68,11 +69,11 @@ class NcclPlane:
 
     @property
     def peak_staging(self) -> int:
-        """Most bytes of staging in use at once since ``budget.restart()``."""
+        """Most bytes of staging in use at once so far."""
         return self.budget.peak
 
     def steps(self, program: WireProgram) -> Task[Steps]:
-        """The program laid over the ring, kept for the next run; on the NCCL thread, by who has the turn."""
+        """The program compiled for the ring, kept for the next run. Call it on the NCCL thread, holding the turn."""
         if self._ring is None or self._copier is None:
             self._ring = Ring(self.driver, self.device.uuid, self.budget)
             self._copier = Copier(self.driver, self.device.uuid)
@@ -89,7 +90,7 @@ class NcclPlane:
         return found
 
     def pipeline(self, run: WireRun, progress: Callable[[int], None] | None) -> Task[NcclPipeline]:
-        """A run that may begin; on the NCCL thread."""
+        """Make a run that is ready to begin. Call it on the NCCL thread."""
         steps = yield from self.steps(run.program)
         assert self._ring is not None and self._copier is not None
         return NcclPipeline(
@@ -98,7 +99,8 @@ class NcclPlane:
         )  # fmt: skip
 
     async def forget(self, programs: Collection[WireProgram]) -> None:
-        """Give back what is kept for programs that run no more; on its thread, for that may wait for the device."""
+        """Free what is kept for programs that run no more; on the NCCL thread, because freeing may wait for the
+        device."""
         async with self.turn:
             kept = [program for program in programs if program in self._rounds]
             if kept and self.stuck is None:
@@ -118,7 +120,7 @@ class NcclPlane:
         traffic.received += received
 
     async def close(self) -> None:
-        """End all communicators, give the device's memory back, end the thread; idempotent. Runs are over."""
+        """End all communicators, free the device's memory, end the thread. Idempotent. No run may be under way."""
         if self.stuck is None:
             async with self.turn:
                 await self.communicators.close()
@@ -136,7 +138,7 @@ class NcclPlane:
 
 
 class NcclJob:
-    """See the module's head. ``cause`` is why it was stopped."""
+    """See the module. ``cause`` is why it was stopped."""
 
     def __init__(self, plane: NcclPlane) -> None:
         self._plane = plane
@@ -147,7 +149,7 @@ class NcclJob:
         self._timer: asyncio.TimerHandle | None = None
 
     def stop(self, cause: BaseException) -> None:
-        """Have it end; idempotent, returns at once."""
+        """End it with ``cause``. Idempotent; returns at once."""
         if self.cause is None:
             self.cause = cause
             self._timer = self._loop.call_later(BOUND, self._expire)
@@ -160,13 +162,13 @@ class NcclJob:
             self.late.set_result(None)
 
     def begun(self, pipeline: NcclPipeline) -> None:
-        """On the NCCL thread: from now on a stop is the pipeline's."""
+        """Called on the NCCL thread: from now on ``stop`` also stops the pipeline."""
         self.pipeline = pipeline
         if self.cause is not None:
             pipeline.stop(self.cause)
 
     async def over(self, task: Task[T]) -> T:
-        """Run a task to its end; a cancellation stops it and waits for that, as long as it may take."""
+        """Run a task to its end. A cancellation stops the task, and waits for its end, at most BOUND seconds."""
         future = self._plane.thread.start(task)
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -196,7 +198,7 @@ class NcclJob:
                 self._timer.cancel()
 
     def until_stopped(self, task: Task[T]) -> Task[T]:
-        """A task that may end between any two of its steps."""
+        """A task that a stop ends between any two of its steps."""
         while True:
             try:
                 moved = next(task)

@@ -1,16 +1,16 @@
-"""Rounds: a program's messages as groups, in which order an agent issues them, and what each of them hangs on.
+"""Rounds: a program's messages in groups, the order in which an agent issues them, and what each depends on. Pure.
 
 A group is all that an agent sends and receives under one key. Keys are the same at both ends of a message, and every
 agent issues its groups in ascending order of keys, one after the other on one stream.
 
-**Nobody waits in a ring.** Of all messages that have not gone, anywhere, take one with the least key k. At either of
-its ends all groups before the one of k have lower keys, so all of their messages have gone and these groups are done.
-What that group itself hangs on (``after``: pieces that are passed on, reductions, memory of an earlier wave) came
-with lower keys too; ``make_rounds`` refuses a program where it does not. So both ends get to issue k, in groups that
-are open until all of their messages have gone: it goes. As the messages of two agents are issued in the order of
-the same keys, and in one key in the order of the flow, the n-th send of one meets the n-th receive of the other.
+**Deadlock cannot occur.** Of all messages anywhere that have not gone, take one with the least key k. At both of its
+ends, all groups before the one of k have lower keys, so all of their messages have gone and these groups are done. What
+the group of k depends on (``after``: forwarded pieces, reductions, memory of an earlier wave) came with lower keys,
+too; ``make_rounds`` refuses a program in which it did not. So both ends get to issue k, in groups that are open until
+all of their messages have gone, and the message goes. The messages of two agents are issued in the order of the same
+keys, and within one key in the order of the flow, so the n-th send of one meets the n-th receive of the other.
 
-Groups hold at most GROUP operations: a key ends with a colour of the two agents (``nccl_messages.MessageCut``). Pure.
+A group holds at most GROUP operations, because a key ends with a colour of the two agents (``MessageCut.colour``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One send or receive. ``at``: its bytes' place in the group's slot of the ring, -1: it has none there."""
+    """One send or receive. ``at`` is the place of its bytes in the group's slot of the ring; -1 if it does not use the
+    slot."""
 
     peer: str
     span: Span
@@ -37,9 +38,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageGroup:
-    """``after`` is the last group that has to be laid down before this one is packed (-1: none).
+    """``after`` is the last group that must be laid down before this one is packed (-1: none).
 
-    ``makes`` are reduced once this one is laid down. ``owners`` is whose memory all of it touches.
+    ``makes`` are reduced once this group is laid down. ``owners`` are the members whose memory all of it touches.
     """
 
     key: Key
@@ -51,20 +52,21 @@ class MessageGroup:
 
     @property
     def nbytes(self) -> int:
-        """Payload, sent and received."""
+        """Payload sent and received, in bytes."""
         return sum(m.span.nbytes for m in (*self.sends, *self.receives))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """``groups`` in order; ``slot`` is the most bytes of one that go through the ring. The first group only makes."""
+    """``groups`` in order. ``slot`` is the most bytes of one group that go through the ring. The first group only
+    reduces."""
 
     groups: tuple[MessageGroup, ...]
     slot: int
 
     @property
     def depth(self) -> int:
-        """Slots of the ring that are of use."""
+        """Number of slots of the ring that are used."""
         return min(DEPTH, len(self.groups)) if self.slot else 0
 
 
@@ -77,7 +79,7 @@ class _Draft:
 
 
 def make_rounds(program: WireProgram) -> Rounds:
-    """The groups of a program that was cut for NCCL; ValueError where something would wait for a later group."""
+    """The groups of a program that was cut for NCCL. ValueError if a group would wait for itself or a later group."""
     found: dict[Key, _Draft] = {}
     for flows, sending in ((program.sends, True), (program.receives, False)):
         for peer, flow in flows.items():
@@ -113,12 +115,12 @@ def make_rounds(program: WireProgram) -> Rounds:
 
 
 class _Hangs:
-    """Which group lays down what; deals the reductions to the groups after which they are made."""
+    """Which group lays down what. Assigns the reductions to the groups after which they are made."""
 
     def __init__(self, program: WireProgram, drafts: list[_Draft]) -> None:
         self._arrival: dict[int, int] = {}
         contributed: dict[int, int] = {}
-        #: The last group that has to do with the memory of a wave.
+        #: The last group that uses the memory of each wave.
         self._wave: dict[int, int] = defaultdict(lambda: -1)
         for number, draft in enumerate(drafts):
             for _, span in draft.receives:
@@ -135,7 +137,7 @@ class _Hangs:
             if part.far:
                 at = contributed[part.number]
             elif program.values[part.number].sends:
-                # As early as its memory is free: the wave before the last has gone then.
+                # As early as its memory is free, which is when the wave before the last has gone.
                 at = max(0, self._before(part.wave))
             else:
                 at = len(drafts) - 1  # nobody waits for it
@@ -143,11 +145,11 @@ class _Hangs:
             drafts[at].makes.append(part)
 
     def _before(self, wave: int) -> int:
-        """The last group of the waves that had the memory of this one."""
+        """The last group of the earlier waves that use the same memory as this one."""
         return max((self._wave[w] for w in range(wave - 2, -1, -2)), default=-1)
 
     def of(self, draft: _Draft) -> int:
-        """What the messages of a group hang on."""
+        """The last group that the messages of a group depend on."""
         found = [-1]
         for _, span in draft.sends:
             found += [self._arrival[number] for number in span.after]

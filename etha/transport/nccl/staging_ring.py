@@ -2,8 +2,8 @@
 
     pack   ──packed──>  wire  ──wired──>  unpack  ──done──>  the slot's next group
 
-DEPTH slots of the ring, two slabs (reductions of the even and of the odd waves), one contribution, one value, and what
-is staged before anything is written. Memory grows with what programs need and stays; an agent has one ring.
+Its memory is DEPTH slots, two slabs (reductions of the even and of the odd waves), one contribution, one value, and
+what is staged before anything is written. It grows with what programs need and is kept. An agent has one ring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOTS, SLABS, GIVEN, VALUE = "slots", "slabs", "given", "value"
 
 
 class Ring:
-    """See the module's head. Used by one thread, for one run at a time; ConfigError where the budget is too small."""
+    """See the module. One thread uses it, for one run at a time. ConfigError if the budget is too small."""
 
     def __init__(self, driver: Driver, uuid: str, budget: Budget) -> None:
         self.driver, self.uuid, self._budget = driver, uuid, budget
@@ -34,12 +34,12 @@ class Ring:
             self.packed, self.wired, self.done = ([driver.event(uuid) for _ in range(DEPTH)] for _ in range(3))
         self._memory: dict[str, DeviceMemory] = {}
         self._slot = self._slab = 0
-        #: Counts up whenever memory has moved: what was compiled before is worth nothing then.
+        #: Counts up whenever memory has moved, which makes earlier compilations invalid.
         self.generation = 0
         self._closed = False
 
     def provide(self, program: WireProgram, rounds: Rounds) -> None:
-        """Have the memory that a program needs; nothing of an earlier run is queued any more."""
+        """Allocate the memory that a program needs. Nothing of an earlier run may be queued any more."""
         numbers = [program.values[part.number] for part in program.parts]
         sizes = [(part.numel, work) for part, work in zip(program.parts, numbers, strict=True)]
         given = max((n * work.source.itemsize for n, work in sizes), default=0)
@@ -79,15 +79,15 @@ class Ring:
         return self._memory[SLABS].address + wave % 2 * self._slab
 
     def address(self, name: str) -> int:
-        """Of GIVEN, VALUE or EARLY."""
+        """The address of GIVEN, VALUE or EARLY."""
         return self._memory[name].address
 
     def placed(self, view: View) -> View:
-        """The view where it lies: what is staged early counts its address from 0."""
+        """The view at its address; views that are staged early count their addresses from 0."""
         return self.view(self.address(EARLY) + view.address, view.shape, view.dtype) if view.space == EARLY else view
 
     def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> View:
-        """A dense tensor at an address of this ring."""
+        """A dense tensor at an address in this ring."""
         strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         return View(
             shape=shape,
@@ -101,7 +101,7 @@ class Ring:
         )
 
     def close(self) -> None:
-        """Give everything back, once the device is done with it; idempotent."""
+        """Free everything, once the device is done with it. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,9 +1,9 @@
-"""NcclThread: the only thread of an agent that is ever inside NCCL, and the tasks that take turns on it.
+"""NcclThread: the only thread of an agent that calls NCCL, and the tasks that take turns on it.
 
     loop: start(task) -> future     thread: next(task), next(other), ... until each has returned or raised
 
-A task is a generator that yields True after it has done something and False where it has to ask again. So while one
-communicator forms, which its other ranks may take long to do, a transfer on another one goes on.
+A task is a generator that yields True after it has done something, and False if it has to ask again. So while one
+communicator forms, which its other ranks may take long to do, a transfer over another one goes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Task = Generator[bool, None, T]
 
-#: Seconds between two questions to NCCL or the device while a task waits for it: first, then doubled up to the last.
-# Neither tells a waiting thread anything, and a thread that slept inside of either could not abort what it waits for.
-# With DEPTH groups queued the device has work for longer than this, and a stop wakes the thread at once.
+#: Seconds between two questions to NCCL or the device while a task waits for it: the first, doubled up to the last.
+#: Neither wakes a waiting thread, and a thread that slept inside of either could not abort what it waits for. With
+#: DEPTH groups queued, the device has work for longer than this, and a stop wakes the thread at once.
 _FIRST, _LAST = 20e-6, 1e-3
 
 
@@ -29,7 +29,7 @@ class _Job:
         self.future: asyncio.Future[Any] = loop.create_future()
 
     def step(self) -> bool | None:
-        """Whether it has done something; None: it is over."""
+        """Whether it has done something; None if it is over."""
         try:
             return next(self.task)
         except StopIteration as stop:
@@ -39,7 +39,7 @@ class _Job:
         return None
 
     def _tell(self, how: Callable[[asyncio.Future[Any], Any], None], what: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
             self.loop.call_soon_threadsafe(how, self.future, what)
 
 
@@ -54,7 +54,7 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 class NcclThread:
-    """See the module's head. It begins with the first task; ``close`` ends it once all are over."""
+    """See the module. The first task starts it; ``close`` ends it once all tasks are over."""
 
     def __init__(self, name: str = "etha-nccl") -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -63,7 +63,7 @@ class NcclThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, task: Task[T]) -> asyncio.Future[T]:
-        """Run a task; its future is of the running loop. Cancelling the future stops nothing."""
+        """Run a task. The future belongs to the running loop; cancelling it stops nothing."""
         job = _Job(task, asyncio.get_running_loop())
         with self._changed:
             if self._closed:
@@ -81,13 +81,13 @@ class NcclThread:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No more tasks; the thread ends after those that it has. Idempotent, returns at once."""
+        """Take no more tasks; the thread ends after those that it has. Idempotent; returns at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> bool:
-        """Whether the thread has ended within so many seconds."""
+        """Wait at most ``seconds``; whether the thread has ended."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()

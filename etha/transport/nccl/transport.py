@@ -1,10 +1,10 @@
 """nccl: bytes between the cards of different hosts, in groups of NCCL sends and receives on three streams.
 
-Of an agent, once its device is known:
+Once per agent, when its device is known:
 
     plane = NcclPlane("agent-b", device, driver=driver(), nccl=nccl(), staging=settings.staging)
 
-Of the agents that exchange bytes in an epoch, each (``members`` are their names, ``staging`` the least of all):
+On each of the agents that exchange bytes in an epoch (``members`` are their names, ``staging`` the least of all):
 
     unique_id = await plane.communicators.unique_id()               on the least agent, told to all others
     comm = await plane.communicators.get(scope, members, unique_id, seconds=60)
@@ -12,13 +12,13 @@ Of the agents that exchange bytes in an epoch, each (``members`` are their names
     program = compile_wire(plan, ways, sources, targets, staging=staging, cut=cut)      views with ``device`` set
     transport = NcclTransport(plane, comm)
     await transport.open([TransportPeer(agent=name) for name in peers])
-    await transport.prepare(run)                                    where program.aliased, before the lane writes
+    await transport.prepare(run)                                    if program.aliased, before the lane writes
     nbytes = await transport.run(WireRun(program=program, guards=guards, seq=seq), progress)
 
-After ``stop``, an error of ``run`` or ``communicators.drop(scope)`` the communicator is gone (``transport.usable``):
-get a fresh one, with a fresh id, on all of its agents, and a new transport over it. What an agent that failed or was
-stopped leaves behind hangs at the others until they are stopped too: NCCL tells nobody. ``await plane.close()`` in the
-end.
+After ``stop``, an error of ``run``, or ``communicators.drop(scope)``, the communicator is unusable
+(``transport.usable``). Get a new one, with a new id, on all of its agents, and a new transport over it. An agent that
+failed or was stopped leaves the others hanging until they are stopped, too, because NCCL tells nobody. At the end,
+``await plane.close()``.
 """
 
 from __future__ import annotations
@@ -52,25 +52,24 @@ class NcclTransport:
 
     @property
     def usable(self) -> bool:
-        """Whether ``run`` may succeed; False once a run was stopped or has failed: a fresh communicator is needed."""
+        """Whether ``run`` may succeed. False once a run was stopped or has failed; then get a new communicator."""
         return self._communicator.usable and self._plane.stuck is None and self._refused is None
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
-        """Check that the communicator reaches these peers; ProtocolError where it does not. Addresses are not used."""
+        """Check that the communicator reaches these peers, or raise ProtocolError. Addresses are not used."""
         if strange := {peer.agent for peer in peers} - set(self._communicator.members):
             raise ProtocolError(f"the communicator of {self._communicator.members} does not reach {sorted(strange)}")
 
     async def prepare(self, run: WireRun) -> None:
-        """Lay the program over the card, and copy what must be read before anything is written, once a run."""
+        """Compile the program for the card, and copy what must be read before anything is written, once per run."""
         await self._run_job(run, None, move=False)
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
-        """Exchange everything of one transfer; its payload in bytes, sent and received.
+        """Exchange everything of one transfer. Returns its payload in bytes, sent and received.
 
-        All agents of the communicator run theirs, in any order of their clocks. Cancelling aborts it. When it returns
-        or raises nothing touches memory any more, but for a TransferError whose ``quiesced`` is False. PeerLostError
-        where NCCL fails, RevokedError with ``owner``, CardError where the device does; all of them end the
-        communicator.
+        All agents of the communicator run theirs, at any time. Cancelling aborts the run. Once it returns or raises,
+        nothing touches memory any more, except after a TransferError whose ``quiesced`` is False. Raises PeerLostError
+        if NCCL fails, RevokedError with ``owner``, and CardError if the device fails; all of them end the communicator.
         """
         if bucket.program.empty:
             return 0
@@ -92,7 +91,7 @@ class NcclTransport:
                 tell = None if on_progress is None else partial(_tell, loop, on_progress)
                 return await job.over(self._go(job, run, comm, tell, move))
         except BaseException as error:
-            # Whatever it was, the others' groups wait for this agent's: it must not stay a member that never comes.
+            # The others' groups wait for this agent's, so it must not remain a member that never issues them.
             if move:
                 self._plane.communicators.discard(comm, error)
             raise
@@ -119,10 +118,10 @@ class NcclTransport:
         return (yield from pipeline.run(comm))
 
     def stop(self, cause: BaseException) -> None:
-        """The transfer is aborted: end what runs with ``cause``, and the communicator; returns at once, idempotent.
+        """The transfer is aborted: end what runs with ``cause``, and the communicator. Returns at once; idempotent.
 
-        Also to be called where the own part is done already: others may have aborted theirs, and a later group would
-        wait for them for ever.
+        Call it even if this agent's part is done, because others may have aborted theirs, and a later group would wait
+        for them for ever.
         """
         for job in self._running:
             job.stop(cause)
@@ -130,14 +129,14 @@ class NcclTransport:
             self._plane.communicators.discard(self._communicator, cause)
 
     def abort(self, cause: BaseException) -> None:
-        """As ``stop``, and refuse more."""
+        """Stop, and refuse further runs."""
         self._refused = self._refused or cause
         self.stop(cause)
 
     async def close(self) -> None:
-        """End what runs, refuse more, and give back what is kept of its programs; the communicator is its epoch's."""
+        """End what runs, refuse more, and free what is kept of its programs. The communicator belongs to its epoch."""
         self.abort(PeerLostError("this transport is closed", reason="closed"))
-        # What ran has the turn until nothing touches memory.
+        # A run has the turn until nothing touches memory.
         await self._plane.forget(self._programs)
         self._programs.clear()
 

@@ -1,9 +1,8 @@
-"""DataPlane: the data half of an agent: its port, its streams by peer, its staging and its counters.
+"""DataPlane: an agent's data port, its streams by peer, its staging and its counters.
 
-Streams are opened by who sends, in sets. A run has a set to each agent that it sends to for itself, until its
-transfer is settled: so runs of different batches wait for nobody's network but their own, and one that fails closes
-no streams but its own. A set that is free again serves the next run of any batch.
-A run is found by what its streams' headers call it, so that either end may be ahead of the other.
+The sender opens streams, in sets. A run has one set to each agent that it sends to, until its transfer is settled. So a
+run waits for no other batch's network, and a run that fails closes only its own streams. A set that is free again
+serves the next run of any batch. Streams' headers name the run, so that either end may be ahead of the other.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SLOT_BYTES = 2
 
 @dataclass(slots=True, eq=False)
 class StreamSet:
-    """Streams to ``peer``, all in the hands of one run at a time. ``slot``: the lowest that was free there."""
+    """Streams to ``peer``, all used by one run at a time. ``slot`` is the lowest that was free at that peer."""
 
     peer: str
     slot: int
@@ -51,10 +50,11 @@ class StreamSet:
 
 
 class DataPlane:
-    """The data half of an agent. ``run()`` accepts streams; ``traffic`` counts per peer; close() in the end.
+    """An agent's half of the data connections. ``run()`` accepts streams; ``traffic`` counts per peer; end with
+    close().
 
     ``listener`` is the data port, listening and non-blocking; ``admit`` judges the tokens of those who connect.
-    ``memory``: where staging lies, on a GPU's agent. ``identity``: connections are encrypted, and no other is let in.
+    ``memory`` is where staging lies on a GPU's agent. With an ``identity`` all connections must be encrypted.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class DataPlane:
         self._sets: dict[str, list[StreamSet]] = defaultdict(list)
         self._inlets: dict[str, set[Inlet]] = defaultdict(set)
         self._running: dict[tuple[bytes, int], Exchange] = {}
-        #: The openings of a peer's streams that have begun with a run, one each.
+        #: For each run and peer, the openings of the peer's streams that have begun with the run, one per stream.
         self._begun: dict[tuple[tuple[bytes, int], str], list[bytes]] = defaultdict(list)
         self._closed = False
 
     async def run(self) -> None:
-        """Let streams in until cancelled."""
+        """Accept streams until cancelled."""
         await self._data_listener.run()
 
     @property
@@ -99,13 +99,14 @@ class DataPlane:
     # ---- streams ------------------------------------------------------------------------------
 
     async def connect(self, peer: str, address: DataAddress) -> None:
-        """Have a free set of healthy streams to ``peer``; PeerLostError."""
+        """Make sure that a free set of healthy streams to ``peer`` exists, or raise PeerLostError."""
         self.release([await self.lease(peer, address)])
 
     async def lease(self, peer: str, address: DataAddress) -> StreamSet:
-        """A set of healthy streams to ``peer`` for one run, opened where none is free; PeerLostError.
+        """Lease a set of healthy streams to ``peer`` for one run; opens one if none is free. PeerLostError if that
+        fails.
 
-        To be given back with ``release``, or with ``discard`` where its run was not committed.
+        Give it back with ``release``, or with ``discard`` if its run was not committed.
         """
         dead: list[StreamSet] = []
         with self._changed:
@@ -143,7 +144,8 @@ class DataPlane:
             outlet.start()
 
     def release(self, sets: Iterable[StreamSet]) -> None:
-        """Whatever went over these streams has been taken: the next run may have them. Idempotent."""
+        """Make these streams available to the next run, because everything sent over them has been received.
+        Idempotent."""
         over: list[StreamSet] = []
         with self._changed:
             for one in sets:
@@ -155,7 +157,8 @@ class DataPlane:
         self._shut(over)
 
     def discard(self, sets: Iterable[StreamSet]) -> None:
-        """Close the streams of a run that was not committed: what lies in them must not meet the next. Idempotent."""
+        """Close the streams of a run that was not committed, because bytes left in them must not reach the next.
+        Idempotent."""
         sets = list(sets)
         with self._changed:
             for one in sets:
@@ -181,7 +184,7 @@ class DataPlane:
             self._changed.notify_all()
 
     def drop(self, peer: str) -> None:
-        """The peer is lost: its streams end, and the runs that use them, with PeerLostError."""
+        """The peer is lost: end its streams, and fail the runs that use them with PeerLostError."""
         with self._changed:
             running = [e for e in self._running.values() if peer in e.program.sends or peer in e.program.receives]
         for exchange in running:
@@ -193,7 +196,7 @@ class DataPlane:
     # ---- what streams ask (any thread) --------------------------------------------------------
 
     def match(self, inlet: Inlet, header: Header) -> Exchange | None:
-        """The run of a header; a sender may be ahead of this agent, so it is waited for."""
+        """The run of a header. Waits for it, because a sender may be ahead of this agent."""
         label = (header.key, header.seq)
         with self._changed:
             while label not in self._running:
@@ -204,10 +207,10 @@ class DataPlane:
             return self._running[label]
 
     def left(self, inlet: Inlet, error: Exception) -> None:
-        """The other end has closed a stream between two runs: one that still waits for a header on it fails.
+        """The other end closed a stream between two runs: fail a run that still waits for a header on it.
 
-        Where no stream of its set has begun with a run, nobody knows that it was meant for it: the other end has told
-        its cause over the link, or opens another set.
+        If no stream of its set has begun with a run, it is not known to be meant for that run. Then the other end
+        reports its cause over the link, or opens another set.
         """
         with self._changed:
             waiting = [
@@ -221,12 +224,11 @@ class DataPlane:
             exchange.fail(error)
 
     def forget(self, inlet: Inlet) -> None:
-        """The thread of a stream has ended."""
+        """A stream's thread has ended."""
         with self._changed:
             self._inlets[inlet.peer].discard(inlet)
 
     def count(self, peer: str, sent: int, received: int) -> None:
-        """Add to the peer's counters."""
         with self._changed:
             traffic = self.traffic[peer]
             traffic.sent += sent
@@ -235,7 +237,8 @@ class DataPlane:
     # ---- runs ---------------------------------------------------------------------------------
 
     def begin(self, run: WireRun, sets: Mapping[str, StreamSet], on_progress: Progress | None) -> Exchange:
-        """Start a run with a set of streams to each agent that it sends to; ConfigError where it has no room."""
+        """Start a run with a set of streams to each agent that it sends to. ConfigError if staging has no room for
+        it."""
         program, label = run.program, (run.key, run.seq)
         if (most := self.need(program)) > self.room:
             raise ConfigError(
@@ -270,7 +273,7 @@ class DataPlane:
         return exchange
 
     def finish(self, exchange: Exchange) -> None:
-        """The run is over: what comes late finds nothing."""
+        """The run is over. Headers that come late do not find it any more."""
         with self._changed:
             self._running.pop(exchange.label, None)
             for peer in exchange.program.receives:
@@ -279,7 +282,7 @@ class DataPlane:
             self._slabs.give(slab)
 
     def need(self, program: WireProgram) -> int:
-        """Bytes of staging that a run of it may come to, besides what copy slots use for anybody."""
+        """Most bytes of staging that a run of it needs, besides what copy slots use for anybody."""
         slabs = sum(map(rounded_up, program.slabs))
         return (
             program.packed * rounded_up(program.chunk)
@@ -294,7 +297,7 @@ class DataPlane:
         return self.budget.limit - self.copy_slots.scratch
 
     async def prepare(self, run: WireRun) -> None:
-        """Copy what must be read before anything is written; the rest of the transfer only after it."""
+        """Copy what must be read before anything is written. The rest of the transfer may begin only after it."""
         if not run.prepared:
             run.prepared = True
             if run.program.early:
@@ -308,7 +311,7 @@ class DataPlane:
                     copy_slot.run([Op(tile, end.view, stage, offset, at) for tile, offset, at in end.steps])
 
     async def close(self) -> None:
-        """End all runs and streams and wait for their threads; idempotent."""
+        """End all runs and streams, and wait for their threads. Idempotent."""
         with self._changed:
             self._closed = True
             running = list(self._running.values())

@@ -1,9 +1,9 @@
-"""The data port: connections that show a token first. Until it is found right, nothing else is read.
+"""The data port: connections show a token first, and nothing else is read until it is accepted.
 
-    opener    token (fixed size), opening (8 bytes), purpose ...        <- one byte: come in
+    opener    token (fixed size), opening (8 bytes), purpose ...        <- one byte: welcome
     here      admit(token) -> the agent that it was given to, or None: closed, one log line
 
-Tokens are given over the authenticated link and judged, in constant time, by whoever gave them.
+Tokens are given over the authenticated link. Whoever gave a token judges it, in constant time.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from etha.transport.tcp.tls import DESCRIPTORS, Identity, Secured
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a connection has to show its token, and an opener to be let in.
+#: Seconds that a connection has to show its token, and that an opener waits to be let in.
 PATIENCE = 3.0
 OPENING_BYTES = 8
 _WELCOME = b"\x01"
 
-#: Which agent a token was given to; None for a token that is wrong, used or too old.
+#: Which agent a token was given to; None if it is wrong, used or too old.
 Admit = Callable[[bytes], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAddress:
-    """How the data port of a peer is reached. ``tokens(n)`` asks it, over the link, for n fresh tokens.
+    """How to reach the data port of a peer. ``tokens(n)`` asks it, over the link, for n fresh tokens.
 
-    ``fingerprint`` of its certificate, which the link told: connections to it are encrypted. None: they are not.
+    ``fingerprint`` is that of its certificate, as the link told it: connections are encrypted. None: they are not.
     """
 
     host: str
@@ -44,7 +44,7 @@ class DataAddress:
 
 
 class _Newcomer:
-    """Somebody who has shown no token yet."""
+    """A connection that has shown no token yet."""
 
     def __init__(self, conn: socket.socket, address: str) -> None:
         conn.setblocking(False)
@@ -52,12 +52,11 @@ class _Newcomer:
         self.spoke = self.let_in = False
 
     def speak(self) -> None:
-        """It has said something."""
         self.spoke = True
 
 
 class DataListener:
-    """Lets connections in at a listening, non-blocking socket, which it closes in the end."""
+    """Accepts connections at a listening, non-blocking socket, and closes that socket at the end."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class DataListener:
         self._identity = identity
         self._listener, self._token_bytes, self._admit, self._entered = listener, token_bytes, admit, entered
         self._patience = patience
-        #: Who has shown no token yet, in the order in which they came.
+        #: Connections that have shown no token yet, in the order of their arrival.
         self._waiting: dict[asyncio.Task[None], _Newcomer] = {}
         self._strangers = limits.WarningLimit(log)
 
@@ -86,7 +85,7 @@ class DataListener:
                         conn, address = await loop.sock_accept(self._listener)
                     except OSError as error:
                         log.error("the data port cannot accept: %s", error)
-                        await asyncio.sleep(0.1)  # out of descriptors: the backlog keeps new connections
+                        await asyncio.sleep(0.1)  # out of descriptors: new connections stay in the backlog
                         continue
                     if limits.in_reserve(conn.fileno()):
                         self._strangers.warn("closed a data connection: no file descriptors are left")
@@ -105,7 +104,7 @@ class DataListener:
             self._strangers.close()
 
     def _evict(self) -> None:
-        """Make room: the oldest goes, first of all one that has said nothing."""
+        """Make room: close the oldest connection, preferring those that have sent nothing."""
         oldest = next((task for task, newcomer in self._waiting.items() if not newcomer.spoke), None)
         oldest = oldest or next(iter(self._waiting), None)
         if oldest is not None:
@@ -139,7 +138,7 @@ class DataListener:
             self._strangers.warn("closed a data connection from %s: %s", address, why)
 
     async def _secured(self, newcomer: _Newcomer, identity: Identity) -> None:
-        """As above, inside TLS."""
+        """The rest of ``_let_in``, inside TLS."""
         secured = await Secured.accepted(newcomer.conn, identity)
         try:
             newcomer.speak()
@@ -158,7 +157,7 @@ class DataListener:
 
 
 async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], None] = lambda: None) -> bytes:
-    """``nbytes`` of a non-blocking socket; EOFError when it ends before. ``spoke()`` at each of its words."""
+    """Read ``nbytes`` from a non-blocking socket; EOFError if it ends before. Calls ``spoke()`` after each read."""
     data = b""
     while len(data) < nbytes:
         more = await asyncio.get_running_loop().sock_recv(conn, nbytes - len(data))
@@ -170,7 +169,7 @@ async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], Non
 
 
 async def connect(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
-    """Open ``count`` connections to an agent's data port; PeerLostError when it does not let us in."""
+    """Open ``count`` connections to an agent's data port. PeerLostError if it does not let us in."""
     if (short := limits.shortage(count * (1 if address.fingerprint is None else DESCRIPTORS))) is not None:
         raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")
     tokens = await address.tokens(count)
@@ -182,7 +181,7 @@ async def connect(agent: str, address: DataAddress, opening: bytes, count: int) 
         opened.append(await _enter(address, token + opening))
 
     try:
-        async with asyncio.TaskGroup() as group:  # at once: far away each takes two round trips
+        async with asyncio.TaskGroup() as group:  # concurrently, because each takes two round trips
             for token in tokens:
                 group.create_task(enter(token))
     except BaseException as raised:

@@ -1,10 +1,10 @@
-"""Exchange: one run of a wire program. What its streams' threads share: the first error, reductions, progress.
+"""Exchange: one run of a wire program, and what its streams' threads share: the first error, reductions, progress.
 
     begin(stream) .. end(stream) around a stream's part;  fail(cause) closes the streams of the run
     admit(part) -> receive contributions -> arrived(part) -> value(part) -> send results -> sent(part)
-    receive -> laid(numbers) -> await_laid(numbers) -> pass on
+    receive -> laid(numbers) -> await_laid(numbers) -> forward
 
-``over`` is set on the event loop when no thread touches the run's memory any more, whatever ended it.
+``over`` is set on the event loop once no thread touches the run's memory any more, however the run ended.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ PROGRESS_EVERY = 0.1
 
 
 class Shuttable(Protocol):
-    """A stream, as far as its end goes."""
+    """A stream, as far as its shutdown is concerned."""
 
     def shut(self) -> None:
-        """Wake its thread for the last time; idempotent, returns at once."""
+        """Wake its thread for the last time. Idempotent; returns at once."""
         ...
 
 
 class Ended(Exception):
-    """The run has failed elsewhere: this thread has nothing to say."""
+    """The run has failed elsewhere, so this thread has no error of its own to report."""
 
 
 class _State:
-    """A part of this run: contributions that are missing, and whether its value is made."""
+    """State of a part in this run: how many contributions are missing, and whether its value is made."""
 
     __slots__ = ("begun", "missing", "ready")
 
@@ -56,7 +56,7 @@ class _State:
 
 
 class Exchange:
-    """See the module's head. ``label`` is (key, seq): what the other ends call this run."""
+    """See the module. ``label`` is (key, seq), by which the other ends name this run."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Exchange:
         self._progress_at = 0.0
         self._ledger = ForwardingProgress()
         self._states = {p.number: _State(len(p.far)) for p in program.parts}
-        #: Of each wave: values to be made and results to be sent; it is over when none is left.
+        #: For each wave, values to make and results to send. The wave is over when none is left.
         self._left: dict[int, int] = defaultdict(int)
-        #: Parts of slots of which others want a part: nothing comes for these, and nobody is sent them.
+        #: Parts of slots for which nothing comes over the wire and nothing is sent; nobody waits for them.
         self._own = [p for p in program.parts if not p.far and not program.values[p.number].sends]
         for part in program.parts:
             self._left[part.wave] += 0 if part in self._own else 1 + program.values[part.number].sends
@@ -98,7 +98,7 @@ class Exchange:
     # ---- life ---------------------------------------------------------------------------------
 
     def begin(self, stream: Shuttable) -> bool:
-        """A stream's thread takes part from now on; False when the run is over already."""
+        """Add a stream whose thread takes part from now on. False if the run is over already."""
         with self._changed:
             if self.error is not None or self._finished:
                 return False
@@ -106,7 +106,7 @@ class Exchange:
             return True
 
     def end(self, stream: Shuttable, error: BaseException | None = None) -> None:
-        """The stream's part is over; its thread touches nothing of the run any more."""
+        """End the stream's part; its thread touches nothing of the run any more."""
         if error is not None:
             self.fail(error)
         with self._changed:
@@ -115,7 +115,7 @@ class Exchange:
             self._settle()
 
     def fail(self, cause: BaseException) -> None:
-        """End the run with ``cause`` if it is the first: wakes every thread of it; returns at once."""
+        """End the run with ``cause`` unless it has ended; wakes all of its threads. Returns at once."""
         with self._changed:
             if self.error is not None or self._finished:
                 return
@@ -144,7 +144,7 @@ class Exchange:
             self.loop.call_soon_threadsafe(callback, *args)
 
     def moved(self, nbytes: int) -> None:
-        """Count payload, sent or received, and tell at most ten times a second."""
+        """Count payload, sent or received, and report progress at most ten times a second."""
         with self._changed:
             self.done += nbytes
             now = time.monotonic()
@@ -154,7 +154,7 @@ class Exchange:
 
     @contextmanager
     def writing(self, copy_slot: CopySlot) -> Iterator[None]:
-        """Around what a copy slot copies into targets."""
+        """Wraps the copies of a copy slot into targets, and records whether they wrote anything."""
         copy_slot.work.wrote = False
         try:
             yield
@@ -164,13 +164,13 @@ class Exchange:
     # ---- what is passed on --------------------------------------------------------------------
 
     def laid(self, numbers: Sequence[int]) -> None:
-        """These pieces lie where they belong."""
+        """Record that these pieces are in place."""
         with self._changed:
             self._ledger.lay(numbers)
             self._changed.notify_all()
 
     def await_laid(self, numbers: Sequence[int]) -> None:
-        """Wait until all of these pieces do."""
+        """Wait until all of these pieces are in place."""
         with self._changed:
             while self.error is None and not self._ledger.ready(numbers):
                 self._changed.wait()
@@ -179,7 +179,7 @@ class Exchange:
     # ---- reductions ---------------------------------------------------------------------------
 
     def admit(self, part: SlotPart) -> None:
-        """Wait until the part's wave has its memory: all but the last wave before it are over."""
+        """Wait until the part's wave has its memory, that is, until all waves but the one before it are over."""
         with self._changed:
             while self.error is None and part.wave > self._wave + 1:
                 self._changed.wait()
@@ -191,7 +191,7 @@ class Exchange:
         return self.slabs[part.wave % 2].flat[at : at + nbytes]
 
     def arrived(self, part: SlotPart) -> None:
-        """A contribution is in its place; the last one has this thread reduce the part."""
+        """Record that a contribution is in place. The thread that brings the last one reduces the part."""
         state = self._states[part.number]
         with self._changed:
             state.missing -= 1
@@ -201,7 +201,7 @@ class Exchange:
             self._make(part)
 
     def value(self, part: SlotPart) -> torch.Tensor:
-        """The part's value, flat; waits for it, or makes it where nothing comes by wire."""
+        """The part's value, flat. Waits for it, or makes it if no contribution comes over the wire."""
         state = self._states[part.number]
         self.admit(part)
         with self._changed:
@@ -216,7 +216,7 @@ class Exchange:
         return self._result(part)
 
     def rest(self) -> None:
-        """Make the parts that no stream waits for, once all streams are done; fails the run where that fails."""
+        """Make the parts that no stream waits for, once all streams are done. A failure fails the run."""
         try:
             for part in self._own:
                 self._make(part)
@@ -224,7 +224,7 @@ class Exchange:
             self.error = self.error or error
 
     def sent(self, part: SlotPart) -> None:
-        """One of the part's results is on its way, its value needed once less."""
+        """Record that one of the part's results has been sent, so that its value is needed once less."""
         with self._changed:
             self._release(part)
 
@@ -248,7 +248,8 @@ class Exchange:
             self._changed.notify_all()
 
     def _reduce(self, part: SlotPart, copy_slot: CopySlot) -> None:
-        """As ``etha.plan.proof.simulate``: contributions in index order, rounded once; then every target here."""
+        """Reduce as ``etha.plan.proof.simulate`` does: contributions in index order, rounded once. Then write every
+        target here."""
         slot, work = part.slot, self.program.values[part.number]
         places = {index: place for place, index in enumerate(part.far)}
         total: torch.Tensor | None = None

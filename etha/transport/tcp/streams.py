@@ -1,10 +1,10 @@
-"""Streams: one thread and one blocking socket each, data in one direction; the GIL is free while bytes move.
+"""Streams: one thread and one blocking socket each, data in one direction. The GIL is free while bytes move.
 
     inlet     header -> its run -> span by span: straight into memory | receive, unpack
     outlet    job -> header, then span by span: straight from memory | pack, send
 
-A worker's memory is touched without waiting only: a thread waits for the socket outside of the call's
-guard, and each system call inside moves what is there. ``shut`` wakes a thread wherever it waits.
+A thread never waits inside a call's guard: it waits for the socket outside, and each system call inside moves only what
+is ready. ``shut`` wakes a thread wherever it waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from etha.transport.tcp.run import Ended, Exchange
 from etha.transport.wire.flows import Flow, FlowPiece, Span
 
 _MAGIC = b"etha-w1\0"
-#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow here.
+#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow on this stream.
 _HEADER = struct.Struct("<8s32s32sQIIQQ")
 HEADER_BYTES = _HEADER.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a stream says before a run's bytes, for the other end to agree with."""
+    """What a stream announces before a run's bytes; the other end compares it with its own plan."""
 
     key: bytes
     digest: bytes
@@ -48,19 +48,18 @@ class Header:
 
     @classmethod
     def of(cls, flow: Flow, lane: int, label: tuple[bytes, int]) -> Header:
-        """Of one lane of a flow."""
+        """The header of one lane of a flow."""
         return cls(
             key=label[0], digest=flow.digest, seq=label[1], lane=lane, lanes=len(flow.lanes), nbytes=flow.nbytes,
             wire=sum(span.wire for span in flow.lanes[lane]),
         )  # fmt: skip
 
     def pack(self) -> bytes:
-        """As bytes."""
         return _HEADER.pack(_MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Header:
-        """The inverse; ProtocolError for anything else."""
+        """The inverse of ``pack``. ProtocolError for anything else."""
         magic, key, digest, seq, lane, lanes, nbytes, wire = _HEADER.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the other agent's data begin with {magic!r}: use one version of etha")
@@ -69,10 +68,10 @@ class Header:
 
 #: Most bytes of one system call inside a worker's memory.
 CALL = 2 << 20
-#: Seconds after which a connection whose other end says nothing at all is lost: as many without a byte, then asked
-#: every so many seconds as often. The other end's kernel answers, whatever its agent waits for.
+#: Keepalive, in seconds: idle time before the first probe, time between probes, and number of probes after which the
+#: connection is lost. The other end's kernel answers, whatever its agent waits for.
 SILENT, ASK_EVERY, ASK_TIMES = 8, 3, 4
-#: All of it together.
+#: Seconds after which a connection whose other end does not answer is lost.
 STALLED = SILENT + ASK_EVERY * ASK_TIMES
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -83,18 +82,18 @@ _KEEPALIVE = (
 
 
 class StreamOwner(Protocol):
-    """Where streams belong: the data plane of this agent."""
+    """What streams need of their owner, the data plane of this agent."""
 
     copy_slots: CopySlots
     pool: Pool
 
     def count(self, peer: str, sent: int, received: int) -> None:
-        """Payload that went to or came from a peer."""
+        """Count payload sent to or received from a peer."""
         ...
 
 
 class Stream(ABC):
-    """What both directions share: a socket, its thread, and a chunk for as long as it packs or unpacks for a run."""
+    """What both directions share: a socket, its thread, and a chunk while it packs or unpacks for a run."""
 
     def __init__(self, conn: socket.socket, peer: str, owner: StreamOwner, name: str) -> None:
         self.peer = peer
@@ -102,7 +101,7 @@ class Stream(ABC):
         self.sock, self.owner = conn, owner
         self._chunk: StagingChunk | None = None
         self._lock = threading.Lock()
-        #: Held by who uses the socket from another thread than the stream's own.
+        #: Held by a thread other than the stream's own while it uses the socket.
         self.using = threading.Lock()
         conn.setblocking(True)
         conn.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -111,19 +110,20 @@ class Stream(ABC):
         self._thread = threading.Thread(target=self._live, name=f"etha-{name}-{peer[:8]}", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def shut(self) -> None:
-        """No more data either way; wakes the thread, which closes the socket. Idempotent, returns at once."""
+        """Shut the socket down in both directions; this wakes the thread, which closes it. Idempotent; returns at
+        once."""
         with self._lock:
             if not self.closed:
                 self.closed = True
-                with contextlib.suppress(OSError):  # the other end has gone before
+                with contextlib.suppress(OSError):  # the other end has closed it before
                     self.sock.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
-        """Wait for the end of a stream that is shut."""
+        """Wait until the thread of a stream that is shut has ended."""
         if self._thread.is_alive():
             self._thread.join()
 
@@ -138,25 +138,26 @@ class Stream(ABC):
 
     @abstractmethod
     def work(self) -> None:
-        """All that the thread does."""
+        """The thread's work."""
 
     def on_end(self) -> None:  # noqa: B027 - not every direction has something to do at its end
-        """The thread ends."""
+        """Called when the thread ends."""
 
     def chunk(self, exchange: Exchange) -> StagingChunk:
-        """What this stream packs or unpacks in, of the size that the run has booked; its own until its part is over."""
+        """The chunk that this stream packs or unpacks in, of the size that the run has booked. It keeps it for its
+        part."""
         if self._chunk is None:
             self._chunk = self.owner.pool.take(exchange.program.chunk)
         return self._chunk
 
     def leave_chunk(self) -> None:
-        """Give it back; idempotent."""
+        """Give the chunk back. Idempotent."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             self.owner.pool.give(chunk)
 
     def lost(self, error: OSError | None = None) -> TransferError:
-        """The error of a stream that the other end has closed, or of a way on which nothing comes back."""
+        """The error for a stream that the other end has closed, or that answers nothing any more."""
         if error is not None and error.errno == errno.ETIMEDOUT:
             return TransferError(
                 f"the data connection with agent {self.peer} stands still: its host has answered nothing on it for "
@@ -166,18 +167,18 @@ class Stream(ABC):
         return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="closed")
 
     def wait(self, event: int) -> None:
-        """Until the socket is ready for a poll event, or shut."""
+        """Wait until the socket is ready for a poll event, or shut."""
         poll = select.poll()
         poll.register(self.sock, event)
         poll.poll()
 
     def part(self, exchange: Exchange) -> _Part:
-        """Around what this stream does for a run: an error in it ends the run and the stream."""
+        """Context of this stream's part of a run. An error in it ends the run and the stream."""
         return _Part(self, exchange)
 
 
 class _Part:
-    """A stream's part of a run: errors end the run, in words that name the peer."""
+    """A stream's part of a run. Errors in it end the run, and name the peer."""
 
     def __init__(self, stream: Stream, exchange: Exchange) -> None:
         self._stream, self._exchange = stream, exchange
@@ -190,7 +191,7 @@ class _Part:
             error = self._exchange.error or error
         elif isinstance(error, OSError):
             error = self._stream.lost(error)
-        self._stream.leave_chunk()  # before the run can be over: what it has booked is free then
+        self._stream.leave_chunk()  # before the run can be over, because its bookings are free then
         self._exchange.end(self._stream, error)
         if error is not None:
             self._stream.shut()
@@ -199,19 +200,19 @@ class _Part:
 
 log = logging.getLogger(__name__)
 
-#: Bytes that are worth waking up for, where so many are still to come.
+#: Wake up only for this many bytes while at least as many are still to come.
 WORTH = 256 << 10
 
 
 class RunRegistry(StreamOwner, Protocol):
-    """A stream owner that knows the runs which inlets are for."""
+    """A stream owner that knows the runs for which inlets receive."""
 
     def match(self, inlet: Inlet, header: Header) -> Exchange | None:
-        """The run that a header belongs to, waited for; None when the inlet is shut first."""
+        """The run that a header belongs to. Waits for it; None if the inlet is shut first."""
         ...
 
     def left(self, inlet: Inlet, error: Exception) -> None:
-        """The other end has closed the inlet between two runs."""
+        """The other end closed the inlet between two runs."""
         ...
 
     def forget(self, inlet: Inlet) -> None:
@@ -220,7 +221,7 @@ class RunRegistry(StreamOwner, Protocol):
 
 
 class Inlet(Stream):
-    """Receives what its header announces, run after run."""
+    """Receives what its headers announce, run after run."""
 
     def __init__(self, conn: socket.socket, peer: str, registry: RunRegistry, opening: bytes) -> None:
         super().__init__(conn, peer, registry, "recv")
@@ -228,7 +229,6 @@ class Inlet(Stream):
         self.opening = opening
 
     def work(self) -> None:
-        """Header, run, header, run, until the stream ends."""
         data = memoryview(bytearray(HEADER_BYTES))
         while True:
             try:
@@ -248,13 +248,14 @@ class Inlet(Stream):
             del exchange
 
     def _left(self, error: Exception) -> None:
-        """The other end has closed an idle stream, or talks nonsense: runs that it has yet to begin never will."""
+        """The other end closed an idle stream, or sent nonsense. Runs that have yet to begin on it never will."""
         if isinstance(error, ProtocolError):
             log.warning("a data stream from agent %s was closed: %s", self.peer, error)
         self._registry.left(self, self.lost(error) if isinstance(error, OSError) else error)
 
     def _agree(self, exchange: Exchange, header: Header) -> Flow:
-        """The flow that a header announces; ProtocolError before anything is written where it differs."""
+        """The flow that a header announces. ProtocolError, before anything is written, if the header differs from the
+        plan."""
         flow = exchange.program.receives.get(self.peer)
         lanes = () if flow is None else flow.lanes
         mine = Header.of(flow, header.lane, exchange.label) if flow and header.lane < len(lanes) else None
@@ -329,7 +330,7 @@ class Inlet(Stream):
         self._registry.forget(self)
 
     def _fill(self, memory: memoryview) -> None:
-        """Receive exactly ``memory``, which is this agent's own; PeerLostError at the end of the stream."""
+        """Receive exactly ``memory``, which is this agent's own. PeerLostError at the end of the stream."""
         at = 0
         while at < len(memory):
             n = self.sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
@@ -342,7 +343,8 @@ class Inlet(Stream):
             self._fill(memoryview(bytearray(span.wire - span.nbytes)))
 
 
-#: So little is sent at once by who asks for it: one socket buffer takes it, and two threads need not meet.
+#: A lane of at most this many bytes is sent at once by the calling thread: it fits one socket buffer, and no other
+#: thread has to be woken.
 LITTLE = 8 << 10
 
 
@@ -355,7 +357,8 @@ class Outlet(Stream):
         self._queued = 0
 
     def send(self, exchange: Exchange, flow: Flow, lane: int) -> None:
-        """Queue a lane of a run; from one thread only. What is little and can go at once has gone."""
+        """Send a lane of a run now if it is little and nothing has to be waited for, otherwise queue it. Call it from
+        one thread only."""
         with self._lock:
             idle = self._queued == 0
             self._queued += 1
@@ -363,7 +366,7 @@ class Outlet(Stream):
             self._jobs.put((exchange, flow, lane))
 
     def _at_once(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
-        """Send without waiting for anything; False where that cannot be."""
+        """Try to send without waiting for anything. False if that is not possible."""
         with self.using:
             return not self.closed and self._try(exchange, flow, lane)
 
@@ -397,7 +400,7 @@ class Outlet(Stream):
             self._queued -= 1
 
     def shut(self) -> None:
-        """As of any stream; also ends the wait for jobs."""
+        """Shut the stream, and end the wait for jobs."""
         super().shut()
         self._jobs.put(None)
 
@@ -414,7 +417,6 @@ class Outlet(Stream):
             return False
 
     def work(self) -> None:
-        """Job after job until the stream is shut."""
         while (job := self._jobs.get()) is not None:
             exchange, flow, lane = job
             if exchange.begin(self):
@@ -427,7 +429,7 @@ class Outlet(Stream):
 
     def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
         spans = flow.lanes[lane]
-        # Held back for the first bytes, unless these have to wait for a reduction, or to come in.
+        # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
         more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
         self.sock.sendall(Header.of(flow, lane, exchange.label).pack(), more)
         for span in spans:
@@ -465,7 +467,7 @@ class Outlet(Stream):
         self.sock.sendall(memory)
 
     def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
-        """Where the span's bytes go, and the copies that fill them; waits for the parts whose values it sends."""
+        """The memory for the span's bytes, and the copies that fill it. Waits for the parts whose values it sends."""
         values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
         chunk = self.chunk(exchange)
         memory = chunk.reserve(exchange.program.chunk)[: span.wire]

@@ -1,11 +1,11 @@
-"""Encrypted data connections: TLS 1.3 with a certificate that an agent makes for its life and tells over its links.
+"""Encrypted data connections: TLS 1.3 with a certificate that an agent makes once and tells over its links.
 
     opener   handshake; is the certificate the one that the link told?  -> token -> ...
     stream  == AF_UNIX pair == a thread == TLS == TCP ==>  == TLS == a thread == AF_UNIX pair ==  stream
 
-There is no authority: a peer's certificate is compared with the fingerprint that it gave over the authenticated link,
-before the token is shown. A stream reads and writes its end of a pair of sockets, so it knows nothing of TLS; the
-thread between is what the encryption costs, beside the arithmetic.
+There is no certificate authority. A peer's certificate is compared with the fingerprint that it gave over the
+authenticated link, before the token is shown. A stream reads and writes its end of a socket pair, so it knows nothing
+of TLS. The thread in between is the cost of encryption, beside the arithmetic.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ T = TypeVar("T")
 
 #: Descriptors of an encrypted stream: its connection, and both ends of the pair.
 DESCRIPTORS = 3
-#: Bytes of one read, and of the pair's buffers.
+#: Bytes of one read, and of the pair's socket buffers.
 CHUNK = 1 << 18
 _BUFFER = 1 << 20
 
 
 class Untrusted(OSError):
-    """The other end's certificate is not the one that its agent has told."""
+    """The other end's certificate is not the one that its agent told over the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This agent's certificate; ``fingerprint`` is what others are told over the links: SHA-256 of its DER."""
+    """This agent's certificate. ``fingerprint``, the SHA-256 of its DER, is what other agents are told over the
+    links."""
 
     fingerprint: bytes
     context: ssl.SSLContext
 
     @classmethod
     def fresh(cls) -> Identity:
-        """A new key and certificate; ConfigError where the package cryptography is missing."""
+        """Make a new key and certificate. ConfigError if the package cryptography is missing."""
         try:
             from cryptography import x509
             from cryptography.hazmat.primitives import hashes, serialization
@@ -90,24 +91,25 @@ def _context(kind: ssl._SSLMethod) -> ssl.SSLContext:
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # see ``opened``: the fingerprint is compared
+    context.verify_mode = ssl.CERT_NONE  # ``opened`` compares the fingerprint
     return context
 
 
 class Secured:
-    """A connection after its handshake; then ``outward`` or ``inward`` gives the end that a stream uses."""
+    """A connection after its handshake. ``outward`` or ``inward`` then gives the socket that a stream uses."""
 
     def __init__(self, tls: ssl.SSLSocket) -> None:
         self._tls = tls
 
     @classmethod
     async def accepted(cls, conn: socket.socket, identity: Identity) -> Secured:
-        """The accepting end; takes ``conn``, also when it fails: OSError."""
+        """The accepting end. Takes over ``conn``, even if it fails with OSError."""
         return await cls._shake(conn, identity.context, server_side=True)
 
     @classmethod
     async def opened(cls, conn: socket.socket, fingerprint: bytes) -> Secured:
-        """The opening end; takes ``conn``, also when it fails: OSError, Untrusted for another than ``fingerprint``."""
+        """The opening end. Takes over ``conn``, even if it fails: OSError, or Untrusted if the fingerprint is not
+        ``fingerprint``."""
         made = await cls._shake(conn, _context(ssl.PROTOCOL_TLS_CLIENT), server_side=False)
         shown = made._tls.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(hashlib.sha256(shown).digest(), fingerprint):
@@ -131,7 +133,7 @@ class Secured:
         return made
 
     async def read_exactly(self, nbytes: int) -> bytes:
-        """``nbytes``; EOFError when it ends before."""
+        """Read ``nbytes``. EOFError if the connection ends before."""
         data = b""
         while len(data) < nbytes:
             more = await self._step(lambda: self._tls.recv(nbytes - len(data)))  # noqa: B023
@@ -141,19 +143,18 @@ class Secured:
         return data
 
     async def send_all(self, data: bytes) -> None:
-        """All of ``data``, which is short."""
+        """Send all of ``data``, which is short."""
         await self._step(lambda: self._tls.send(data))
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
         self._tls.close()
 
     def outward(self) -> socket.socket:
-        """An end into which a stream writes what is to be sent; the connection ends with it."""
+        """A socket into which a stream writes what is to be sent. Closing it ends the connection."""
         return self._end(_send, "etha-encrypt")
 
     def inward(self) -> socket.socket:
-        """An end from which a stream reads what has been received; the connection ends with it."""
+        """A socket from which a stream reads what was received. Closing it ends the connection."""
         return self._end(_receive, "etha-decrypt")
 
     def _end(self, work: Callable[[ssl.SSLSocket, socket.socket], None], name: str) -> socket.socket:
@@ -168,7 +169,7 @@ class Secured:
         made = _End(theirs, tls)
 
         def run() -> None:
-            # A reset, a bad record, a stream that was shut: whatever it is, both ends close.
+            # Both ends close whatever happened: a reset, a bad record, a stream that was shut.
             with contextlib.suppress(OSError), mine, tls:
                 work(tls, mine)
 
@@ -194,23 +195,23 @@ class Secured:
 
 
 class _End(socket.socket):
-    """A stream's end of the pair; what it sets on TCP is set on the connection behind it."""
+    """A stream's end of the pair. TCP options set on it are set on the connection behind it."""
 
     def __init__(self, end: socket.socket, behind: ssl.SSLSocket) -> None:
         super().__init__(end.family, end.type, end.proto, fileno=end.detach())
         self._behind = behind
 
     def setsockopt(self, level: int, option: int, *value: Any) -> None:
-        """As of any socket; options of TCP, and to be kept alive, go to the connection."""
+        """Set a socket option. TCP and keepalive options go to the connection behind the pair."""
         if level == socket.IPPROTO_TCP or (level, option) == (socket.SOL_SOCKET, socket.SO_KEEPALIVE):
-            with contextlib.suppress(OSError):  # it has gone before
+            with contextlib.suppress(OSError):  # the connection has closed before
                 self._behind.setsockopt(level, option, *value)
         else:
             super().setsockopt(level, option, *value)
 
 
 def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
-    """What comes out of the pair goes to the network, until either ends."""
+    """Send what comes out of the pair to the network, until either ends."""
     memory = memoryview(bytearray(CHUNK))
     idle, full = select.poll(), select.poll()
     idle.register(pair, select.POLLIN)
@@ -219,7 +220,7 @@ def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
     full.register(pair, 0)  # tells when its stream is shut
     while True:
         events = dict(idle.poll())
-        if tls.fileno() in events:  # nothing is ever said there: it has ended, or an alert says why it does
+        if tls.fileno() in events:  # the other end never sends data, so it has ended or sent an alert
             try:
                 tls.recv(1)
                 return
@@ -239,7 +240,7 @@ def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
             except ssl.SSLWantWriteError:
                 if any(fd == pair.fileno() for fd, _ in full.poll()):
                     return
-            except ssl.SSLWantReadError:  # a key update: rare, and soon over
+            except ssl.SSLWantReadError:  # a key update: rare and short
                 idle_tls = select.poll()
                 idle_tls.register(tls, select.POLLIN)
                 idle_tls.register(pair, 0)
@@ -248,7 +249,7 @@ def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
 
 
 def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
-    """What comes from the network goes into the pair, until either ends."""
+    """Put what comes from the network into the pair, until either ends."""
     memory = memoryview(bytearray(CHUNK))
     idle = select.poll()
     idle.register(tls, select.POLLIN)
@@ -256,14 +257,14 @@ def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
     ended = False
     while not ended:
         have, dry = 0, False
-        while have < CHUNK and not dry and not ended:  # a record has 16 KiB at most: several are passed on at once
+        while have < CHUNK and not dry and not ended:  # a record has 16 KiB at most, so pass several on at once
             try:
                 n = tls.recv_into(memory[have:])
                 have, ended = have + n, n == 0
             except ssl.SSLWantReadError:
                 dry = True
-            except OSError:  # what came before is passed on all the same
+            except OSError:  # pass on what came before
                 ended = True
-        pair.sendall(memory[:have])  # ends with an error when its stream is shut
+        pair.sendall(memory[:have])  # raises when its stream is shut
         if dry and any(fd == pair.fileno() for fd, _ in idle.poll()):
             return

@@ -1,6 +1,6 @@
 """tcp: bytes between agents on different hosts, over several streams per pair of agents and direction.
 
-One batch's use of its agent's data plane:  open(peers) -> run(WireRun) ... -> close()
+A batch uses its agent's data plane:  open(peers) -> run(WireRun) ... -> close()
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TcpTransport:
         self._closed = False
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
-        """Open streams to these peers, whose ``address`` is a DataAddress: those that the program sends to.
+        """Open streams to these peers, to which the program sends; their ``address`` is a DataAddress.
 
-        Who only sends to this agent need not be among them. PeerLostError when one does not let us in.
+        Peers that only send to this agent need not be among them. PeerLostError if one does not let us in.
         """
         for peer in peers:
             if not isinstance(peer.address, DataAddress):
@@ -42,14 +42,14 @@ class TcpTransport:
             await self._plane.connect(peer.agent, peer.address)
 
     async def prepare(self, run: WireRun) -> None:
-        """Copy what must be read before anything is written, once a run."""
+        """Copy what must be read before anything is written, once per run."""
         await self._plane.prepare(run)
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
-        """Exchange everything of one transfer; its payload in bytes, sent and received.
+        """Exchange everything of one transfer. Returns its payload in bytes, sent and received.
 
-        The other ends may be ahead or behind. Cancelling it aborts it and waits until no thread touches
-        memory. PeerLostError, ProtocolError (both ends have different plans), ReachErrors with ``owner``.
+        The other ends may be ahead or behind. Cancelling aborts the run and waits until no thread touches memory.
+        Raises PeerLostError, ProtocolError (the two ends have different plans), and ReachErrors with ``owner``.
         """
         program = bucket.program
         if missing := program.sends.keys() - self._addresses.keys():
@@ -66,7 +66,7 @@ class TcpTransport:
                 return 0
             exchange = self._plane.begin(bucket, sets, on_progress)
         except BaseException:
-            self._plane.release(sets.values())  # nothing has gone over them
+            self._plane.release(sets.values())  # nothing was sent over them
             raise
         self._running.add(exchange)
         try:
@@ -85,12 +85,12 @@ class TcpTransport:
 
     async def _lease(self, program: WireProgram, sets: dict[str, StreamSet]) -> None:
         try:
-            async with asyncio.timeout(None) as scope:  # stop() brings its end forward
+            async with asyncio.timeout(None) as scope:  # stop() brings the deadline forward
                 self._opening.add(scope)
                 for peer in program.sends:
                     sets[peer] = await self._plane.lease(peer, self._addresses[peer])
         except TimeoutError:
-            return  # run() tells the cause
+            return  # run() raises the cause
         finally:
             self._opening.discard(scope)
 
@@ -103,7 +103,7 @@ class TcpTransport:
                 try:
                     await asyncio.shield(exchange.over)
                 except asyncio.CancelledError:
-                    continue  # cancelled again: the memory is still in use
+                    continue  # cancelled again: wait on, because the memory is still in use
             raise
 
     async def _rest(self, exchange: Exchange) -> None:
@@ -113,20 +113,20 @@ class TcpTransport:
             try:
                 await asyncio.shield(rest)
             except asyncio.CancelledError as error:
-                cancelled = error  # the memory is still in use
+                cancelled = error  # wait on, because the memory is still in use
         if cancelled is not None:
             raise cancelled
 
     def settled(self) -> None:
-        """The transfer is committed: others may use its streams. Idempotent."""
+        """The transfer is committed, so others may use its streams. Idempotent."""
         last, self._last = self._last, []
         self._plane.release(last)
 
     def stop(self, cause: BaseException) -> None:
-        """The transfer is aborted: end what runs with ``cause``; returns at once, idempotent.
+        """The transfer is aborted: end what runs with ``cause``. Returns at once; idempotent.
 
-        Also to be called where the own part is done already: its streams may hold what nobody will take.
-        Later runs open streams anew.
+        Call it even if this agent's part is done, because its streams may hold bytes that nobody will read. Later runs
+        open new streams.
         """
         if not self._closed:
             self._cause = cause
@@ -139,12 +139,12 @@ class TcpTransport:
         self._plane.discard(last)
 
     def abort(self, cause: BaseException) -> None:
-        """As ``stop``, and refuse more."""
+        """Stop, and refuse further runs."""
         self.stop(cause)
         self._closed = True
 
     async def close(self) -> None:
-        """End what runs and refuse more; the streams stay, others may use them."""
+        """End what runs and refuse further runs. The streams stay, because others may use them."""
         self.abort(PeerLostError("this transport is closed", reason="closed"))
         for exchange in list(self._running):
             await asyncio.shield(exchange.over)

@@ -1,9 +1,9 @@
-"""Checksums of chunks where they lie: XXH3 of the bits that the target shall hold, read from either end.
+"""Checksums of chunks in place: XXH3 of the bits that the target shall hold, read from either end.
 
     Reads(plan, ways, views).source(chunk), .sinks(chunk)  -->  Reader.sums(reads)     on a lane thread
 
-One segment of mapped memory that needs no cast is summed in place; the rest is gathered first, a few chunks
-at a time, into memory that counts within the agent's staging.
+One segment of mapped memory that needs no cast is summed in place. Everything else is gathered first, a few chunks at a
+time, into memory that counts within the agent's staging.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from etha.transport.wire.routing import Ways
 
 #: Bytes that are gathered before they are summed.
 GATHER = 2 << 20
-#: What casts and reductions of one thread use besides.
+#: Bytes that casts and reductions of one thread use besides.
 _TEMPORARY = 4 << 20
-#: All that one thread may come to: also what it bounces, and a part of a slot that it reduces once more.
+#: Most bytes that one thread may use, its bounce buffers and one part of a reduced slot included.
 READER = GATHER + _TEMPORARY + 2 * BOUNCE_BYTES + (4 << 20)
 _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """``numel`` elements to be read as ``dtype`` and summed as ``target``; ``lenient``: every NaN is the same."""
+    """``numel`` elements to be read as ``dtype`` and summed as ``target``. ``lenient``: all NaNs count as the same."""
 
     laid: MappedPiece
     owner: Member
@@ -56,7 +56,7 @@ class Read:
 
     @property
     def straight(self) -> memoryview | None:
-        """The memory itself, where it holds what is summed."""
+        """The memory itself, if it holds what is summed; otherwise None."""
         view, _, place = self.laid
         if view is None or place is None or view.device or self.dtype is not self.target or self.lenient:
             return None
@@ -76,18 +76,19 @@ def checksum(flat: torch.Tensor, target: torch.dtype, lenient: bool) -> int:
 
 
 class Reads(PieceMapper):
-    """Where the chunks of one direction lie for one agent; geometry is worked out once per class of equal chunks."""
+    """Where the chunks of one direction lie for one agent. Geometry is computed once per class of equal chunks."""
 
     def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views) -> None:
         super().__init__(plan, ways, sources, targets)
         self._gathered: dict[object, MappedPiece] = {}
 
     def overwritten(self, chunk: CheckChunk) -> bool:
-        """Whether the chunk's source lies where a target is written: to be summed before anything is."""
+        """Whether a target is written where the chunk's source lies, so that it must be summed before anything is
+        written."""
         return any(self.aliased(self.view("source", rank, chunk.subject.tensor)) for rank in self._givers(chunk))
 
     def source(self, chunk: CheckChunk) -> Read:
-        """The source's end of a MOVE or of a contribution."""
+        """The read of the source's end of a MOVE or of a contribution."""
         subject = chunk.subject
         (_, rank), (_, region) = subject.source, subject.sinks[0]
         dtype, target = self._dtypes(subject.tensor)
@@ -96,7 +97,7 @@ class Reads(PieceMapper):
             return Read(laid=laid, owner=subject.source, numel=chunk.numel, dtype=dtype, target=dtype)
         lenient = dtype is not target
         wire = self.plan.wire_dtype(subject.tensor)
-        if subject.source[0] == "target":  # which passes it on
+        if subject.source[0] == "target":  # which relays it
             wire = target
         laid = self.end(subject.source[0], rank, subject.tensor, region, chunk.bounds, wire, dense=True, read=True)
         return Read(
@@ -104,7 +105,7 @@ class Reads(PieceMapper):
         )  # fmt: skip
 
     def sinks(self, chunk: CheckChunk) -> list[Read]:
-        """The targets' ends, of this agent's targets."""
+        """The reads of the targets' ends, for this agent's targets."""
         subject = chunk.subject
         source, target = self._dtypes(subject.tensor)
         lenient = subject.kind is not Kind.MOVE or source is not target
@@ -128,7 +129,7 @@ class Reads(PieceMapper):
         return found
 
     def places(self, chunk: CheckChunk, region: Region) -> tuple[Ints, ...] | None:
-        """Runs of (target offset, offset in the dense chunk, length) of one sink; None: nothing of it is there."""
+        """Runs of (target offset, offset in the dense chunk, length) of one sink; None if it gets none of the chunk."""
         if chunk.subject.kind is Kind.MOVE:
             _, out = packed(region)
             return clip([runs[:, (1, 0, 2)] for runs in out], chunk.bounds, 1)
@@ -139,7 +140,7 @@ class Reads(PieceMapper):
         return tuple(runs[:, (1, 0, 2)] for runs in out)
 
     def fold(self, chunk: CheckChunk) -> tuple[Fold, list[tuple[Member, list[Read]]], torch.dtype]:
-        """The contributions to a slot's part, by index, and the wire dtype: what a reduction starts from."""
+        """The contributions to a slot's part, by index, and the wire dtype: the input of a reduction."""
         fold, tensor = chunk.subject.fold, chunk.subject.tensor
         assert fold is not None
         dtype, _ = self._dtypes(tensor)
@@ -174,10 +175,10 @@ class Reads(PieceMapper):
 
 
 class ChecksumReader:
-    """One lane thread's hands: ``number`` tells it apart in revocation pages. ``close`` gives its memory back.
+    """Computes checksums on one lane thread; ``number`` tells it apart in revocation pages. ``close`` frees its memory.
 
-    ``guards``: of the calls whose memory is read next. ``work`` is the thread's own workspace, which stays its own;
-    without it there is another one.
+    ``guards`` are those of the calls whose memory is read next. ``work`` is the thread's own workspace, which the
+    thread keeps; without it, the reader makes another.
     """
 
     def __init__(
@@ -195,11 +196,10 @@ class ChecksumReader:
 
     @property
     def nbytes(self) -> int:
-        """What it has."""
         return self._desk.grown + _TEMPORARY + self._buffer.nbytes
 
     def close(self) -> int:
-        """Give the memory back; its bytes."""
+        """Free the memory and return its bytes."""
         own = self._desk.grown + _TEMPORARY
         gathered = self._buffer.nbytes
         self._buffer.release()
@@ -208,7 +208,7 @@ class ChecksumReader:
         return own + gathered
 
     def sums(self, reads: Sequence[Read]) -> list[int]:
-        """The checksum of each; RevokedError when a call has returned, other ReachErrors as memory raises them."""
+        """The checksum of each read. RevokedError if a call has returned, other ReachErrors as memory raises them."""
         found: list[int] = []
         for some in _batches(reads):
             found += self._batch(some)
@@ -242,7 +242,7 @@ class ChecksumReader:
         return found
 
     def folded(self, chunk: CheckChunk, reads: Reads, sinks: Sequence[Read]) -> list[int]:
-        """Reduce a part of a slot once more, as the program did, and sum what each of its targets shall hold."""
+        """Reduce a part of a slot again, as the program did, and sum what each of its targets shall hold."""
         fold, terms, wire = reads.fold(chunk)
         slot, source = fold.slot, terms[0][1][0].dtype
         need = chunk.numel * (source.itemsize + 3 * slot.accumulate.itemsize + wire.itemsize)

@@ -3,11 +3,11 @@
     MOVE     tensor -> target tensors              GIVEN    a contribution -> the reduction at its owner's agent
     RESULT   that reduction -> target tensor       FOLDED   contributions -> targets of an agent that reduces alone
 
-Both ends of a link derive the same courses, so checksums travel as bare numbers in this order. A row whose
-source the target's agent reads itself is compared by that agent alone, without a message.
+Both ends of a link derive the same courses, so checksums travel as bare numbers in this order. If the target's agent
+reads a row's source itself, it compares that row alone, without a message.
 
-Sums are of what the target shall hold: bits of the target's dtype. What was cast or reduced counts every NaN
-as the same, for vectors and single elements of one conversion differ in the bits of a NaN.
+Sums are of what the target shall hold: bits of the target's dtype. After a cast or a reduction all NaNs count as the
+same, because vector and scalar code of one conversion differ in the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from etha.transport.wire.crossings import Crossings, SlotPart
 from etha.transport.wire.forwarding import Relays
 from etha.transport.wire.routing import Ways
 
-#: Bytes of one chunk at most: its copy stays in cache while it is cast and summed.
+#: Most bytes of one chunk. Its copy stays in cache while it is cast and summed.
 CHUNK = 1 << 20
-#: Of a sample, one chunk in so many is compared, in turn: so many transfers in a row see every one.
+#: A sample compares one of this many chunks, in turn, so that this many successive transfers compare every chunk.
 SAMPLE = 16
-#: Least bytes of a chunk of a sample: rows are cut into SAMPLE chunks down to this.
+#: Least bytes of a chunk of a sample. Rows are cut into SAMPLE chunks, but not below this size.
 LEAST = 16 << 10
 #: Most checksums between two agents in one transfer.
 MAX_SUMS = 1 << 22
@@ -44,7 +44,7 @@ Wanted = tuple[tuple[int, Region], ...]
 
 
 class Kind(IntEnum):
-    """See the module's head."""
+    """See the module."""
 
     MOVE = 0
     GIVEN = 1
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 class Fold(NamedTuple):
-    """A slot that one agent reduces for itself: (contribution, source rank, region) and its targets."""
+    """A slot that one agent reduces for itself: contributions (index, source rank, region), and its targets."""
 
     slot: Slot
     given: tuple[tuple[int, int, Region], ...]
@@ -62,8 +62,10 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
-    """One row; ``sinks`` are the targets and their regions. ``part`` and ``number`` name what a witness has summed:
-    the contribution's index (GIVEN) or the result's place in ``part.wanted`` (RESULT).
+    """One row. ``sinks`` are the targets and their regions.
+
+    ``part`` and ``number`` identify the sum that a witness took: ``number`` is the contribution's index (GIVEN), or the
+    result's place in ``part.wanted`` (RESULT).
     """
 
     kind: Kind
@@ -77,19 +79,18 @@ class Subject:
 
 
 class CheckChunk(NamedTuple):
-    """A part of a row, ``bounds`` in the dense region (MOVE) or in the slot."""
+    """A part of a row; ``bounds`` are in the dense region (MOVE) or in the slot."""
 
     subject: Subject
     bounds: Bounds
 
     @property
     def numel(self) -> int:
-        """Elements of its bounds."""
         return prod(last - first for first, last in self.bounds)
 
 
 class Course:
-    """Chunks in canonical order: by tensor, then as derived."""
+    """Chunks in canonical order: by tensor, then in the order in which they were derived."""
 
     def __init__(self, subjects: Sequence[Subject], *, full: bool) -> None:
         self._full = full
@@ -102,7 +103,8 @@ class Course:
         return sum(int(ends[-1]) for ends in self._ends.values())
 
     def choose(self, seq: int) -> list[CheckChunk]:
-        """Of transfer ``seq``: all, or of each tensor every SAMPLE-th from a start that moves on with ``seq``."""
+        """The chunks compared in transfer ``seq``: all, or every SAMPLE-th of each tensor from a start that shifts with
+        ``seq``."""
         return [
             CheckChunk(subject, subject.cuts[at])
             for tensor, ends in self._ends.items()
@@ -125,7 +127,8 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """Of one agent: what it compares alone, and with each other agent as the source's and as the target's."""
+    """The courses of one agent: what it compares alone, and with each other agent as the source's or the target's
+    agent."""
 
     near: Course
     gives: Mapping[str, Course]
@@ -133,7 +136,7 @@ class Scheme:
 
 
 def derive(plan: Plan, ways: Ways, *, staging: int, full: bool) -> Scheme:
-    """The courses of agent ``ways.me``; ``staging`` is the batch's, as for ``compile_wire``."""
+    """The courses of agent ``ways.me``. ``staging`` is the batch's, as for ``compile_wire``."""
     return _Deriver(plan, ways, full).scheme(staging)
 
 
@@ -188,7 +191,7 @@ class _Deriver:
             kind=Kind.MOVE,
             tensor=tensor,
             source=source,
-            # The region of the source's end comes first; it is the same object where it is the only one.
+            # The region at the source's end comes first; it is the same object if there is only one.
             sinks=tuple((("target", rank), there) for rank, there in sinks),
             cuts=_cuts(region.shape, width, self._full),
         )
@@ -236,11 +239,11 @@ class _Deriver:
                 )
 
     def _reduced(self, found: Sequence[SlotPart]) -> Iterator[tuple[str, str, Subject]]:
-        """(the source's agent, the target's agent, row) of what goes into and comes out of reductions for others."""
+        """(the source's agent, the target's agent, row) of the inputs and outputs of reductions for others."""
         for part in found:
             tensor, owner = part.slot.tensor, ("source", part.slot.owner)
             for index, source, region in part.given:
-                # Who may read the source compares alone, as it has copied alone.
+                # An agent that may read the source compares alone, as it has copied alone.
                 giver = self._ways.source[source] if index in part.far else part.at
                 yield giver, part.at, Subject(
                     kind=Kind.GIVEN, tensor=tensor, source=("source", source), sinks=((owner, region),),

@@ -1,7 +1,7 @@
-"""Witness: checksums of what an exchange reduces, taken while it is there: contributions as they came, and values.
+"""Witness: checksums of an exchange's contributions as they arrive and of reduced values, taken during the run.
 
-What comes by wire is gone when its wave is over, so a reduction for others cannot be looked at afterwards, and
-doing it twice would mean to send twice. Any thread; ``start`` before each run.
+What comes over the wire is gone when its wave is over. So a reduction for others cannot be read afterwards, and doing
+it twice would mean sending twice. Thread-safe. Call ``start`` before each run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from etha.transport.verify.checksums import checksum
 from etha.transport.verify.chunks import CheckChunk, Kind
 from etha.transport.wire.crossings import SlotPart
 
-#: (kind, part, number): GIVEN with the contribution's index, RESULT with the place in ``part.wanted``.
+#: (kind, part, number). For GIVEN, number is the contribution's index; for RESULT, the place in ``part.wanted``.
 Key = tuple[Kind, int, int]
 
 
 def key_of(chunk: CheckChunk) -> Key:
-    """What a witness calls a GIVEN or RESULT chunk."""
+    """The key of a GIVEN or RESULT chunk."""
     part = chunk.subject.part
     assert part is not None
     return chunk.subject.kind, part.number, chunk.subject.number
 
 
 class Witness:
-    """Of one program; ``sums`` of the keys that were asked for."""
+    """Takes the sums of one program's runs; ``sums`` has those of the wanted keys."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -38,17 +38,17 @@ class Witness:
         self.sums: dict[Key, int] = {}
 
     def start(self, keys: Collection[Key]) -> None:
-        """A run begins of which these are wanted."""
+        """Begin a run of which the sums of ``keys`` are wanted."""
         self._keys, self.sums = frozenset(keys), {}
 
     def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
-        """A contribution as it enters the reduction, dense, in the source's dtype."""
+        """Sum a contribution as it enters the reduction: dense, in the source's dtype."""
         key = (Kind.GIVEN, part.number, index)
         if key in self._keys:
             self.sums[key] = checksum(flat, flat.dtype, False)
 
     def value(self, part: SlotPart, flat: torch.Tensor) -> None:
-        """The reduced value in the wire dtype, dense: for each target what it shall hold of it."""
+        """Sum the part of a reduced value that each target shall hold. ``flat`` is dense, in the wire dtype."""
         if not self._keys:
             return
         target = self._plan.target[self._plan.names[part.slot.tensor]].dtype

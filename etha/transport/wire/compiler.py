@@ -1,8 +1,8 @@
-"""compile_wire: what crosses, laid over the memory of this agent's ranks, as flows of pieces.
+"""compile_wire: compile what crosses between agents into flows of pieces over the memory of this agent's ranks.
 
-A sender's piece is read where it lies if it is one segment there, a receiver's is received where it shall
-lie if it has one target and is one segment there; everything else is packed and unpacked, and cast on the way.
-``PieceMapper`` decides that for each piece; the checksums of ``verify/`` map the same pieces for reading alone.
+A sender reads a piece in place if it is one segment there. A receiver receives it in place if it has one target and is
+one segment there. Everything else is packed, unpacked, and cast on the way. ``PieceMapper`` decides this for each
+piece; the checksums of ``verify/`` map the same pieces, for reading only.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ from etha.transport.wire.nccl_messages import MessageCut, message_flow, waves
 from etha.transport.wire.routing import Ways
 
 Views = Mapping[int, Mapping[int, View]]
-#: A view, its steps, and the byte offset at which all of it is one segment there (None: it is not).
+#: A view, its steps, and the byte offset at which all of it is one segment of the view (None if it is not).
 MappedPiece = tuple[View | None, tuple[tuple[Tile, int, int], ...], int | None]
-#: Smaller segments go through a chunk with their neighbours: a system call costs more than their copy.
+#: Smaller segments share a chunk with their neighbours, because a system call costs more than copying them.
 STRAIGHT = 64 << 10
 
 
 class PieceMapper:
-    """Maps the pieces of one program to views; ``early`` and ``staged``: what source and target share."""
+    """Maps the pieces of one program to views. ``early`` and ``staged`` collect the reads of memory that is also
+    written."""
 
     def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, straight: int = STRAIGHT) -> None:
         self.plan, self.ways = plan, ways
@@ -63,7 +64,7 @@ class PieceMapper:
         self._written = Written(v for views in targets.values() for v in views.values())
         self._laid: dict[object, tuple[tuple[tuple[Tile, int, int], ...], int | None]] = {}
         self._checked: set[tuple[int, int, tuple[int, ...]]] = set()
-        self._kept: list[Region] = []  # their ids are in keys
+        self._kept: list[Region] = []  # keeps them alive, because their ids are in keys
         self._straight = straight
         self.early: list[tuple[End, View, tuple[Member, ...]]] = []
         self.staged = 0
@@ -82,10 +83,10 @@ class PieceMapper:
         dense: bool,
         read: bool | None = None,
     ) -> MappedPiece:
-        """The part within ``bounds`` of a region, between a tensor and dense bytes.
+        """Map the part of a region within ``bounds`` between a tensor and dense bytes.
 
-        ``dense``: bounds count in the region packed; else in the slot at the region's other end. ``read``: from the
-        tensor to the bytes; without it as the side says.
+        ``dense``: bounds count in the packed region; otherwise in the slot at the region's other end. ``read``: copy
+        from the tensor to the bytes; by default a source is read and a target written.
         """
         view = self.view(side, rank, tensor)
         end = 0 if (side == "source" if read is None else read) else 1
@@ -109,7 +110,8 @@ class PieceMapper:
         return view, found[0], found[1]
 
     def taken(self, dims: Sequence[Ints], here: View, there: View, dense: int) -> tuple[tuple[Tile, int, int], ...]:
-        """(tile, offset in the view, offset in the dense bytes); ``dense`` is which end (0, 1) the bytes are."""
+        """Steps (tile, offset in the view, offset in the dense bytes); ``dense`` says which end (0, 1) the dense bytes
+        are."""
         found, source, target = self._geometry.block(dims, here, there)
         steps: list[tuple[Tile, int, int]] = []
         for tile, _, at, to in found:
@@ -118,7 +120,8 @@ class PieceMapper:
         return tuple(steps)
 
     def segment(self, dims: Sequence[Ints], here: View, there: View, end: int) -> int | None:
-        """Offset in bytes at which all of it is one segment of the mapped view at ``end``, None where it is not."""
+        """Byte offset at which all of it is one segment of the mapped view at ``end``; None if it is not one
+        segment."""
         view = there if end else here
         if view.private or here.dtype is not there.dtype:
             return None
@@ -140,7 +143,8 @@ class PieceMapper:
         laid: Sequence[MappedPiece],
         part: SlotPart | None = None,
     ) -> FlowPiece:
-        """The piece between the dense bytes of ``bounds`` and these ends, staged early where memory is shared."""
+        """The piece between the dense bytes of ``bounds`` and these ends. A source that is also written is staged
+        early."""
         numel = prod(last - first for first, last in bounds)
         nbytes = numel * wire.itemsize
         if owners and owners[0][0] == "source" and self.aliased(laid[0][0]):
@@ -150,7 +154,7 @@ class PieceMapper:
         if len(laid) == 1 and place is not None and view is not None and nbytes >= self._straight:
             if view.device is None:
                 straight = span_memory(view, view.address + place, nbytes)
-            else:  # what is staged has no address yet
+            else:  # a staged piece has no address yet
                 direct = view.space != EARLY
         return FlowPiece(
             stage=stage,
@@ -169,7 +173,7 @@ class PieceMapper:
         return view is not None and self._written.overlaps(view)
 
     def stage(self, laid: MappedPiece, numel: int, dtype: torch.dtype, owners: tuple[Member, ...]) -> MappedPiece:
-        """Read before anything is written: somebody writes where this piece lies."""
+        """Stage the piece before anything is written, because a target overlaps it."""
         view, steps, _ = laid
         if view is not None and view.device is not None:
             stage = replace(
@@ -184,14 +188,14 @@ class PieceMapper:
         return stage, self.taken(whole, stage, scratch((numel,), dtype), 1), 0
 
     def view(self, side: str, rank: int, tensor: int) -> View:
-        """The view of a rank's tensor; ValueError where it was not given."""
+        """The view of a rank's tensor. ValueError if none was given."""
         try:
             return self._views[side][rank][tensor]
         except KeyError:
             raise ValueError(f"{side} rank {rank} gave no memory for {self.plan.names[tensor]!r}") from None
 
     def check(self, region: Region, view: View, end: int) -> None:
-        """ValueError unless a region lies inside a view; asked once."""
+        """Raise ValueError unless a region lies inside a view; each pair is checked once."""
         key = (id(region), end, view.shape)
         if key not in self._checked:
             check(region.dims, view, end)
@@ -210,13 +214,13 @@ def compile_wire(
     streams: int = STREAMS,
     cut: MessageCut | None = None,
 ) -> WireProgram:
-    """What this agent sends and receives over a wire, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
+    """Compile what this agent sends and receives, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
-    Both hold this agent's ranks, ``sources`` also those whose memory it reads on its host; tensors are
-    numbers in ``plan.names``. ``staging`` (the least of all agents of the batch), ``bucket_size`` and
-    ``streams`` must be the same on all of them: they decide the cuts. With a ``cut`` (``device_cut``) it is
-    for NCCL: all views lie on one device, and neither bucket size nor streams count. ValueError for a view that is
-    missing or smaller than planned, ConfigError where staging is too small.
+    Both hold this agent's ranks; ``sources`` also holds those whose memory it reads on its host. Tensors are indices
+    into ``plan.names``. ``staging`` (the least of all agents of the batch), ``bucket_size`` and ``streams`` must be the
+    same on all agents, because they decide the cuts. With a ``cut`` (``device_cut``) the program is for NCCL: all views
+    lie on one device, and bucket size and streams do not matter. ValueError if a view is missing or smaller than
+    planned, ConfigError if staging is too small.
     """
     if bucket_size <= 0 or streams <= 0:
         raise ConfigError(f"bucket size {bucket_size} and {streams} streams: both must be positive")
@@ -226,7 +230,7 @@ def compile_wire(
 
 
 def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: MessageCut | None = None) -> Crossings:
-    """What crosses, with waves of an eighth of the staging; all agents of a batch cut it alike."""
+    """What crosses, in waves of an eighth of the staging. All agents of a batch cut it the same way."""
     if cut is None:
         return Crossings(plan, ways, staging // 8)
     return Crossings(plan, ways, staging // 8, cut.part, fit=True)
@@ -247,9 +251,9 @@ class _Compiler(PieceMapper):
         self._passed = 0
 
     def program(self, bucket: int, streams: int) -> WireProgram:
-        """All of it."""
+        """The whole program."""
         me, crossings = self.ways.me, self._crossings
-        # First what comes in: what is passed on hangs on it.
+        # Receives first, because forwarded pieces depend on them.
         receives = self._flows(False, crossings.received, bucket, streams)
         if missing := self._relays.roots - self._arrivals.seen:
             names = sorted({self.plan.names[place.tensor] for place in missing})
@@ -298,7 +302,7 @@ class _Compiler(PieceMapper):
                 pieces[peer] += self._move(move, sending)
         for agent in self._crossings.owners:
             for part in self._crossings.parts(agent):
-                # Contributions go to the owner's agent, results come from it.
+                # Contributions go to the owner's agent; results come from it.
                 crossing = self._contributions(part) if sending == (agent != me) else self._results(part, sending)
                 for peer, piece in crossing:
                     pieces[peer].append(piece)
@@ -352,7 +356,7 @@ class _Compiler(PieceMapper):
             yield self._marked(self.piece(one.stage, tensor, wire, bounds, owners, ends), tensor, one.sinks, bounds)
 
     def _marked(self, piece: FlowPiece, tensor: int, sinks: Sequence[tuple[int, Region]], bounds: Bounds) -> FlowPiece:
-        """The piece with a number, where this agent passes on what it brings."""
+        """The piece with an arrival number if this agent forwards what it brings."""
         if not self._relays.roots:
             return piece
         number = self._arrivals.mark((self._relays.place(tensor, rank, r), bounds) for rank, r in sinks)
@@ -361,7 +365,7 @@ class _Compiler(PieceMapper):
     # ---- reductions ---------------------------------------------------------------------------
 
     def _contributions(self, part: SlotPart) -> Iterator[tuple[str, FlowPiece]]:
-        """Of a part that another agent reduces: what is sent; of an own one: what is received."""
+        """Contributions: those to send for a part that another agent reduces, those to receive for an own part."""
         me, tensor = self.ways.me, part.slot.tensor
         dtype = self.plan.source[self.plan.names[tensor]].dtype
         nbytes = part.numel * dtype.itemsize
@@ -387,7 +391,7 @@ class _Compiler(PieceMapper):
                 )
 
     def _results(self, part: SlotPart, sending: bool) -> Iterator[tuple[str, FlowPiece]]:
-        """Of an own part: what is sent; of another agent's: what is received. Equal results cross once."""
+        """Results: those to send of an own part, those to receive of another agent's. Equal results cross once."""
         me, tensor = self.ways.me, part.slot.tensor
         wire = self.plan.wire_dtype(tensor)
         found: dict[tuple[str, tuple[bytes, ...]], tuple[tuple[Ints, ...], list[tuple[int, Region]]]] = {}
@@ -418,7 +422,7 @@ class _Compiler(PieceMapper):
             yield part.at, piece
 
     def _sink(self, rank: int, tensor: int, region: Region, part: SlotPart, wire: torch.dtype) -> MappedPiece:
-        """From the dense bytes of a result's piece to a target."""
+        """Map the dense bytes of a result's piece to a target."""
         view = self.view("target", rank, tensor)
         self.check(region, view, 1)
         dims = clip(region.dims, part.bounds, 0)
@@ -430,7 +434,7 @@ class _Compiler(PieceMapper):
         return view, self.taken(out, dense, view, 0), place
 
     def _work(self, part: SlotPart) -> PartWork:
-        """How an own part is reduced: near contributions, and the targets of this agent."""
+        """How an own part is reduced: the contributions read here, and the targets of this agent."""
         me, tensor = self.ways.me, part.slot.tensor
         dtype, wire = self.plan.source[self.plan.names[tensor]].dtype, self.plan.wire_dtype(tensor)
         near: dict[int, End] = {}
@@ -458,7 +462,7 @@ class _Compiler(PieceMapper):
 def _prove(
     sends: Iterable[Flow], early: Iterable[tuple[End, View, tuple[Member, ...]]], values: Iterable[PartWork]
 ) -> None:
-    """RuntimeError unless what is read of workers' memory fits the buffers and stays apart there."""
+    """Raise RuntimeError unless reads of workers' memory fit the buffers and do not overlap there."""
     for flow in sends:
         for span in (span for lane in flow.lanes for span in lane if span.memory is None):
             _prove_reads([piece.ends[0] for _, piece in span.pieces])

@@ -1,12 +1,11 @@
-"""What crosses from one agent to another in one transfer, in order: derived alone, by both ends, from the plan.
+"""What crosses from one agent to another in one transfer, in order. Both ends derive it from the plan alone. Pure.
 
     stage 0  contributions, wave 0      stage 1  tensor to tensor      stage 2  results, wave 0
     stage 3  contributions, wave 1                                     stage 5  results, wave 1 ...
 
-What several targets of one agent want, or several replicas of one agent hold, crosses once. What targets pass on
-comes after all of that (``relays``). Reductions go
-in waves that fit the staging; nothing of a stage waits for a later one, anywhere, so nobody waits in a ring.
-Pure.
+Data that several targets of one agent want, or that several replicas of one agent hold, crosses once. What targets
+forward comes after all of that (``relays``). Reductions run in waves that fit the staging. No stage waits for a later
+one anywhere, so agents cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from etha.transport.geometry.boxes import Ints
 from etha.transport.wire.forwarding import Relays
 from etha.transport.wire.routing import Ways
 
-#: Bytes of the accumulator of one part of a slot: what travels, is reduced and is released as one.
+#: Bytes of the accumulator of one part of a slot, which is sent, reduced and released as a unit.
 PART = 512 << 10
 ALIGN = 64
 
@@ -43,10 +42,10 @@ class CrossingMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotPart:
-    """A part of a slot that is reduced at the owner's agent ``at`` for others.
+    """A part of a slot that the owner's agent ``at`` reduces for others.
 
-    ``far`` are the numbers of the contributions that come by wire; ``places`` where each of them, and
-    at last the result, lies in the wave's memory of ``nbytes``.
+    ``far`` are the indices of the contributions that come over the wire. ``places`` are the offsets of each of them,
+    and then of the result, in the wave's memory, which this part uses up to ``end``.
     """
 
     at: str
@@ -63,31 +62,29 @@ class SlotPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dim."""
         return tuple(last - first for first, last in self.bounds)
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return prod(self.shape)
 
 
 class Crossings:
-    """All that crosses between this agent and the others in one direction of a batch."""
+    """Everything that crosses between this agent and the others in one direction of a batch."""
 
     def __init__(self, plan: Plan, ways: Ways, wave_bytes: int, part_bytes: int = PART, *, fit: bool = False) -> None:
-        # ``fit``: parts get smaller where a wave could not hold two otherwise.
+        # ``fit``: make parts smaller if a wave could not hold two otherwise.
         self._plan, self._ways, self._limit = plan, ways, wave_bytes
         self._part, self._fit = part_bytes, fit
         self._keys: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
         self._regions: list[Region] = []
         self._parts: dict[str, list[SlotPart]] = {}
         self.relays = Relays(plan, ways)
-        #: The first round of the plan in which anything goes to an agent.
+        #: For each agent, the first round of the plan in which anything goes to it.
         self.rounds: dict[str, int] = dict(self.relays.rounds)
         self.sent: dict[str, list[CrossingMove]] = self._moves("source")
         self.received: dict[str, list[CrossingMove]] = self._moves("target")
-        #: Agents with slots to which this one gives or from which it takes, itself included if it owns any.
+        #: Agents that own slots to which this agent gives or from which it takes; itself included if it owns any.
         self.owners: tuple[str, ...] = self._owners()
 
     def parts(self, agent: str) -> list[SlotPart]:
@@ -112,7 +109,7 @@ class Crossings:
                 rows.append((tensor, source, target, rp.region_at(region)))
                 if side == "source":
                     self._begin(ways.target[target], turn)
-        rows.sort(key=lambda row: row[:3])  # stable: rows of two ranks stay in the plan's order
+        rows.sort(key=lambda row: row[:3])  # stable sort: rows of two ranks stay in the plan's order
         found: dict[str, dict[tuple[int, tuple[bytes, ...]], CrossingMove]] = defaultdict(dict)
         for tensor, source, target, region in rows:
             peer = ways.target[target] if side == "source" else ways.source[source]
@@ -133,11 +130,11 @@ class Crossings:
         return self._ways.reach(other, me) if side == "source" else self._ways.reach(me, other)
 
     def _content(self, tensor: int, source: int, region: Region) -> tuple[bytes, ...]:
-        """Which elements of the global tensor a region holds, in its order: equal for equal content."""
+        """Which elements of the global tensor a region holds, in its order. Equal content gives equal keys."""
         key = (int(self._plan.class_of[tensor]), source, id(region))
         found = self._keys.get(key)
         if found is None:
-            self._regions.append(region)  # its id is in the key
+            self._regions.append(region)  # keeps it alive, because its id is in the key
             spec = self._plan.source[self._plan.names[tensor]]
             owned = next(o for part in spec.layouts if (o := part.owned(spec.shape, source)) is not None)
             found = self._keys[key] = tuple(
@@ -150,7 +147,7 @@ class Crossings:
         for side in ("source", "target"):
             for rank in self._ways.ranks(side, self._ways.me):
                 rp = self._plan.for_rank(side, rank)
-                # The owner of a contribution is its target, a source rank; of a result its source.
+                # A contribution's owner is its target, which is a source rank; a result's owner is its source.
                 owners = np.concatenate([rp.target[rp.kind == CONTRIBUTE], rp.source[rp.kind == RESULT]])
                 found |= {self._ways.source[o] for o in np.unique(owners).tolist()}
                 given = np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT) if side == "source" else False)
@@ -220,7 +217,8 @@ def _slots(
 
 
 def global_runs(runs: Ints, held: Sequence[tuple[int, int]]) -> Ints:
-    """Runs of local source offsets as (start, length) in the global dim; ``held``: what the rank owns there."""
+    """Runs of local source offsets as (start, length) in the global dim; ``held`` are the ranges that the rank owns
+    there."""
     starts = np.array([start for start, _ in held], np.int64)
     ends = np.cumsum(np.array([stop - start for start, stop in held], np.int64))
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(held) else ends

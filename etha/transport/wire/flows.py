@@ -1,9 +1,10 @@
-"""Flows: what one agent sends to, or receives from, one other in a transfer, as spans dealt to streams.
+"""Flows: what one agent sends to, or receives from, one other in a transfer, as spans dealt to streams. Data only.
 
-    flow = lanes (one a stream) of spans;  span = straight to or from a tensor | pieces through a chunk | a contribution
+    flow = lanes (one per stream) of spans
+    span = straight to or from a tensor | pieces through a chunk | a contribution
 
-The bytes on the wire are the pieces in order, each dense in C-order of its dims and filled up to PAD, so
-both ends may choose on their own which of them go straight to memory. Data only; ``streams`` moves it.
+The bytes on the wire are the pieces in order, each dense in C-order of its dims and padded to PAD. So each end may
+choose on its own which pieces go straight to memory. The streams of ``tcp`` move them.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from etha.transport.copy.program import PIECE, Member
 from etha.transport.geometry.tiles import Tile
 from etha.transport.wire.crossings import SlotPart
 
-#: Each piece is filled up to a multiple of so many bytes, so that elements in chunks are aligned.
+#: Each piece is padded to a multiple of this many bytes, so that elements in chunks are aligned.
 PAD = 16
-#: Largest piece, and what a stream holds to pack into or to receive into.
+#: Largest piece, and size of the chunk that a stream packs into or receives into.
 CHUNK = 1 << 20
-#: Streams per pair of agents and direction, and most bytes that one stream carries before the next one's turn.
+#: Streams per pair of agents and direction, and most bytes that one stream carries before the next stream's turn.
 STREAMS = 4
 BUCKET = 4 << 20
-#: The view space of what is staged on a device before anything is written: addresses count from 0 there.
+#: The view space of what is staged on a device before anything is written. Addresses count from 0 there.
 EARLY = "early"
-#: Flows are cut finer than BUCKET where that lets all streams take part, but not below this.
+#: Flows are cut finer than BUCKET if that lets all streams take part, but not below this size.
 MIN_BUCKET = 256 << 10
 
 
 class End(NamedTuple):
     """Copies between a view and the dense bytes of a piece: (tile, offset in the view, offset in the piece).
 
-    ``view`` None is the value of the piece's part, reduced at this agent.
+    ``view`` None stands for the value of the piece's part, reduced at this agent.
     """
 
     view: View | None
@@ -46,12 +47,12 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowPiece:
-    """Dense bytes that travel; ``ends`` is where from (one) or where to (any number).
+    """Dense bytes that cross. ``ends`` is where they come from (one) or go to (any number).
 
-    ``straight`` is the memory itself, where the piece is one segment of one mapped tensor and nothing is cast.
-    ``direct``: so it is on a device, at ``address``.
-    ``index``: number of the contribution to ``part`` that this is, at its receiver; -1: something else.
-    ``arrival``: number by which pieces ``after`` it, to other agents, wait until it is laid down; -1: none does.
+    ``straight`` is the memory itself, if the piece is one segment of one mapped tensor and nothing is cast. ``direct``:
+    the same on a device, at ``address``. ``index``: at the receiver, the index of the contribution to ``part`` that
+    this is; -1 for anything else. ``arrival``: the number by which pieces to other agents wait (``after``) until this
+    one is in place; -1 if none does.
     """
 
     stage: int
@@ -78,9 +79,9 @@ class FlowPiece:
 class Span:
     """What a stream does in one go: ``memory``, or a contribution, or pieces at their places in a chunk.
 
-    ``parts`` are waited for before (sending results), and the ``arrivals`` of other spans that it comes ``after``.
-    ``nbytes`` is payload, ``wire`` what travels. On a device ``address`` stands for ``memory`` (0: it is packed), and
-    ``key`` is what both ends call the group that it goes in (``messages``).
+    Sending waits for ``parts`` (whose results it sends), and for the ``arrivals`` of other spans in ``after``.
+    ``nbytes`` is payload, ``wire`` the bytes that travel. On a device, ``address`` takes the place of ``memory`` (0: it
+    is packed), and ``key`` names the group that both ends put it in (``nccl_messages``).
     """
 
     nbytes: int
@@ -98,7 +99,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flow:
-    """One way between two agents. ``digest`` covers the plan, the direction, every piece and how they are dealt."""
+    """What goes one way between two agents.
+
+    ``digest`` covers the plan, the direction, every piece, and how pieces are dealt to lanes.
+    """
 
     peer: str
     digest: bytes
@@ -112,27 +116,27 @@ class Flow:
 
 
 class FlowObserver(Protocol):
-    """Who looks at reductions while they are made (``witness``); any thread."""
+    """Observes reductions while they are made (``Witness``). Called from any thread."""
 
     def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
-        """A contribution as it enters the reduction."""
+        """Called with a contribution as it enters the reduction."""
         ...
 
     def value(self, part: SlotPart, flat: torch.Tensor) -> None:
-        """What it came to, in the wire dtype."""
+        """Called with the reduced value, in the wire dtype."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WireProgram:
-    """All that this agent exchanges with others in one transfer of one batch; run by one transfer at a time.
+    """Everything that this agent exchanges with others in one transfer of one batch. One transfer at a time may run it.
 
-    ``early`` are copies out of memory that source and target share, to be made before anything is written
-    (``aliased``: also run the program of the lane first). ``slabs``: bytes of the even and of the odd waves.
-    ``scratch`` is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk``
-    the most that a stream packs or unpacks at once. ``passed`` of the bytes sent are others', received before.
-    ``sends`` is in the order of the plan's rounds. ``witness`` is shown every reduction. On a device ``members``
-    are the agents of the communicator, and ``early`` lays its copies into ``staged`` bytes of the view space EARLY.
+    ``early`` are copies out of memory that source and target share, to be made before anything is written. With
+    ``aliased``, the lane's program must run first, too. ``slabs``: bytes of the even and of the odd waves. ``scratch``
+    is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, and ``chunk`` the most that a
+    stream packs or unpacks at once. ``passed`` of the bytes sent are forwarded: received from others before. ``sends``
+    is in the order of the plan's rounds. ``witness`` is shown every reduction. On a device, ``members`` are the agents
+    of the communicator, and ``early`` puts its copies into ``staged`` bytes of the view space EARLY.
     """
 
     sends: Mapping[str, Flow]
@@ -156,7 +160,7 @@ class WireProgram:
 
     @property
     def packed(self) -> int:
-        """Lanes of streams that pack or unpack, each through a chunk of ``chunk`` bytes."""
+        """Number of stream lanes that pack or unpack, each through a chunk of ``chunk`` bytes."""
         flows = (*self.sends.values(), *self.receives.values())
         return sum(any(span.pieces for span in lane) for flow in flows for lane in flow.lanes)
 
@@ -168,7 +172,7 @@ class WireProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartWork:
-    """How a part is reduced here: the near contributions by number, and the targets of this agent."""
+    """How a part is reduced here: the contributions read here, by index, and the targets of this agent."""
 
     near: Mapping[int, End]
     results: tuple[End, ...]
@@ -181,12 +185,15 @@ class PartWork:
 def make_flow(
     *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[FlowPiece], streams: int, bucket: int
 ) -> Flow:
-    """Deal pieces, which are in order, to the streams. ``names``: (sender, receiver); ``mark``: the plan's digest."""
+    """Deal pieces, which are in order, to the streams.
+
+    ``names`` is (sender, receiver), ``mark`` the plan's digest.
+    """
     table = np.array([(p.stage, p.tensor, p.nbytes, p.index) for p in pieces], "<i8").reshape(-1, 4)
     total = int(table[:, 2].sum())
     bucket = min(bucket, max(MIN_BUCKET, total // (2 * streams)))
     h = hashlib.sha256(f"etha-flow-1 {mark} {names} {streams} {bucket}".encode())
-    # Contributions are marked at the receiver only, so their numbers are left out.
+    # Only the receiver marks contributions, so their indices are left out.
     h.update(np.ascontiguousarray(table[:, :3]).tobytes())
     lanes: list[list[FlowPiece]] = [[] for _ in range(streams)]
     for number, pieces_of in enumerate(_buckets(pieces, bucket)):
@@ -196,7 +203,7 @@ def make_flow(
 
 
 def _buckets(pieces: Sequence[FlowPiece], limit: int) -> Iterator[list[FlowPiece]]:
-    """Neighbours of one stage, closed before the piece that would take them above ``limit``."""
+    """Group neighbours of one stage. A bucket is closed before the piece that would take it above ``limit``."""
     some: list[FlowPiece] = []
     nbytes = 0
     for piece in pieces:
@@ -210,7 +217,7 @@ def _buckets(pieces: Sequence[FlowPiece], limit: int) -> Iterator[list[FlowPiece
 
 
 def spans(pieces: Iterable[FlowPiece]) -> Iterator[Span]:
-    """The pieces of a stream, joined: neighbours in memory up to PIECE, small ones up to CHUNK, never over a stage."""
+    """Join the pieces of a stream: neighbours in memory up to PIECE, small ones up to CHUNK, never across stages."""
     run: list[FlowPiece] = []
     wire = 0
     for piece in pieces:
@@ -229,7 +236,7 @@ def _joins(last: FlowPiece, wire: int, piece: FlowPiece) -> bool:
         return False
     if last.straight is None or piece.straight is None:
         return last.straight is piece.straight and wire + piece.padded <= CHUNK
-    # What is passed on goes in small steps, so that every hop is at work soon.
+    # Forwarded data goes in small steps, so that every hop is soon at work.
     most = CHUNK if piece.after or piece.arrival >= 0 or last.arrival >= 0 else PIECE
     return (
         piece.address == last.address + last.nbytes
@@ -265,7 +272,7 @@ def _span(run: list[FlowPiece]) -> Span:
 
 
 def join(run: list[FlowPiece]) -> Span:
-    """Pieces that travel to or from a device as one message, whose size hangs on theirs alone."""
+    """Join pieces that travel to or from a device as one message. Its size depends on their sizes alone."""
     first = run[0]
     span = _span(run)
     if len(run) > 1:
@@ -274,7 +281,7 @@ def join(run: list[FlowPiece]) -> Span:
 
 
 def span_memory(view: View, address: int, nbytes: int) -> memoryview:
-    """``nbytes`` of a mapped view at an address of this process; keeps the mapping alive."""
+    """``nbytes`` of a mapped view at an address of this process. The result keeps the mapping alive."""
     assert view.raw is not None, "a private view has no memory here"
     start = address - view.address
     raw = view.raw if view.raw.dtype is torch.uint8 else view.raw.view(torch.uint8)

@@ -1,12 +1,12 @@
-"""Relays: what this agent passes on of what it receives, derived alone by both ends from the plan's FORWARD rows.
+"""Relays: what this agent forwards of what it receives. Both ends derive it from the plan's FORWARD rows alone. Pure.
 
-    stream --> a piece is laid down: at the rank that it is for, and at its fellows here ("laid")
-               --> pieces to other agents that were waiting for it are read from that rank's tensor and sent
+    stream --> a piece is laid down: at the rank that it is for, and at its fellows here
+               --> pieces to other agents that waited for it are read from that rank's tensor and sent
 
-What one rank of an agent passes to another of the same agent is laid down twice as it comes in and never crosses.
-A flow's passed pieces come after all else in it, ordered by (tensor, hop), and each waits for pieces of an earlier
-hop of its tensor only. So of all pieces not yet sent anywhere the least one has its turn: nobody waits in a ring.
-Pure.
+If one rank of an agent forwards to another rank of the same agent, the data is written twice when it arrives, and never
+crosses. The forwarded pieces of a flow come after all its other pieces, ordered by (tensor, hop). Each waits only for
+pieces of an earlier hop of its tensor. So the least of all unsent pieces can always be sent, and agents cannot wait for
+each other in a circle.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from etha.plan.planner.rank_plan import CARRY, DELIVER, FORWARD, Region
 from etha.transport.geometry.bounds import Bounds
 from etha.transport.wire.routing import Ways
 
-#: Stages of passed pieces: behind every other, by tensor and hop (a hop is less than 1 << 16).
+#: First stage of forwarded pieces, after all other stages; then by tensor and hop (a hop is less than 1 << 16).
 LAST = 1 << 48
 
 
 class TensorPlace(NamedTuple):
-    """Which elements of which rank's tensor: ``runs`` are those of its local tensor, per dim."""
+    """Which elements of which rank's tensor; ``runs`` are those in its local tensor, per dim."""
 
     tensor: int
     rank: int
@@ -38,7 +38,8 @@ class TensorPlace(NamedTuple):
 class Pass(NamedTuple):
     """A region of ``rank``'s tensor that another agent gets from it, and the target ranks there that want it.
 
-    ``sinks`` is known where they are, ``origin``, what has to be laid down before, where it is passed on.
+    ``sinks`` is known at the agent of those ranks. ``origin``, which has to be laid down before, is known at the agent
+    that forwards it.
     """
 
     tensor: int
@@ -50,12 +51,12 @@ class Pass(NamedTuple):
 
     @property
     def stage(self) -> int:
-        """Its pieces' place in the order of a flow."""
+        """The place of its pieces in the order of a flow."""
         return LAST + (self.tensor << 16) + self.hop
 
 
 class Relays:
-    """What agent ``ways.me`` passes on and is passed, by agent, in one order at both ends."""
+    """What agent ``ways.me`` forwards and what is forwarded to it, by agent, in the same order at both ends."""
 
     def __init__(self, plan: Plan, ways: Ways) -> None:
         self._plan, self._ways = plan, ways
@@ -64,25 +65,26 @@ class Relays:
         self._inside: dict[TensorPlace, int] = {}
         self.given: dict[str, list[Pass]] = defaultdict(list)
         self.taken: dict[str, list[Pass]] = defaultdict(list)
-        #: The first round of the plan in which anything goes to an agent.
+        #: For each agent, the first round of the plan in which anything goes to it.
         self.rounds: dict[str, int] = {}
         self._fellows: dict[TensorPlace, list[int]] = defaultdict(list)
         self._derive()
-        #: What streams have to bring because something hangs on it, and of that what is passed on.
+        #: What streams must bring because other pieces depend on it (``roots``), and the part of it that is forwarded
+        #: (``origins``).
         self.origins: frozenset[TensorPlace] = frozenset(p.origin for some in self.given.values() for p in some)
         self.roots: frozenset[TensorPlace] = self.origins | self._fellows.keys()
 
     def fellows(self, tensor: int, rank: int, region: Region) -> tuple[tuple[int, Region], ...]:
-        """Ranks of this agent that get what comes to ``rank`` from it, at the same places of their tensors."""
+        """Ranks of this agent to which ``rank`` forwards a region, at the same places of their tensors."""
         if not self._fellows:
             return ()
         return tuple((other, region) for other in self._fellows.get(self.place(tensor, rank, region), ()))
 
     def place(self, tensor: int, rank: int, region: Region) -> TensorPlace:
-        """Where a region of a row to ``rank`` lies there."""
+        """Where a region of a row to ``rank`` lies in that rank's tensor."""
         found = self._runs.get(id(region))
         if found is None:
-            self._regions.append(region)  # its id is a key
+            self._regions.append(region)  # keeps it alive, because its id is a key
             ends = (joined(runs[:, 1], runs[:, 2])[:, 1:] for runs in region.dims)
             found = self._runs[id(region)] = tuple(np.ascontiguousarray(end).tobytes() for end in ends)
         return TensorPlace(tensor, rank, found)
@@ -111,7 +113,7 @@ class Relays:
                     self._inside[self.place(tensor, rank, region)] = source
         for place in sorted(self._inside):
             self._fellows[self._root(place)].append(place.rank)
-        # Stable: rows of one link stay in the plan's order, which is the same at both ends.
+        # Stable sort: rows of one link stay in the plan's order, which is the same at both ends.
         for tensor, hop, source, target, region in sorted(given, key=lambda row: row[:4]):
             here = Region(dims=tuple(runs[:, (0, 0, 2)] for runs in region.dims))
             origin = self._root(self.place(tensor, source, here))
@@ -122,14 +124,17 @@ class Relays:
             self.taken[agent[source]].append(Pass(tensor, hop, source, region, sinks, place))
 
     def _root(self, place: TensorPlace) -> TensorPlace:
-        """What brings it to this agent."""
+        """The place whose piece brings this one to the agent."""
         while (rank := self._inside.get(place)) is not None:
             place = place._replace(rank=rank)
         return place
 
 
 class Arrivals:
-    """Numbers of the pieces that something hangs on: ``mark`` as they are laid out, ``before`` what waits for them."""
+    """Arrival numbers of pieces that other pieces depend on.
+
+    ``mark`` numbers pieces as they are compiled; ``before`` returns the numbers that a forwarded piece waits for.
+    """
 
     def __init__(self, origins: Collection[TensorPlace]) -> None:
         self._origins = origins
@@ -138,7 +143,8 @@ class Arrivals:
         self.seen: set[TensorPlace] = set()
 
     def mark(self, found: Iterable[tuple[TensorPlace, Bounds]]) -> int:
-        """The number of a piece that brings these, each within bounds of its region packed; -1: nobody asks."""
+        """The number of a piece that brings these places, each within bounds of its packed region; -1 if none is
+        forwarded."""
         number = -1
         for place, bounds in found:
             self.seen.add(place)
@@ -149,7 +155,7 @@ class Arrivals:
         return number
 
     def before(self, origin: TensorPlace, bounds: Bounds) -> tuple[int, ...]:
-        """The pieces that bring any of what lies within ``bounds`` of a region packed."""
+        """Numbers of the pieces that bring anything within ``bounds`` of a packed region."""
         return tuple(sorted({n for box, n in self._marks[origin] if _meet(box, bounds)}))
 
 
@@ -158,22 +164,22 @@ def _meet(a: Bounds, b: Bounds) -> bool:
 
 
 class ForwardingProgress:
-    """Of one run: which pieces lie where they belong, and so what may be passed on."""
+    """For one run: which pieces have been laid down, and so what may be forwarded."""
 
     def __init__(self) -> None:
         self._laid: set[int] = set()
 
     def lay(self, numbers: Iterable[int]) -> None:
-        """These lie there now, every byte."""
+        """Record that every byte of these pieces is in place."""
         self._laid.update(numbers)
 
     def ready(self, after: Iterable[int]) -> bool:
-        """Whether all of these do."""
+        """Whether all of these pieces are in place."""
         return self._laid.issuperset(after)
 
 
 def hull(region: Region, bounds: Bounds) -> Bounds:
-    """The least bounds in a region packed that hold what its source end has within ``bounds``."""
+    """The smallest bounds in a packed region that hold what its source end has within ``bounds``."""
     found = []
     for runs, (first, last) in zip(region.dims, bounds, strict=True):
         at = np.cumsum(runs[:, 2]) - runs[:, 2]

@@ -1,7 +1,7 @@
-"""compile_host: one copy between workers of different agents on one host, made by the agent that receives.
+"""compile_host: one copy between workers of different agents on one host, made by the receiving agent. Pure.
 
-Rows of the sources that this agent reads are local copies, and the sender does nothing. ``copy/host.py`` opens
-the memory that they are read from. Pure.
+Rows of the sources that this agent reads are local copies, and the sender does nothing. ``copy/host.py`` opens the
+memory that they are read from.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from etha.transport.copy.local import Views, compile_local
 from etha.transport.copy.program import Program
 from etha.transport.wire.routing import Slots, Ways
 
-#: Of a row that this agent has nothing to do with: no kind of the plan's.
+#: Marks a row that this agent has nothing to do with; the plan has no such kind.
 _NOTHING = -1
 
 
 def compile_host(plan: Plan, ways: Ways, sources: Views, targets: Views) -> Program:
-    """The program of all that this agent copies itself: between its own ranks, and from those that it reads.
+    """Compile everything that this agent copies itself: between its own ranks, and from the ranks that it reads.
 
-    ``sources`` holds the ranks of this agent and of the agents that it reads, ``targets`` its own. Slots
-    of which it reads every contribution are reduced here, for the targets here, but where this agent is
-    the owner's and reduces for others too (``compile_wire``). Errors as of ``compile_local``.
+    ``sources`` holds the ranks of this agent and of the agents that it reads, ``targets`` its own. A slot of which it
+    reads every contribution is reduced here for the targets here, unless this agent is the owner's and reduces it for
+    others, too (``compile_wire``). Raises as ``compile_local`` does.
     """
     return compile_local(_Seen(plan, ways), sources, targets)
 
 
 class _Seen(Plan):
-    """A plan as one agent sees it: LOCAL is what it does alone, the others' rows of its slots are nothing."""
+    """A plan as one agent sees it: LOCAL rows are what it does alone, and other agents' rows of its slots are left
+    out."""
 
     def __init__(self, plan: Plan, ways: Ways) -> None:
-        # Not a plan of its own: only what compile_local asks for.
+        # Plan.__init__ is not called, because this has only what compile_local asks for.
         self._whole, self._ways = plan, ways
         self.names = plan.names
         self._slots = Slots(plan)

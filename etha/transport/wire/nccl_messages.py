@@ -1,11 +1,11 @@
-"""Messages: the pieces of a flow as NCCL carries them, each with a key that both of its ends derive alike.
+"""Messages: the pieces of a flow as NCCL carries them, each with a key that both of its ends derive. Pure.
 
-    piece of STRAIGHT bytes or more   a message of its own: from or to the tensor itself where it is one segment
+    piece of STRAIGHT bytes or more   a message of its own: from or to the tensor itself if it is one segment there
     a contribution                    a message of its own, received where it is reduced
     smaller neighbours                one message, packed and unpacked
 
-NCCL has no tags and no streams of bytes: what one end sends the other must receive with the same size and in the
-same group. So the cuts hang on sizes and stages alone, never on how a tensor lies at one of the ends. Pure.
+NCCL has neither tags nor byte streams: what one end sends, the other must receive with the same size and in the same
+group. So the cuts depend on sizes and stages alone, never on how a tensor lies at either end.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from etha.transport.wire.forwarding import LAST
 
 #: Groups whose memory is in use at once: one is packed, one travels, one is unpacked.
 DEPTH = 3
-#: Most operations of one group: above that NCCL cuts it up in ways of its own.
+#: Most operations of one group. NCCL itself cuts larger groups up.
 GROUP = 256
 #: Most messages of one flow in one group, and bytes of the largest.
 MOST, LARGEST = 16, 32 << 20
-#: From so many bytes on a piece travels alone, and so without a copy where its tensor allows it.
+#: From this many bytes on a piece travels alone, and so without a copy if its tensor allows it.
 STRAIGHT = 1 << 20
-#: Bytes of a wave for each agent: groups are well filled, and a relay begins when the first wave has come.
+#: Bytes of a wave per agent. Groups are then well filled, and a relay begins once the first wave has arrived.
 WAVE = 32 << 20
 _LEAST = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCut:
-    """How flows between these agents are cut; the same on all of them. ``members`` are sorted: their ranks.
+    """How flows between these agents are cut; the same on all of them. ``members`` are sorted; their places are their
+    ranks.
 
-    In bytes: ``limit`` of one flow in one group, ``chunk`` of one piece, ``straight`` from which one is alone, ``part``
-    of what is reduced as one, ``wave`` of whole tensors that go before the next ones are begun. ``most``: messages of
-    one flow in one group.
+    In bytes: ``limit`` of one flow in one group, ``chunk`` of one piece, ``straight`` from which a piece travels alone,
+    ``part`` of what is reduced as a unit, ``wave`` of whole tensors that go before the next ones begin. ``most``:
+    messages of one flow in one group.
     """
 
     members: tuple[str, ...]
@@ -50,23 +51,23 @@ class MessageCut:
     most: int
 
     def rank(self, agent: str) -> int:
-        """Its rank in the communicator; ValueError for an agent that is not of the set."""
+        """Its rank in the communicator. ValueError for an agent that is not a member."""
         return self.members.index(agent)
 
     def colour(self, one: str, other: str) -> int:
-        """Which of the groups of one turn two agents meet in.
+        """In which of the groups of one turn two agents meet.
 
-        (i + j) mod n gives an agent each number with at most one other: a group of ``width`` numbers holds at most
-        that many peers, both ways.
+        (i + j) mod n gives an agent each number with at most one other agent, so a group of ``width`` numbers holds at
+        most that many peers, in both directions.
         """
         width = max(1, GROUP // (2 * self.most))
         return (self.rank(one) + self.rank(other)) % len(self.members) // width
 
 
 def device_cut(members: Sequence[str], staging: int) -> MessageCut:
-    """The cut for these agents' cards, each with ``staging`` bytes (the least of all) besides the workers' own.
+    """The cut for these agents' cards, each with ``staging`` bytes (the least of all) besides the workers' own memory.
 
-    Of them 3/8 are the ring of DEPTH groups, if all pieces have to be packed and unpacked and all others are peers.
+    The ring of DEPTH groups takes 3/8 of them if all pieces have to be packed and unpacked and all others are peers.
     """
     names = tuple(sorted(set(members)))
     flows = 2 * max(1, len(names) - 1)
@@ -83,17 +84,17 @@ def device_cut(members: Sequence[str], staging: int) -> MessageCut:
 
 
 def waves(nbytes: Sequence[int], cut: MessageCut) -> tuple[int, ...]:
-    """The wave of each tensor, of whose bytes as a whole all agents know."""
+    """The wave of each tensor, given the whole tensors' bytes, which all agents know."""
     before = np.cumsum(np.array([0, *nbytes], np.int64))[:-1]
-    # Numbered without gaps: the next hop of a wave is to meet the wave behind it, however large a tensor was.
+    # Numbered without gaps, because a wave's next hop is to run beside the following wave, however large a tensor was.
     return tuple(np.unique(before // cut.wave, return_inverse=True)[1].tolist())
 
 
 def order(stage: int, tensor: int, waves: Sequence[int]) -> tuple[int, int]:
-    """Where a stage stands in the order of groups: (0, step of the reductions) or (1, step of the tensors).
+    """The place of a stage in the order of groups: (0, step of the reductions) or (1, step of the tensors).
 
-    Contributions of the next wave go before the results of this one, so that the wire is busy while it is reduced.
-    A tensor goes in step (wave + hop): its next hop hangs on earlier steps, those of other waves run beside it.
+    Contributions of the next wave go before the results of this one, so that the wire is busy during the reduction. A
+    tensor goes in step (wave + hop): its next hop depends on earlier steps, and other waves run beside it.
     """
     if stage >= LAST:
         tensor, hop = divmod(stage - LAST, 1 << 16)
@@ -114,7 +115,7 @@ def message_flow(
 ) -> Flow:
     """The pieces, in any order of stages, as one lane of messages in ascending order of their keys.
 
-    ``names``: (sender, receiver); ``mark``: the plan's digest; ``waves`` of the tensors.
+    ``names`` is (sender, receiver), ``mark`` the plan's digest, and ``waves`` those of the tensors.
     """
     placed = sorted(((order(p.stage, p.tensor, waves), p) for p in pieces), key=lambda one: one[0])
     table = np.array([(p.stage, p.tensor, p.nbytes) for _, p in placed], "<i8").reshape(-1, 3)
@@ -124,7 +125,7 @@ def message_flow(
     return Flow(peer=peer, digest=h.digest(), nbytes=int(table[:, 2].sum()), lanes=(spans,))
 
 
-#: A piece, and its place in the order of groups.
+#: A piece's place in the order of groups, and the piece.
 _Placed = tuple[tuple[int, int], FlowPiece]
 
 

@@ -1,11 +1,11 @@
-"""Ways: which agent has each rank, and who reads whose workers' memory; the same on every agent of a batch.
+"""Ways: which agent has each rank, and who reads whose workers' memory; the same on every agent of a batch. Pure.
 
-    same agent                      local      one copy by that agent
-    reader may read the other's     host       one copy by the receiving agent, the sender does nothing
-    else                            tcp        streams
+    same agent                              local      one copy by that agent
+    receiver may read the sender's memory   host       one copy by the receiving agent; the sender does nothing
+    otherwise                               tcp        streams
 
-A slot of a Partial source is reduced by every agent that can read all of its contributions, for its own
-targets; for the others by its owner's agent. Pure.
+Every agent that can read all contributions of a Partial source's slot reduces it for its own targets. The owner's agent
+reduces it for the others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from etha.transport.copy.program import Member
 class Ways:
     """``source[r]`` and ``target[r]`` are the agents of the ranks of a direction; ``me`` is this agent.
 
-    ``reads`` are the pairs (reader, agent) of different agents where the reader has proven that it reads
-    the memory of the agent's workers, and both have agreed to use it.
+    ``reads`` are the pairs (reader, agent) of different agents such that the reader has proven that it reads the memory
+    of the agent's workers, and both have agreed to use it.
     """
 
     me: str
@@ -43,17 +43,17 @@ class Ways:
         return [r for r, a in enumerate(self.source if side == "source" else self.target) if a == agent]
 
     def served(self, owner: str, givers: Collection[str], takers: Collection[str]) -> frozenset[str]:
-        """Of the agents that want a slot: those that the owner's agent reduces it for, maybe itself.
+        """Of the agents that want a slot, those for which the owner's agent reduces it, itself included.
 
-        ``givers`` are the agents of its contributions. Who is not in the answer reduces for itself; an
-        owner that reduces for others takes the result for its own targets too.
+        ``givers`` are the agents of its contributions. An agent that is not in the answer reduces for itself. An owner
+        that reduces for others takes the result for its own targets, too.
         """
         far = {t for t in takers if not all(self.reach(t, g) for g in givers)}
         return frozenset(far | ({owner} & set(takers) if far else set()))
 
 
 class Slots:
-    """Who gives to and who takes from each slot, as the owners' plans tell; made once per owner asked for."""
+    """Who gives to and who takes from each slot, according to the owners' plans; computed once per owner asked for."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -77,10 +77,11 @@ class Slots:
 
 
 def account(plan: Plan, ways: Ways) -> tuple[dict[Member, int], dict[Member, tuple[Member, ...]]]:
-    """(bytes, other ends) of each rank of this agent, whatever way they go, from the plan alone.
+    """(bytes, other ends) of each rank of this agent, however they travel, from the plan alone.
 
-    Bytes are at the wire dtype: what a source rank gives and a target rank takes for itself, its own copies included.
-    What a target rank passes on is not counted; for who gets it, that rank is the other end.
+    Bytes are at the wire dtype: what a source rank gives and a target rank takes for itself, copies within one agent
+    included. What a target rank forwards is not counted; the rank that gets it has the forwarding rank as its other
+    end.
     """
     slots = Slots(plan)
     nbytes: dict[Member, int] = {}
