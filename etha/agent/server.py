@@ -55,7 +55,7 @@ from etha.bus.messages import (
     Transfer,
     WaitOffer,
 )
-from etha.bus.peer import Peer
+from etha.bus.sessions import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory

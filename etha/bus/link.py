@@ -18,7 +18,6 @@ from typing import Any
 
 import zmq
 
-from etha.bus.calls import Answer, PendingCall
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
 from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
@@ -36,9 +35,49 @@ _FOREVER = 1e9
 DEATH = 2.0
 _CLOSED = "this client is closed"
 
+Answer = Reply | Failure
+
 
 class AgentRefusedError(AgentUnavailableError):
     """An agent is there, and takes this client not, or not any more."""
+
+
+class PendingCall:
+    """One request that waits for its answer, which is kept beside the future.
+
+    So a wait that is cancelled loses nothing, and may be followed by another.
+    """
+
+    __slots__ = ("_loop", "_waiter", "answer", "id", "on_push", "tag", "withdrawn")
+
+    def __init__(
+        self, id: int, on_push: Callable[[Any], None] | None, loop: asyncio.AbstractEventLoop, tag: object = None
+    ) -> None:
+        self.id = id
+        self.tag, self.withdrawn = tag, False
+        self.on_push = on_push
+        self.answer: Answer | None = None
+        self._loop = loop
+        self._waiter: asyncio.Future[None] = loop.create_future()
+
+    async def wait(self) -> Answer | None:
+        """The answer, or None when ``expire`` came first. Again after a cancelled wait: waits anew."""
+        if self.answer is None:
+            if self._waiter.done():
+                self._waiter = self._loop.create_future()
+            await self._waiter
+        return self.answer
+
+    def deliver(self, answer: Answer) -> None:
+        """Give the answer; a second one is ignored."""
+        if self.answer is None:
+            self.answer = answer
+            self.expire()
+
+    def expire(self) -> None:
+        """End the wait."""
+        if not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class AgentLink:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,11 +25,10 @@ from etha import limits
 from etha.bus.attachments import Attachment, Attachments
 from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
 from etha.bus.connections import Connection, Connections
-from etha.bus.handshake import Goodbye, HandshakeDone, WorkerHello
+from etha.bus.handshake import Goodbye, HandshakeDone, WorkerHello, WorkerWelcome
 from etha.bus.listen import PathLock, SocketEntry, listen
-from etha.bus.peer import MAX_REQUESTS, Peer, Reason, Service
 from etha.bus.process import Credentials, start_time
-from etha.bus.sessions import Session
+from etha.bus.sessions import MAX_REQUESTS, Peer, Reason, Session
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 
 __all__ = ["BusServer", "Peer", "Service"]
@@ -43,6 +43,28 @@ ATTACH_TIMEOUT = 10.0
 LEAVE_TIMEOUT = 1.0
 #: Descriptors that a session takes beside its bus connection: a pidfd, the descriptor connection, what comes over it.
 SESSION_DESCRIPTORS = 4
+
+
+class Service(Protocol):
+    """What the agent does with its sessions. Nothing here may block or wait: everything is called on the loop."""
+
+    def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
+        """A worker of this user came; raise EthaError to refuse it. ``Welcome.session`` is filled in later."""
+
+    def received(self, peer: Peer, request: Request) -> None:
+        """Answer now or later by ``peer.reply`` or ``peer.fail``; ``request.deadline`` is in loop time.
+
+        An exception raised here is the answer.
+        """
+
+    def cancelled(self, peer: Peer, request_id: int) -> None:
+        """The worker waits for ``request_id`` no more; it still has to be answered, soon."""
+
+    def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
+        """File descriptors came, ``fds`` are the service's from now on, also when it raises EthaError to refuse."""
+
+    def on_disconnected(self, peer: Peer, reason: Reason) -> None:
+        """The session is over; called once for every peer whose hello was not refused."""
 
 
 class BusServer:

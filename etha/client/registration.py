@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from etha.bus.calls import Answer
 from etha.bus.codec import Reply
+from etha.bus.link import Answer
 from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Register, Registered, Verify
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection

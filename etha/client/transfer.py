@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
-from etha.bus.calls import Answer
 from etha.bus.codec import Reply
+from etha.bus.link import Answer
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.client.active_calls import ActiveCall
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from etha.bus.calls import Answer
 from etha.bus.codec import Failure
 from etha.bus.handshake import WorkerWelcome
-from etha.bus.link import AgentLink
+from etha.bus.link import AgentLink, Answer
 from etha.bus.messages import (
     AttachSnapshot,
     CloseBatch,

@@ -14,7 +14,7 @@ from etha.agent.protocol.coordinator import Coordinator, Outbox, Phase
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.codec import Request
-from etha.bus.peer import Peer
+from etha.bus.sessions import Peer
 from etha.config import Settings
 from tests.flow import jobs
 from tests.flow.jobs import Worker, tell

@@ -15,7 +15,7 @@ from typing import Any
 
 from etha.agent.protocol.effects import CallKey, Member
 from etha.bus.codec import Request
-from etha.bus.peer import Peer
+from etha.bus.sessions import Peer
 from etha.errors import EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory
 from etha.memory.reach import ReachError

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from etha.bus import channel, server
-from etha.bus.calls import Answer
 from etha.bus.codec import Failure, Request
-from etha.bus.link import GRACE, AgentLink
+from etha.bus.link import GRACE, AgentLink, Answer
 from etha.bus.server import BusServer
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, TransferTimeoutError
 from tests.flow.jobs import Job, Worker, tell, wait_for

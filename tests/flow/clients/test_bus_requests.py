@@ -16,9 +16,8 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from etha.bus.calls import Answer
 from etha.bus.codec import Failure, Reply
-from etha.bus.link import GRACE, AgentLink
+from etha.bus.link import GRACE, AgentLink, Answer
 from etha.bus.server import BusServer
 from etha.config import MAX_SOCKET_PATH
 from etha.errors import (

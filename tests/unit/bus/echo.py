@@ -14,9 +14,9 @@ from typing import Any
 
 from etha.bus.codec import Request, message
 from etha.bus.handshake import WorkerHello, WorkerWelcome
-from etha.bus.peer import Peer
 from etha.bus.process import start_time
 from etha.bus.schema import StrictStruct, Text
+from etha.bus.sessions import Peer
 from etha.errors import ConfigError, RegistrationError, TransferAbortedError, Violation
 
 
