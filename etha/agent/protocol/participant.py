@@ -41,7 +41,7 @@ from etha.agent.protocol.effects import (
     name_members,
 )
 from etha.agent.protocol.machine import Machine
-from etha.agent.protocol.termination import Inquiry, Memory, Outcome
+from etha.agent.protocol.termination import Inquiry, Outcome
 from etha.errors import (
     EthaError,
     PeerLostError,
@@ -239,6 +239,28 @@ class Moving(Enum):
     COMMITTED = 7
 
 
+class EndedTransfers:
+    """How the last transfers of a batch ended here.
+
+    A question that still matters is about the last number given: its asker has not ended that transfer,
+    says READY for no other until it has, and without it no later one begins. A few more do no harm.
+    """
+
+    KEPT = 4
+
+    def __init__(self) -> None:
+        self._ends: dict[int, Outcome] = {}
+
+    def keep(self, seq: int, outcome: Outcome) -> None:
+        """``seq`` ended with ``outcome``."""
+        self._ends[seq] = outcome
+        while len(self._ends) > self.KEPT:
+            del self._ends[min(self._ends)]
+
+    def __getitem__(self, seq: int) -> Outcome | None:
+        return self._ends.get(seq)
+
+
 class Transfers(Machine[Moving]):
     """The transfers of one batch on agent ``me``.
 
@@ -281,7 +303,7 @@ class Transfers(Machine[Moving]):
             if agents[side][0] == me
         }
         self.seq, self._can_hold = seq, can_hold
-        self.memory = Memory()
+        self.memory = EndedTransfers()
         self.queues = Queues(me, agents)
         self.sides = self.queues.sides
         self.offers: dict[str, Version] = {}

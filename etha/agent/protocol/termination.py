@@ -1,4 +1,4 @@
-"""What survivors of a lost coordinator ask each other, and what an agent remembers of ended transfers; pure.
+"""What survivors of a lost coordinator ask each other; pure.
 
 Whoever voted and is in doubt is *fenced*: it takes no COMMIT any more, whatever it answers or learns. So
 when every other agent than the coordinator says "fenced" nobody has committed and nobody will: the
@@ -41,25 +41,3 @@ class Inquiry:
         if "aborted" in said or self.others == self.answers.keys():
             return "aborted"
         return "unknown" if self.others <= self.answers.keys() | self.lost_agents else None
-
-
-class Memory:
-    """How the last transfers of a batch ended here.
-
-    A question that still matters is about the last number given: its asker has not ended that transfer,
-    says READY for no other until it has, and without it no later one begins. A few more do no harm.
-    """
-
-    KEPT = 4
-
-    def __init__(self) -> None:
-        self._ends: dict[int, Outcome] = {}
-
-    def keep(self, seq: int, outcome: Outcome) -> None:
-        """``seq`` ended with ``outcome``."""
-        self._ends[seq] = outcome
-        while len(self._ends) > self.KEPT:
-            del self._ends[min(self._ends)]
-
-    def __getitem__(self, seq: int) -> Outcome | None:
-        return self._ends.get(seq)

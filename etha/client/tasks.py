@@ -1,4 +1,4 @@
-"""Waits that a cancellation does not cut short: the cancellation goes on once what was waited for has ended."""
+"""How a call waits: until when, for what to its end although it is cancelled, and what its task may raise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Deadline:
+    """Seconds that are left of a call made of several."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = math.inf if seconds == math.inf else asyncio.get_running_loop().time() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, 0 or more; ``math.inf`` when there is no deadline."""
+        return self._at if self._at == math.inf else max(0.0, self._at - asyncio.get_running_loop().time())
+
+
 class Shield:
-    """Of one task, over several waits. ``cut()`` is called at a cancellation, to make what is waited for end soon."""
+    """Waits of one task that a cancellation does not cut short: it is raised once what was waited for has ended.
+
+    ``cut()`` is called at a cancellation, to make what is waited for end soon.
+    """
 
     def __init__(self, cut: Callable[[], None] | None = None) -> None:
         self.cancelled: asyncio.CancelledError | None = None
@@ -60,3 +75,31 @@ class Shield:
             raise self.cancelled
         if failed is not None:
             raise failed
+
+
+class Contained(Exception):
+    """SystemExit or KeyboardInterrupt of a callback, on its way to whoever called: in a task it would end the loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(repr(error))
+        self.error = error
+
+
+def contain(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> asyncio.Task[T]:
+    """``work`` as a task that no callback's exception makes end its event loop; see ``error_of``."""
+    task = loop.create_task(_contained(work))
+    task.add_done_callback(lambda _: work.close())  # cancelled before its first step it would never be awaited
+    return task
+
+
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Contained(error) from None
+
+
+def error_of(task: asyncio.Future[Any]) -> BaseException | None:
+    """What a task that has ended has raised; None when it has returned, or was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    return error.error if isinstance(error, Contained) else error
