@@ -364,8 +364,8 @@ def test_only_config_reads_the_environment(name: str) -> None:
 #: Files with a task of their own outside a TaskGroup, and who waits for it.
 OWNED_TASKS = {
     "client/aio.py": "ends the client: whoever calls close() awaits it, and each of several does",
-    "client/shield.py": "awaited to its end by the same call, even when that is cancelled",
-    "client/callbacks.py": "a user's callback: awaited until its call's deadline, and kept until it has ended",
+    "client/tasks.py": "awaited to its end by the same call, even when that is cancelled",
+    "client/transfer.py": "a user's callback: awaited until its call's deadline, and kept until it has ended",
     "client/snapshot.py": "given to the caller as a TransferFuture; ends at the latest with the client",
 }
 

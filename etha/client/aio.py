@@ -43,7 +43,6 @@ from etha.client.arguments.checks import (
 )
 from etha.client.arguments.world import RankInfo, check_takeover, device_of
 from etha.client.connection import AgentConnection
-from etha.client.deadline import Deadline
 from etha.client.future import TransferFuture
 from etha.client.manifest import PairDefaults, Runs, build_manifest
 from etha.client.memory.base import Mark
@@ -62,6 +61,7 @@ from etha.client.results import (
     reported,
 )
 from etha.client.snapshot import send_snapshot
+from etha.client.tasks import Deadline
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again

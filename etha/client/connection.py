@@ -16,11 +16,11 @@ from etha.bus.link import AgentLink, AgentRefusedError
 from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
 from etha.client.agent_process import ensure_agent
-from etha.client.deadline import Deadline
 from etha.client.loop_end import LoopEnd
 from etha.client.memory.base import Home
 from etha.client.memory.segments import SharedSegments
 from etha.client.memory.select import home_of
+from etha.client.tasks import Deadline
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError
 from etha.memory.huge import Collapser

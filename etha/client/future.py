@@ -7,46 +7,17 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from etha.bus.process import check_not_forked
 from etha.client.loop_end import LoopEnd
 from etha.client.results import TransferResult
+from etha.client.tasks import error_of
 from etha.errors import AgentLostError, ConfigError
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Contained(Exception):
-    """SystemExit or KeyboardInterrupt of a callback, on its way to whoever called: in a task it would end the loop."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(repr(error))
-        self.error = error
-
-
-def contain(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> asyncio.Task[T]:
-    """``work`` as a task that no callback's exception makes end its event loop; see ``error_of``."""
-    task = loop.create_task(_contained(work))
-    task.add_done_callback(lambda _: work.close())  # cancelled before its first step it would never be awaited
-    return task
-
-
-async def _contained(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise Contained(error) from None
-
-
-def error_of(task: asyncio.Future[Any]) -> BaseException | None:
-    """What a task that has ended has raised; None when it has returned, or was cancelled."""
-    error = None if task.cancelled() else task.exception()
-    return error.error if isinstance(error, Contained) else error
 
 
 class TransferFuture:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextvars
+import inspect
 import logging
 import os
 import threading
@@ -19,8 +21,9 @@ from weakref import finalize
 
 import uvloop
 
-from etha.client.future import TransferFuture, contain, error_of
-from etha.client.results import TransferResult
+from etha.client.future import TransferFuture
+from etha.client.results import OnCommit, TransferResult
+from etha.client.tasks import contain, error_of
 from etha.errors import AgentLostError
 
 log = logging.getLogger(__name__)
@@ -279,3 +282,38 @@ def _drop(portal: Portal, shared: _Shared, token: object) -> None:
     if os.getpid() == portal._pid:
         with suppress(RuntimeError):  # the thread has ended
             portal._loop.call_soon_threadsafe(leave)
+
+
+def in_own_thread(on_commit: OnCommit) -> OnCommit:
+    """A blocking client's ``on_commit``: a plain function runs in a thread of its own and not on the clients' loop.
+
+    There it may take as long as it likes, and call this or another client; a coroutine function goes to the loop.
+    """
+    if inspect.iscoroutinefunction(on_commit):
+        return on_commit
+
+    async def run() -> None:
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_result((value, error))
+
+        def work() -> None:
+            try:
+                value, error = context.run(on_commit), None
+            except BaseException as raised:
+                value, error = None, raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, value, error)
+
+        # Not of the loop's executor: its threads are few, other calls need them, and the program waits for them.
+        threading.Thread(target=work, name="etha-on-commit", daemon=True).start()
+        value, error = await ended
+        if error is not None:
+            raise error
+        if inspect.isawaitable(value):
+            await value
+
+    return run

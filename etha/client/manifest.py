@@ -35,10 +35,9 @@ from etha.client.arguments.checks import (
     shown,
 )
 from etha.client.arguments.world import RankInfo, check_mesh
-from etha.client.memory.base import Home
+from etha.client.memory.base import Home, fingerprint, memory_of
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
-from etha.memory.handles import fingerprint
 from etha.plan import Layout
 from etha.plan.layouts import dtypes
 
@@ -262,12 +261,6 @@ def check_tensor_name(name: str) -> str:
     if not isinstance(name, str) or not name or len(check_text("tensor name", name).encode()) > MAX_TENSOR_NAME:
         raise ConfigError(f"tensor name {shown(name)} must be a text of 1 to {MAX_TENSOR_NAME} bytes")
     return name
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a registered one uses at present: its local one, or itself."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,12 @@ from etha.bus.link import Answer
 from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Register, Registered, Verify
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection
-from etha.client.manifest import TensorManifest, memory_of
-from etha.client.memory.base import Home, StagedTensors
+from etha.client.manifest import TensorManifest
+from etha.client.memory.base import Fingerprint, Home, StagedTensors, fingerprint, memory_of, moved
 from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
-from etha.memory.handles import Fingerprint, fingerprint, moved, span_nbytes
+from etha.memory.handles import span_nbytes
 from etha.plan import Layout
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from etha.bus.messages import AttachSnapshot, Supersede
 from etha.client.active_calls import ActiveCall, ActiveCalls
-from etha.client.deadline import Deadline
-from etha.client.future import TransferFuture, contain
+from etha.client.future import TransferFuture
 from etha.client.memory.base import Mark
 from etha.client.registration import Registration, Snapshot, stage
 from etha.client.results import OnError, TransferResult, Version, reported
+from etha.client.tasks import Deadline, Shield, contain
 from etha.client.transfer import caught_up, check_state, pull, turn
 from etha.errors import TransferAbortedError, TransferTimeoutError
 
@@ -69,11 +69,7 @@ async def send_snapshot(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         task.cancel()
-        while not task.done():  # what is copied ends first
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError:
-                continue
+        await Shield().wait(task)  # what is copied ends first
         raise
     if not aside.done() and (task.cancelled() or task.exception() is not None):
         await task

@@ -23,9 +23,8 @@ from etha.bus.process import check_not_forked
 from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.arguments.checks import check_flag
-from etha.client.callbacks import in_own_thread
 from etha.client.future import TransferFuture
-from etha.client.loop_thread import LoopMembership, Portal
+from etha.client.loop_thread import LoopMembership, Portal, in_own_thread
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.results import (

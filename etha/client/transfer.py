@@ -1,8 +1,13 @@
-"""One transfer as a worker's process does it: lend memory, ask the agent, apply, take the memory back."""
+"""One transfer as a worker's process does it: lend memory, ask the agent, apply, take the memory back.
+
+The user's callbacks are called here: ``progress`` by the event loop between messages, ``on_commit`` between COMMIT and
+the tensors.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import threading
@@ -14,17 +19,20 @@ from typing import Any, Literal
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
 from etha.bus.messages import Moved, Progress, Transfer
-from etha.client.active_calls import ActiveCall
+from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
-from etha.client.callbacks import ProgressCallback, call_on_commit
-from etha.client.deadline import Deadline
 from etha.client.memory.base import Mark, StagedTensors
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
-from etha.client.shield import Shield
+from etha.client.tasks import Deadline, Shield
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
+
+#: Seconds that an on_commit has to end once it was cancelled at the deadline.
+_GRACE = 1.0
+#: Callbacks that have outlived their calls: a task that nobody holds may be collected.
+_outliving: set[asyncio.Task[BaseException | None]] = set()
 
 
 def check_call(
@@ -292,3 +300,96 @@ def _take_over(registration: Registration, verb: Literal["send", "recv"], moved:
 def _torn(answer: Answer | None) -> bool:
     error = getattr(answer, "error", None)
     return bool(getattr(error, "torn", True)) if error is not None else True
+
+
+# ---- callbacks: what users' code raises, and how long it takes, is kept from Etha's own work ------
+
+
+class ProgressCallback:
+    """A user's ``progress``; None: there is none. What it raises does not touch the transfer.
+
+    An Exception is logged and the callback is not called again. ``stop`` is what it raised beyond that (SystemExit,
+    KeyboardInterrupt): the call raises it once the transfer is over.
+    """
+
+    def __init__(self, function: OnProgress | None, batch: str) -> None:
+        self.stop: BaseException | None = None
+        self._function, self._batch = function, batch
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is to be called."""
+        return self._function is not None
+
+    def tell(self, done: int, total: int) -> None:
+        """So many bytes of so many."""
+        if self._function is None:
+            return
+        try:
+            self._function(done, total)
+        except Exception:
+            log.exception("batch %s: the progress callback raised and is not called again", self._batch)
+            self._function = None
+        except BaseException as error:
+            self.stop, self._function = error, None
+
+
+async def call_on_commit(
+    on_commit: OnCommit, call: ActiveCall, deadline: Deadline, batch: str, shield: Shield
+) -> BaseException | None:
+    """Call it and await it until the deadline; what it raised, or that it is late. Never raises anything itself.
+
+    Late: it is cancelled, and not waited for if it goes on all the same.
+    """
+    with callback_of(call):
+        callback = asyncio.ensure_future(_called(on_commit))
+    if await _in_time(callback, call, deadline, shield):
+        return _raisable(callback.result(), batch)
+    callback.cancel()
+    if not await shield.wait(callback, _GRACE):
+        log.error("batch %s: on_commit was cancelled at the deadline and goes on", batch)
+        _outliving.add(callback)
+        callback.add_done_callback(_outliving.discard)
+    return TransferTimeoutError(
+        f"batch {batch!r}: the transfer is committed and the tensors hold what was received, but on_commit had not "
+        f"returned by the deadline and was not waited for; make it shorter, or give more time",
+        outcome="committed",
+    )
+
+
+def _raisable(error: BaseException | None, batch: str) -> BaseException | None:
+    """``error``, or what stands for a StopIteration: no coroutine can raise that, Python makes a RuntimeError of it."""
+    stop = error.__cause__ if type(error) is RuntimeError else error
+    if not isinstance(stop, StopIteration):
+        return error
+    raisable = ConfigError(
+        f"batch {batch!r}: on_commit raised {shown(stop)}, as next() of an iterator at its end does, which cannot be "
+        f"raised here; the transfer is committed and the tensors hold what was received"
+    )
+    raisable.__cause__ = stop
+    return raisable
+
+
+async def _in_time(
+    callback: asyncio.Task[BaseException | None], call: ActiveCall, deadline: Deadline, shield: Shield
+) -> bool:
+    """Whether it ends by the deadline, or where the call has none, in time once its client closes."""
+    seconds = deadline.left
+    if seconds == math.inf:
+        hurry = call.hurry()
+        callback.add_done_callback(lambda _: hurry.cancel())
+        await shield.wait(hurry)
+        if hurry.cancelled():
+            return True
+        seconds = hurry.result()
+    return await shield.wait(callback, seconds)
+
+
+async def _called(on_commit: OnCommit) -> BaseException | None:
+    """Its error as a value: a task that raises SystemExit or KeyboardInterrupt ends the loop that it runs on."""
+    try:
+        if inspect.isawaitable(waiting := on_commit()):
+            await waiting
+    except BaseException as error:
+        return error
+    return None

@@ -1,4 +1,4 @@
-"""Where a tensor lies, as plain data that crosses the bus, and whether it still lies there.
+"""Where a tensor lies, as plain data that crosses the bus.
 
 A handle names bytes either in a mapped segment (a sealed memfd that the agent maps too) or in the
 worker's own memory, which the agent reaches with ``process_vm_readv``. Nothing here touches memory.
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 #: Characters of a text, and dimensions of a tensor, in a handle that comes from a socket.
 MAX_TEXT = 1 << 10
 MAX_DIMS = 1 << 10
-
-#: (address, shape, strides, dtype)
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], "torch.dtype"]
 
 
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -59,20 +56,3 @@ def describe(tensor: torch.Tensor) -> TensorHandle:
     segment, offset = found if found is not None else (None, address)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorHandle(segment=segment, offset=offset, shape=shape, strides=strides, dtype=dtype)
-
-
-def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """What must not change between registration and transfer: (address, shape, strides, dtype)."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def moved(tensors: Sequence[torch.Tensor], registered: Sequence[Fingerprint]) -> list[int]:
-    """Indices of the tensors that are not where they were when ``registered`` was taken.
-
-    About 1 us a tensor: it runs before every transfer.
-    """
-    return [
-        i
-        for i, (t, (address, shape, strides, dtype)) in enumerate(zip(tensors, registered, strict=True))
-        if t.data_ptr() != address or t.dtype is not dtype or t.stride() != strides or t.shape != shape
-    ]

@@ -6,6 +6,8 @@ show        what the agent needs to map it
 mark        the work that a call comes after
 reach       waiting for it here
 copy        live tensors <-> what stands for them
+
+``fingerprint`` and ``moved`` tell whether a registered tensor still lies where it lay.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from etha.cuda.driver import DeviceError, driver, installed
 from etha.errors import RegistrationError, TransferError
 from etha.memory.handles import TensorHandle
+
+#: (address, shape, strides, dtype)
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _nothing() -> None:
@@ -156,3 +163,26 @@ def home_name(tensor: torch.Tensor) -> str:
         return (one.holds(tensor) if one is not None else None) or "cpu"
     except DeviceError as error:
         raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a registered one uses at present: its local one, or itself."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """What must not change between registration and transfer: (address, shape, strides, dtype)."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def moved(tensors: Sequence[torch.Tensor], registered: Sequence[Fingerprint]) -> list[int]:
+    """Indices of the tensors that are not where they were when ``registered`` was taken.
+
+    About 1 us a tensor: it runs before every transfer.
+    """
+    return [
+        i
+        for i, (t, (address, shape, strides, dtype)) in enumerate(zip(tensors, registered, strict=True))
+        if t.data_ptr() != address or t.dtype is not dtype or t.stride() != strides or t.shape != shape
+    ]

@@ -8,7 +8,7 @@ import pytest
 
 from etha.client.arguments.checks import check_timeout
 from etha.client.arguments.world import RankInfo
-from etha.client.deadline import Deadline
+from etha.client.tasks import Deadline
 from etha.config import LaunchEnv
 from etha.errors import ConfigError
 
