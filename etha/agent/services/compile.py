@@ -63,15 +63,13 @@ class Parts:
         return part
 
     def inspection(
-        self, live: Live, seq: int, part: Part, guards: Mapping[Member, Guard], lane: Lane
-    ) -> Inspection | None:
-        """The checks of transfer ``seq``, None where nothing is verified."""
-        if part.checks is None:
-            return None
+        self, live: Live, seq: int, checks: Checks, guards: Mapping[Member, Guard], lane: Lane
+    ) -> Inspection:
+        """What verifies transfer ``seq`` of a part that has ``checks``."""
         if self._readers is None:
             self._readers = Readers(lane, self._links.plane.budget, self._links.plane.memory)
         return Inspection(
-            part.checks,
+            checks,
             seq,
             guards,
             readers=self._readers,

@@ -239,6 +239,9 @@ class Movers:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
         current.progress = TransferProgress(part, live.read_by(current.source))
+        inspection = None  # nothing is verified
+        if part.checks is not None:
+            inspection = self.parts.inspection(live, current.seq, part.checks, guards, self._lane)
         current.move = Move(
             part,
             current.seq,
@@ -250,7 +253,7 @@ class Movers:
             spawn=self._spawn,
             progress=lambda done: self.progress_reporter.went(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
-            inspection=self.parts.inspection(live, current.seq, part, guards, self._lane),
+            inspection=inspection,
         )
         current.move.start()
 
