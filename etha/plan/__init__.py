@@ -1,4 +1,4 @@
-"""Planning: what must move from one layout to another. Pure functions, no process group, no device."""
+"""Planning: what must move from one layout to another. Pure functions without process group or device."""
 
 from __future__ import annotations
 

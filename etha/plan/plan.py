@@ -1,6 +1,6 @@
-"""build_plan, and what users get from it: a plan with its rows, its proof and its figures.
+"""build_plan, and the plan that users get from it: its rows, its proof and its figures.
 
-The rows are ``planner/plan.py``'s, the proof is ``proof/coverage.py``'s, the figures are those of ``analysis/``.
+``planner/plan.py`` makes the rows, ``proof/coverage.py`` the proof, ``analysis/`` the figures.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from etha.plan.proof.coverage import check
 class Plan(BasePlan):
     """What moves from ``source`` to ``target``; made by ``build_plan``.
 
-    ``names`` are the tensors of both sides, sorted; their index is the tensor's number. Tensors with
-    violations have no rows, and ``check()`` names them.
+    ``names`` are the tensors of both sides, sorted; a tensor's number is its index there. Tensors with violations have
+    no rows; ``check()`` names them.
     """
 
     _survey: Survey | None = None
 
     def check(self) -> None:
-        """Prove that each target element of each holder is written exactly once; PlanError lists what is not so."""
+        """Prove that each target element of each holder is written exactly once. PlanError lists what is not so."""
         check(self)
 
     def stats(self) -> PlanStats:
@@ -38,17 +38,17 @@ class Plan(BasePlan):
         return self.survey().stats
 
     def survey(self) -> Survey:
-        """What ``stats``, ``explain`` and ``plot`` are made from; counted once."""
+        """The counts behind ``stats``, ``explain`` and ``plot``; computed once."""
         if self._survey is None:
             self._survey = survey(self)
         return self._survey
 
     def explain(self, links: Links | None = None) -> str:
-        """The plan as a person reads it; predicted seconds are those of ``links``."""
+        """The plan as readable text. Predicted seconds are those of ``links``."""
         return explain(self, self.survey(), links)
 
     def plot(self, path: str | Path) -> None:
-        """A picture of who sends how much to whom and how busy each NIC is; needs matplotlib."""
+        """Draw who sends how much to whom, and how busy each NIC is, to ``path``. Needs matplotlib."""
         plot(self, self.survey(), path)
 
 
@@ -66,11 +66,12 @@ def build_plan(
 ) -> Plan:
     """Plan every tensor of ``source`` into ``target``, matched by name.
 
-    ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; equal
-    agents copy locally. Default: every rank alone. ``fan_out``: "relay" lets tensors of at least ``relay_bytes``
-    enter a host once and target ranks pass them on (FORWARD rows), and with ``carry`` idle NICs of a host take in for
-    busy ones (CARRY rows); "direct" has the source send every copy.
-    LayoutError for malformed input; what cannot work is in ``violations`` and raised by ``check()``.
+    ``source_hosts[r]`` and ``source_agents[r]`` name the host and the agent (device) of rank r; ranks of one agent copy
+    locally. By default every rank is alone. With ``fan_out="relay"``, tensors of at least ``relay_bytes`` enter a host
+    once, and target ranks forward them (FORWARD rows); with ``carry``, idle NICs of a host also receive for busy ones
+    (CARRY rows). With "direct" the source sends every copy.
+
+    LayoutError for malformed input. What cannot work is in ``violations``, and ``check()`` raises it.
     """
     if fan_out not in ("relay", "direct"):
         raise ValueError(f"fan_out is 'relay' or 'direct', not {fan_out!r}")
@@ -91,9 +92,9 @@ def build_agent_plan(
     source_agents: Sequence[str] | None = None,
     target_agents: Sequence[str] | None = None,
 ) -> Plan:
-    """``build_plan`` with the options that agents plan with, for whoever shows or measures what agents do.
+    """``build_plan`` with the options that agents use, for code that shows or measures what agents do.
 
-    Agents pass tensors on (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
+    Agents forward tensors (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
     """
     return build_plan(
         source,
@@ -107,5 +108,5 @@ def build_agent_plan(
 
 
 def violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> list[Violation]:
-    """Every reason why ``source`` cannot be moved to ``target``; sides are "source" and "target"."""
+    """Every reason why ``source`` cannot be moved to ``target``. Sides are called "source" and "target"."""
     return list(build_plan(source, target, fan_out="direct").violations)

@@ -1,8 +1,8 @@
-"""What a plan moves, how evenly, and what no plan can do without: bytes by distance, busiest ranks and hosts, bounds.
+"""What a plan moves, how evenly, and lower bounds for any plan: bytes by distance, busiest ranks and hosts.
 
-The bounds are those of docs/planning.md: what a host must take in, what a set of hosts must give out once,
-what all hosts together must carry. Partial sources are in the second: every host with a contribution that
-no other host has must send its share, reduced or not.
+docs/planning.md derives the bounds: what a host must receive, what a set of hosts must send once, and what all hosts
+together must carry. The second covers Partial sources: every host with a contribution that no other host has must send
+its share, reduced or not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStats:
-    """Bytes at the dtype that travels; ``wire`` is between hosts, ``max_*`` are of the busiest one, wire only.
+    """Figures of a plan, in bytes at the wire dtype. ``wire`` is between hosts; ``max_*`` are of the busiest one, wire
+    only.
 
     A NIC belongs to an agent, so to one device. ``bound_host_ingress``: what some host needs and does not hold.
-    ``bound_host_egress_once``: what some hosts alone hold, a host, if everything leaves its hosts once;
-    ``bound_host_egress_direct``: once for each host that needs it, which relays avoid. ``bound_nic``: the
-    largest bound, a NIC. ``quality``: the busiest NIC, out or in, over ``bound_nic``; 1.0 if nothing crosses.
+    ``bound_host_egress_once``: what some hosts alone hold, per host, if everything leaves its hosts once.
+    ``bound_host_egress_direct``: the same, once for each host that needs it, which relays avoid. ``bound_nic``: the
+    largest bound, per NIC. ``quality``: the busiest NIC, out or in, over ``bound_nic``; 1.0 if nothing crosses.
     """
 
     local_bytes: int
@@ -58,9 +59,10 @@ class PlanStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LowerBounds:
-    """What any plan needs: bytes a host (``ingress`` by host), and bytes a NIC.
+    """What any plan needs, in bytes: ``ingress`` by host, the others per host or per NIC.
 
-    ``nic_*`` divide by the NICs that the bytes can come in or go out by; ``nic_aggregate`` is all ingress over all.
+    ``nic_*`` divide by the NICs through which the bytes can come in or go out. ``nic_aggregate`` is all ingress over
+    all NICs.
     """
 
     ingress: dict[int, int]
@@ -72,12 +74,11 @@ class LowerBounds:
 
     @property
     def nic(self) -> Fraction:
-        """The largest one, a NIC."""
+        """The largest bound per NIC."""
         return max(self.nic_ingress, self.nic_egress, self.nic_aggregate)
 
     @property
     def reason(self) -> str:
-        """Which bound is the largest."""
         named = {
             "what a host must take in": self.nic_ingress,
             "what its holders must give out once": self.nic_egress,
@@ -87,7 +88,7 @@ class LowerBounds:
 
 
 def bounds(plan: BasePlan) -> LowerBounds:
-    """The lower bounds of what ``plan`` does; O(groups of its demand)."""
+    """The lower bounds for ``plan``; O(groups of its demand)."""
     groups = demand(plan)
     nics = nics_of_hosts(plan)
     ingress: dict[int, int] = defaultdict(int)
@@ -128,17 +129,19 @@ def _egress(
         once[holders] += nbytes
     everybody = frozenset[int]().union(*group.holders)
     if len(group.holders) > 1:
-        # A contribution of each but the owner's, and the result to every host; one where the owner is one of them.
+        # A contribution from each holder but the owner, and the result to every host; one less if the owner is among
+        # these.
         crossings += len(apart) - 1 - bool(everybody & group.needs)
     direct[everybody] += nbytes * max(crossings, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Nics:
-    """NICs of each host, one for each of its agents: ``every`` one, those that bytes go ``out`` and come ``into`` by.
+    """Number of NICs of each host, one per agent: ``every`` NIC, those that bytes go ``out`` by, those they come
+    ``into``.
 
-    What a host holds leaves it from the agents of its source ranks; what it needs comes to those of its target
-    ranks, and in a plan that reduces to those of its source ranks, too: contributions that it lacks.
+    What a host holds leaves it from the agents of its source ranks. What it needs comes to those of its target ranks
+    and, in a plan that reduces, also to those of its source ranks: contributions that it lacks.
     """
 
     every: Mapping[int, int]
@@ -156,7 +159,7 @@ def nics_of_hosts(plan: BasePlan) -> Nics:
 
 
 def _agents(*sides: tuple[Ints, Ints]) -> dict[int, int]:
-    """How many agents each host has in (host, agent) of ranks."""
+    """Number of agents of each host, from the (host, agent) of ranks."""
     pairs = np.unique(np.concatenate([np.stack(side, axis=1) for side in sides]), axis=0)
     hosts, count = np.unique(pairs[:, 0], return_counts=True)
     return dict(zip(hosts.tolist(), count.tolist(), strict=True))
@@ -175,7 +178,7 @@ class Loads:
 
 
 def loads(plan: BasePlan, found: Flows) -> Loads:
-    """What every rank, host and NIC carries between hosts."""
+    """Bytes that every rank, host and NIC carries between hosts."""
     t, wire = plan.topology, found.distance == 2
     m, n = len(t.source_host), len(t.target_host)
     nbytes = found.nbytes[wire]
@@ -208,7 +211,7 @@ class Survey:
 
 
 def survey(plan: BasePlan) -> Survey:
-    """All of it; O(links of each class)."""
+    """Count all of it; O(links of each class)."""
     found, limit = flows(plan), bounds(plan)
     load = loads(plan, found)
     return Survey(flows=found, loads=load, bounds=limit, stats=_stats(plan, found, load, limit))
@@ -239,7 +242,7 @@ def _stats(plan: BasePlan, found: Flows, load: Loads, limit: LowerBounds) -> Pla
 
 
 def quality(busiest: int, limit: LowerBounds) -> float:
-    """Bytes of the busiest NIC over the largest bound; 1.0 where nothing crosses."""
+    """Bytes of the busiest NIC over the largest bound; 1.0 if nothing crosses."""
     if not busiest:
         return 1.0
     return float(busiest / limit.nic) if limit.nic else math.inf

@@ -1,7 +1,7 @@
-"""Which hosts hold and which hosts need the same bytes: what every bound and every balance is computed from.
+"""Which hosts hold and which hosts need the same bytes: the basis of every bound and every balance.
 
-Elements are told apart only by the hosts that hold them and the hosts that need them, so a model of 1,000
-tensors on 1,000 ranks comes down to some hundred groups.
+Elements are told apart only by the hosts that hold them and the hosts that need them, so a model of 1,000 tensors on
+1,000 ranks has only some hundred groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Hosts = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class DemandGroup:
-    """Elements alike: ``holders[k]`` are the hosts with contribution k (one for all that are not Partial).
+    """Elements with the same hosts. ``holders[k]`` are the hosts with contribution k (only one if not Partial).
 
     ``needs`` are the hosts with a target rank that wants them.
     """
@@ -36,9 +36,9 @@ class DemandGroup:
         return self.holders[0].intersection(*self.holders[1:])
 
     def apart(self) -> list[Hosts]:
-        """Contributions whose holders are disjoint, as many as are found: each must leave one of its hosts.
+        """A set of contributions whose holders are disjoint, chosen greedily. Each must leave one of its hosts.
 
-        But for those that the only host in need holds itself.
+        Contributions that the only host in need holds itself are left out.
         """
         found: list[Hosts] = []
         for holders in sorted(set(self.holders), key=lambda h: (len(h), sorted(h))):
@@ -49,7 +49,7 @@ class DemandGroup:
 
 
 def demand(plan: BasePlan) -> dict[DemandGroup, int]:
-    """Bytes, as they travel, of each group of elements of the whole plan."""
+    """Bytes at the wire dtype of each group of elements of the whole plan."""
     members = np.bincount(plan.class_of[plan.class_of >= 0], minlength=len(plan.classes))
     sets = _HostSets(plan.topology.source_host, plan.topology.target_host)
     total: dict[DemandGroup, int] = defaultdict(int)
@@ -60,14 +60,14 @@ def demand(plan: BasePlan) -> dict[DemandGroup, int]:
 
 
 class _HostSets:
-    """The hosts of each cell of a holding, as numbers of distinct sets; made once a holding."""
+    """The hosts of each cell of a holding, as numbers of distinct sets; computed once per holding."""
 
     def __init__(self, source_host: Ints, target_host: Ints) -> None:
         self._hosts = (source_host, target_host)
         self._known: dict[tuple[Hosts, ...], int] = {}
         self._sets: list[tuple[Hosts, ...]] = []
         self._of: dict[int, tuple[Holding, Ints]] = {}
-        #: Number of the empty set: nobody keeps what lies in a gap.
+        #: Number of the empty set, because nobody keeps what lies in a gap.
         self.nobody = self._known[(frozenset(),)] = 0
         self._sets.append((frozenset(),))
 
@@ -75,7 +75,7 @@ class _HostSets:
         """Number of the set of each cell, (cells,)."""
         found = self._of.get(id(holding))
         if found is None:
-            # With the holding kept, its id is not given to another.
+            # Keep the holding, so that its id is not reused.
             found = self._of[id(holding)] = holding, self._number(holding.ranks, self._hosts[side])
         return found[1]
 
@@ -94,7 +94,7 @@ class _HostSets:
         return numbers[at.reshape(-1)]
 
     def group(self, key: tuple[int, ...], targets: int) -> DemandGroup:
-        """The group of the sets of all source grids and then of ``targets`` target grids."""
+        """The group of the sets of all source grids followed by those of ``targets`` target grids."""
         sources = [self._sets[i] for i in key[: len(key) - targets]]
         needs = frozenset[int]().union(*(self._sets[i][0] for i in key[len(key) - targets :]))
         holders = sources[0] if len(sources) == 1 else (frozenset[int]().union(*(s[0] for s in sources)),)

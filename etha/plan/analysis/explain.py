@@ -1,4 +1,4 @@
-"""A plan as a person reads it: what moves how far, who is busiest and why, the bounds, the time on given links."""
+"""A plan as readable text: what moves how far, who is busiest and why, the bounds, the time on given links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 _DISTANCE = ("local", "host", "wire")
 _LINKS = 6
 _CLASSES = 24
-#: Layouts of one tensor, and characters of a region's runs, that are shown.
+#: Most layouts of one tensor, and most characters of a region's runs, that are shown.
 _PARTS = 4
 _RUNS = 60
 
@@ -46,7 +46,7 @@ def _seconds(value: float) -> str:
 
 
 def explain(plan: BasePlan, seen: Survey, links: Links | None = None) -> str:
-    """Text of some 30 to 50 lines; violations first when there are any. Seconds are those of ``links``."""
+    """Text of about 30 to 50 lines; violations come first. Seconds are those of ``links``."""
     return "\n".join(_lines(plan, seen, links or Links())) + "\n"
 
 
@@ -106,7 +106,7 @@ def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: LowerBounds, foun
 
 
 def _host(plan: BasePlan, host: int) -> str:
-    """A host by its ranks: names do not matter to a plan and are not kept."""
+    """Name a host by its ranks, because a plan does not keep host names."""
     t = plan.topology
     named = []
     for side, hosts in (("source", t.source_host), ("target", t.target_host)):

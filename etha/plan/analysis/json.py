@@ -27,7 +27,7 @@ from etha.plan.layouts.mesh import check_mesh_shape
 from etha.plan.layouts.tensor_spec import TensorSpec
 
 Specs = dict[str, TensorSpec]
-#: What a placement is called in the file -> its code in plain data, and how to read its arguments.
+#: Name of a placement in the file -> its code in plain data, and the type of its arguments.
 _PLACEMENTS: dict[str, tuple[str, type]] = {
     "S": ("S", int),
     "_S": ("SS", int),
@@ -37,7 +37,7 @@ _PLACEMENTS: dict[str, tuple[str, type]] = {
 }
 _WRITTEN = {code: name for name, (code, _) in _PLACEMENTS.items()}
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-#: What each object of the file may hold.
+#: The keys that each object of the file may have.
 _SIDE = ("mesh", "placements", "strided", "layouts", "hosts", "agents", "tensors")
 _TENSOR = ("shape", "dtype", "mesh", "placements", "strided", "layout", "regions")
 _LAYOUT = ("mesh", "placements", "strided", "region", "ranks")
@@ -49,7 +49,7 @@ _MAX_NAMES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What one side holds and where: ``specs`` by name, host and agent of each rank where the data names them."""
+    """What one side holds and where: ``specs`` by name; host and agent of each rank if the data names them."""
 
     specs: Specs
     hosts: list[str] | None = None
@@ -57,7 +57,7 @@ class Side:
 
 
 def side_from_plain(side: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> Side:
-    """Read one side; ``tensors`` stand in where it has none of its own. LayoutError names what is malformed."""
+    """Read one side. ``tensors`` are used if it has none of its own. LayoutError names what is malformed."""
     _check_keys("a side", side, _SIDE)
     named = side.get("layouts", {})
     if not isinstance(named, Mapping) or not all(isinstance(layout, Mapping) for layout in named.values()):
@@ -85,7 +85,7 @@ def side_from_plain(side: Mapping[str, Any], tensors: Mapping[str, Any] | None =
 
 
 def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """LayoutError for a key that nobody reads: mostly it is one that was misspelt."""
+    """Raise LayoutError for a key that is not read, because it is usually a misspelling."""
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -97,7 +97,7 @@ def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> No
 
 
 class _Layouts:
-    """The layouts of one side, each made once: tensors that share one are planned together."""
+    """The layouts of one side, each made once, because tensors that share one are planned together."""
 
     def __init__(self, side: Mapping[str, Any], named: Mapping[str, Any]) -> None:
         self._side, self._named = side, named
@@ -166,7 +166,7 @@ def _places(key: str, side: Mapping[str, Any], world: int) -> list[str] | None:
 
 
 def expand(pattern: str) -> list[str]:
-    """``"layers.{0..2}.w"`` -> one name for each number, ascending; a name without a range is itself."""
+    """``"layers.{0..2}.w"`` -> one name for each number, ascending. A name without a range stands for itself."""
     ranges = [(int(a), int(b)) for a, b in _RANGE.findall(pattern)]
     if int(np.prod([max(b - a + 1, 0) for a, b in ranges], dtype=np.float64)) > _MAX_NAMES:
         raise LayoutError(f"{pattern!r} stands for more than {_MAX_NAMES} names")
@@ -186,9 +186,9 @@ def describe(
 ) -> dict[str, Any]:
     """One side as plain data for ``json.dump``, from a state dict of DTensors on any one rank.
 
-    A plain tensor takes ``layouts[name]``, or ``layouts`` itself where that is one Layout, and must be whole
-    here: its shape is taken for the global one. LayoutError for a tensor without layout. ``hosts`` and
-    ``agents`` name the place of each rank.
+    A plain tensor takes ``layouts[name]``, or ``layouts`` itself if that is one Layout. It must be whole here, because
+    its shape is taken for the global one. LayoutError for a tensor without a layout. ``hosts`` and ``agents`` name the
+    host and the agent of each rank.
     """
     named: dict[Layout, str] = {}
     tensors: dict[str, Any] = {}
@@ -213,7 +213,7 @@ def describe(
 
 
 def layout_to_plain(layout: Layout) -> dict[str, Any]:
-    """A layout as the file has it: {"mesh": ..., "placements": [...]}, or {"region": ..., "ranks": [...]}."""
+    """A layout in the file's form: {"mesh": ..., "placements": [...]}, or {"region": ..., "ranks": [...]}."""
     plain = layout.to_plain()
     if layout.kept is not None:
         return {"region": plain["region"], "ranks": layout.ranks.tolist()}

@@ -1,7 +1,7 @@
-"""Who sends how much to whom over a whole plan: one line for each link, summed class by class.
+"""Who sends how much to whom over a whole plan: one entry for each link, summed class by class.
 
-Every class is planned for all ranks at once and multiplied by how many tensors are of it, so the cost is
-that of the links of each class and no loop runs over ranks or tensors.
+Every class is planned for all ranks at once and multiplied by its number of tensors. So the cost is that of the links
+of each class, and no loop runs over ranks or tensors.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, MOVE, RESULT
 
 Ints = npt.NDArray[np.int64]
-#: Links are summed in a table of all rank pairs where that has no more entries than this.
+#: Links are summed in a table of all rank pairs if it has at most this many entries.
 _MOST_PAIRS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flows:
-    """All links of a plan, each once: (kind, sender, receiver), their bytes, rows and distance.
+    """All links of a plan, each once: (kind, sender, receiver), with bytes, rows and distance.
 
-    ``distance`` is 0 inside one agent, 1 inside one host, 2 between hosts. The ends of a CONTRIBUTE link
-    are both of the source side, those of a FORWARD link both of the target side; ``sender`` and ``receiver`` are
-    the ends with the ranks of the target numbered after those of the source. ``here`` and ``there`` are the hosts
-    of the two ends, ``nic_out`` and ``nic_in`` their agents, each with a NIC of its own. ``hops`` is how often
-    the bytes that come the longest way are passed on.
+    ``distance`` is 0 inside one agent, 1 inside one host, 2 between hosts. Both ends of a CONTRIBUTE link are on the
+    source side, both ends of a FORWARD link on the target side. ``sender`` and ``receiver`` are the ends in a numbering
+    in which target ranks follow source ranks. ``here`` and ``there`` are the hosts of the two ends, ``nic_out`` and
+    ``nic_in`` their agents, each with its own NIC. ``hops`` is the largest number of times that any bytes are
+    forwarded.
     """
 
     kind: Ints
@@ -91,7 +91,7 @@ def flows(plan: BasePlan) -> Flows:
 
 
 class _Links:
-    """Bytes and rows summed by (sender, receiver)."""
+    """Sums bytes and rows by (sender, receiver)."""
 
     def __init__(self, senders: int, receivers: int) -> None:
         self._receivers = max(receivers, 1)

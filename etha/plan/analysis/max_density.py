@@ -1,7 +1,7 @@
-"""The densest set of hosts: max over sets W of (bytes that only W holds) / (what W can send at a time).
+"""The densest set of hosts: max over sets W of (bytes that only W holds) / (capacity of W).
 
-It is the least time in which the hosts can send every item once, each item from any of its holders. By
-Dinkelbach's iteration over minimum cuts, in integers throughout; hosts that hold the same items are one node.
+It is the least time in which the hosts can send every item once, each item from any of its holders. It is computed by
+Dinkelbach's iteration over minimum cuts, in integers. Hosts that hold the same items are one node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def densest(items: Items, capacity: Mapping[int, int]) -> Fraction:
 
 
 def _components(items: Items) -> list[dict[frozenset[int], int]]:
-    """Items that share no holder, however indirectly, apart."""
+    """Partition items so that parts share no holder."""
     root: dict[int, int] = {}
 
     def find(host: int) -> int:
@@ -52,10 +52,10 @@ def _components(items: Items) -> list[dict[frozenset[int], int]]:
 
 
 def _densest(weights: list[int], nodes: list[tuple[int, tuple[int, ...]]]) -> Fraction:
-    """``nodes`` are (capacity, the items that it holds)."""
+    """The maximum for one component; ``nodes`` are (capacity, the items that it holds)."""
     ratio = Fraction(sum(weights), sum(c for c, _ in nodes))
     while len(nodes) > 1:
-        # Which items and nodes have weight above ratio x capacity? The source side of a minimum cut.
+        # Which items and nodes have weight above ratio x capacity? Those on the source side of a minimum cut.
         p, q = ratio.numerator, ratio.denominator
         graph = _Graph(2 + len(weights) + len(nodes))
         total = sum(weights) * q
@@ -110,7 +110,7 @@ class _Graph:
         return level
 
     def _push(self, level: dict[int, int], at: list[int]) -> int:
-        """Send what one path of the level graph carries; 0 when there is none left."""
+        """Push along one path of the level graph; returns the amount, 0 if no path is left."""
         path: list[int] = []
         node = 0
         while node != 1:

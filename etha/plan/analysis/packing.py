@@ -1,4 +1,4 @@
-"""What can go from tensor to tensor without packing: pieces that are one long run of memory at both ends."""
+"""How much can move without packing: pieces that are one long run of memory at both ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZERO_COPY = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Bytes of the whole plan, all copies: as they lie, and through a buffer in ``segments`` runs of memory."""
+    """Bytes of the whole plan, all copies: without packing, and through a buffer, in ``segments`` runs of memory."""
 
     zero_copy: int
     packed: int
@@ -25,7 +25,7 @@ class Packing:
 
 
 def packing(plan: BasePlan) -> Packing:
-    """For contiguous local tensors. Trailing dims that both ends hold whole merge; casts and reductions pack."""
+    """Count for contiguous local tensors. Trailing dims that both ends hold whole merge; casts and reductions pack."""
     members = np.bincount(plan.class_of[plan.class_of >= 0], minlength=len(plan.classes))
     zero = packed = segments = 0
     for at, (klass, count) in enumerate(zip(plan.classes, members.tolist(), strict=True)):
@@ -48,7 +48,7 @@ def _of_class(klass: TensorClass, *, must_pack: bool) -> tuple[int, int, int]:
             whole.append((o.size == here) & (o.size == there) & (counts[-1] == 1))
         for pieces in all_pieces(block, 1):
             runs = np.ones(len(pieces.size), dtype=np.int64)
-            open_ = np.ones(len(pieces.size), dtype=bool)  # all dims behind are held whole
+            open_ = np.ones(len(pieces.size), dtype=bool)  # all later dims are held whole
             for d in reversed(range(len(counts))):
                 p = pieces.pairs[d]
                 runs *= np.where(open_, counts[d][p], pieces.extents[:, d])

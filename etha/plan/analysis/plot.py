@@ -16,13 +16,13 @@ from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
 
 Ints = npt.NDArray[np.int64]
-#: Cells of the map along one side at most; more ranks are drawn as groups.
+#: Most cells of the map along one side; more ranks are drawn in groups.
 _MOST_CELLS = 256
 _OUT, _IN, _BOUND = "#2a6fbb", "#d97706", "#b91c1c"
 
 
 def plot(plan: BasePlan, seen: Survey, path: str | Path) -> None:
-    """Write the picture to ``path``; ConfigError without matplotlib."""
+    """Write the picture to ``path``. ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def plot(plan: BasePlan, seen: Survey, path: str | Path) -> None:
 
 
 def _map(figure: Any, axes: Any, plan: BasePlan, found: Flows) -> None:
-    """Source ranks down, target ranks across; on a logarithmic scale, as links differ by orders."""
+    """Source ranks down, target ranks across; on a logarithmic scale if links differ by orders of magnitude."""
     from matplotlib.colors import LogNorm
 
     m, n = (max(len(h), 1) for h in (plan.topology.source_host, plan.topology.target_host))
@@ -68,9 +68,9 @@ def _map(figure: Any, axes: Any, plan: BasePlan, found: Flows) -> None:
 
 
 def _bars(axes: Any, load: Loads, s: PlanStats) -> None:
-    """NICs by load, the busiest first, so that how even they are is seen at one glance."""
+    """NICs by load, the busiest first, which shows how even the loads are."""
     most = 0.0
-    # Where all is even the lines lie on each other: the bound is broad and pale, "in" has gaps that show "out".
+    # If all loads are equal, the lines coincide: the bound is broad and pale, and "in" has gaps that show "out".
     for way, nics, colour, style in (("out", load.nic_out, _OUT, "-"), ("in", load.nic_in, _IN, (0, (5, 4)))):
         loaded = np.sort(nics[nics > 0])[::-1] / 1e9
         if not len(loaded):

@@ -1,4 +1,4 @@
-"""How long a plan takes on given links: a prediction to compare layouts by, no promise."""
+"""How long a plan takes on given links: a prediction for comparing layouts, not a promise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etha.plan.analysis.links import Flows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Bandwidths in GB/s (powers of ten): a NIC each way, a rank's copies inside its host, and inside its agent.
+    """Bandwidths in GB/s (powers of ten): of a NIC each way, of a rank's copies inside its host, and inside its agent.
 
     ``latency`` is in seconds, for each peer of the busiest rank.
     """
@@ -25,7 +25,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Seconds of each link class, of all together, and of the lower bound on the NICs."""
+    """Seconds of each kind of links, of all together, and of the lower bound on the NICs."""
 
     wire: float
     host: float
@@ -39,11 +39,11 @@ class Prediction:
 
 
 def predict(found: Flows, load: Loads, limit: LowerBounds, links: Links) -> Prediction:
-    """max(wire, host, local) + latency: the three kinds of links work at the same time.
+    """max(wire, host, local) + latency, because the three kinds of links work at the same time.
 
-    wire = bytes of the busiest NIC, out or in / nic. host and local = bytes of the busiest rank that stay in
-    its host, or in its agent / that bandwidth. latency = ``links.latency`` x most peers of a rank outside its
-    agent and each time that bytes are passed on. bound = the largest lower bound of a NIC / nic.
+    wire = bytes of the busiest NIC, out or in / nic. host and local = bytes of the busiest rank that stay in its host,
+    or in its agent / that bandwidth. latency = ``links.latency`` x (most peers of a rank outside its agent + hops).
+    bound = the largest lower bound of a NIC / nic.
     """
     far = found.distance > 0
     peers = max(_most(found.sender[far]), _most(found.receiver[far])) + found.hops

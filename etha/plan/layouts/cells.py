@@ -1,9 +1,8 @@
 """Which index runs of each tensor dim a rank owns, and how two cuts of one dim overlap.
 
-A *cell* is what one coordinate of a dim's sharding axes keeps; all ranks with that coordinate own it.
-Everything is arrays of runs over one dim: nothing of the tensor's size. The composed list of a cell
-is always ascending, so an element's local index is its place in the cell's list. The cells of splits tile
-the dim; a region has one cell, which may leave gaps.
+A *cell* is what one coordinate of a dim's sharding axes keeps; all ranks with that coordinate own it. Everything is
+arrays of runs over one dim; nothing has the tensor's size. A cell's list of runs is always ascending, so an element's
+local index is its place in that list. The cells of splits tile the dim. A region has one cell, which may leave gaps.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from etha.plan.layouts.placement import Cut, Splits
 from etha.plan.layouts.region import DimRuns
 
 Ints = npt.NDArray[np.int64]
-#: More runs than this in one dim is a mistake, or an attack.
+#: More runs than this in one dim are a mistake or an attack.
 MAX_RUNS = 1 << 24
 
 
@@ -41,9 +40,10 @@ class DimTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Joint:
-    """Several cuts of one dim laid over each other: ``cell`` is a cell of all of them at once.
+    """Several cuts of one dim laid over each other. ``cell`` numbers the combinations of their cells.
 
-    ``offset[g]`` is the run's place in the list of grid g's cell, ``part[g][cell]`` that cell, -1 in a gap of it.
+    ``offset[g]`` is the run's place in the list of grid g's cell. ``part[g][cell]`` is that cell, -1 in one of its
+    gaps.
     """
 
     start: Ints
@@ -56,12 +56,12 @@ class Joint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlay:
-    """The overlap of a joint source cut with a target cut of one dim, as pairs sorted by (target, source).
+    """The overlap of a joint source cut and a target cut of one dim, as pairs sorted by (target, source).
 
-    Pair p is source cell ``source[p]`` and target cell ``target[p]``, ``size[p]`` elements, runs
-    ``runs[g][ptr[p]:ptr[p+1]]`` of (source offset, target offset, length) for source grid g. It is
-    number ``ordinal[p]`` of the ``degree[p]`` pairs of its source cell. ``by_target`` points into the
-    pairs; ``by_source[g]`` is (pairs sorted by grid g's cell, pointers).
+    Pair p is source cell ``source[p]`` and target cell ``target[p]``, with ``size[p]`` elements. Its runs of (source
+    offset, target offset, length) for source grid g are ``runs[g][ptr[p]:ptr[p+1]]``. It is number ``ordinal[p]`` of
+    the ``degree[p]`` pairs of its source cell. ``by_target`` points into the pairs; ``by_source[g]`` is (pairs sorted
+    by grid g's cell, pointers).
     """
 
     source: Ints
@@ -77,9 +77,9 @@ class Overlay:
 
 
 def _cut(sizes: Ints, parts: int, factor: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut every cell's list: (cell, lo, hi, offset in the new cell) in order of (cell, position), new cell inside.
+    """Cut every cell's list: (cell, lo, hi, offset in the new cell), in order of (cell, position).
 
-    The new cell of coordinate c is ``cell * parts + c``; factor 1 is torch.chunk, 0 torch.tensor_split.
+    The new cell of coordinate c is ``cell * parts + c``. Factor 1 cuts as torch.chunk does, 0 as torch.tensor_split.
     """
     c = np.arange(parts, dtype=np.int64)
     length = sizes[:, None]
@@ -108,13 +108,13 @@ def _cut(sizes: Ints, parts: int, factor: int) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def count(splits: Cut) -> int:
-    """Cells of a dim that is cut so."""
+    """Number of cells of a dim that is cut like this."""
     return 1 if isinstance(splits, DimRuns) else math.prod(cut[0] for cut in splits)
 
 
 @lru_cache(maxsize=16384)
 def table(n: int, splits: Cut) -> DimTable:
-    """The runs of all cells of a dim of ``n`` elements; cells in C-order of their axes in mesh order."""
+    """The runs of all cells of a dim of ``n`` elements. Cells are in C-order of their axes in mesh order."""
     if isinstance(splits, DimRuns):
         return _kept(n, splits)
     total = count(splits)
@@ -139,7 +139,7 @@ def table(n: int, splits: Cut) -> DimTable:
         start, cell, offset = start[order], cell[order], offset[order]
     start, stop, cell, offset = _merge(start, cell, offset, sizes)
     if splits:
-        # From application order to mesh order.
+        # From the order in which cuts apply to mesh order.
         by_place = sorted(range(len(splits)), key=lambda i: splits[i][2])
         mesh = np.arange(total, dtype=np.int64).reshape([splits[i][0] for i in by_place])
         name = mesh.transpose([splits[i][2] for i in range(len(splits))]).reshape(-1)
@@ -161,7 +161,7 @@ def _kept(n: int, kept: DimRuns) -> DimTable:
 
 
 def _merge(start: Ints, cell: Ints, offset: Ints, sizes: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Join runs of a cell that touch; input in order of (cell, offset), lengths implied by the offsets."""
+    """Join runs of a cell that touch. The input is in order of (cell, offset); lengths follow from the offsets."""
     if not len(start):
         return start, start, cell, offset
     last = np.append(cell[1:] != cell[:-1], True)
@@ -180,7 +180,7 @@ def _frozen(found: DimTable) -> DimTable:
 
 @lru_cache(maxsize=16384)
 def joint(n: int, grids: tuple[Cut, ...]) -> Joint:
-    """The cuts of several grids over each other; with one grid, its own table."""
+    """Lay the cuts of several grids over each other. With one grid, this is its own table."""
     tables = [table(n, splits) for splits in grids]
     if len(tables) == 1:
         only = tables[0]
@@ -208,13 +208,13 @@ def joint(n: int, grids: tuple[Cut, ...]) -> Joint:
 
 
 def _points(n: int, *tables: DimTable | Joint) -> Ints:
-    """Where a run of any of the tables begins or stops."""
+    """The points at which a run of any of the tables begins or stops."""
     found = np.unique(np.concatenate([*(t.start for t in tables), *(t.stop for t in tables)]))
     return found[found < n].astype(np.int64)
 
 
 def _cells_at(held: DimTable, row: Ints, points: Ints) -> Ints:
-    """The cell of each point, -1 in a gap; ``row`` is the last run that begins at the point or before it."""
+    """The cell of each point, -1 in a gap. ``row`` is the last run that begins at or before the point."""
     if not len(held.start):
         return np.full(len(points), -1, dtype=np.int64)
     return np.where((row >= 0) & (points < held.stop[row]), held.cell[row], -1)
@@ -222,7 +222,7 @@ def _cells_at(held: DimTable, row: Ints, points: Ints) -> Ints:
 
 @lru_cache(maxsize=16384)
 def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
-    """All pairs of one joint source cell and one target cell of a dim, with their runs; the source has no gaps."""
+    """All pairs of one joint source cell and one target cell of a dim, with their runs. The source has no gaps."""
     left, right = joint(n, source), table(n, target)
     gaps = isinstance(target, DimRuns)
     points = _points(n, left, right) if gaps else np.union1d(left.start, right.start)
@@ -237,7 +237,7 @@ def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
     key, length = key[order], length[order]
     there = (right.offset[b] + points - right.start[b])[order]
     here = [(offset[a] + points - left.start[a])[order] for offset in left.offset]
-    # A run ends where the pair does, or where either local tensor jumps.
+    # A run ends where its pair ends, or where either local tensor jumps.
     edge = key[1:] != key[:-1]
     first_of_pair = np.append(True, edge)[: len(key)]
     broken = edge | (there[1:] != there[:-1] + length[:-1])
@@ -278,7 +278,7 @@ def _pointers(cell: Ints, cells: int) -> Ints:
 
 
 def cell_size(n: Ints, splits: Splits, place: tuple[int, ...]) -> Ints:
-    """Size of one cell for many values of ``n`` at once; ``place`` is its coordinate per axis in mesh order."""
+    """Size of one cell for many values of ``n`` at once. ``place`` is its coordinate per axis, in mesh order."""
     size = n
     for parts, factor, at in splits:
         c = place[at]

@@ -1,7 +1,7 @@
 """Names, widths and casts of the dtypes that can move.
 
-What travels is the narrower of the two ends' dtypes; at equal width the source's. So the result
-always equals ``source.to(target.dtype)`` to the bit, with the cast on the side where it saves bytes.
+The wire dtype is the narrower of the two ends' dtypes, and the source's if they are equally wide. So the result always
+equals ``source.to(target.dtype)`` to the bit, and the cast is on the side where it saves bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 #: Moved bit by bit between equal dtypes, never cast.
 _OPAQUE = ("bool", "complex32", "complex64", "complex128", "float8_e8m0fnu")
 
-#: Every dtype that can move, by its name.
+#: Every dtype that can move, by name.
 BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_FLOATS, *_FLOAT8, *_SIGNED, *_UNSIGNED, *_OPAQUE) if hasattr(torch, name)
 }
@@ -26,7 +26,7 @@ _SIZES = {dtype: int(dtype.itemsize) for dtype in _NAMES}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``; LayoutError for a dtype that cannot move."""
+    """``torch.float32`` -> ``"float32"``. LayoutError for a dtype that cannot move."""
     try:
         return _NAMES[dtype]
     except (KeyError, TypeError):
@@ -34,7 +34,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def from_name(name: str) -> torch.dtype:
-    """``"float32"`` -> ``torch.float32``; LayoutError for an unknown name."""
+    """``"float32"`` -> ``torch.float32``. LayoutError for an unknown name."""
     dtype = BY_NAME.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise LayoutError(f"unknown dtype {name!r}; use one of {', '.join(BY_NAME)}")
@@ -47,7 +47,7 @@ def itemsize(dtype: torch.dtype) -> int:
 
 
 def castable(source: torch.dtype, target: torch.dtype) -> str | None:
-    """None where ``source`` may be received as ``target``, else the reason why not."""
+    """None if ``source`` may be received as ``target``, otherwise the reason why not."""
     if source == target:
         return None
     a, b = name_of(source), name_of(target)
@@ -65,14 +65,14 @@ def castable(source: torch.dtype, target: torch.dtype) -> str | None:
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
-    """The dtype that travels: the narrower one, at equal width the source's."""
+    """The dtype that travels: the narrower one, or the source's if both are equally wide."""
     return target if _SIZES[target] < _SIZES[source] else source
 
 
 def passable(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether what travels can be taken from a target again and is the same to the bit.
+    """Whether a target holds the bits that travelled, so that it can forward them.
 
-    Not where floats widen on arrival: narrowing them again keeps every number, but not the bits of a NaN.
+    It does not if floats widen on arrival: narrowing them again keeps every number, but not the bits of a NaN.
     """
     return wire_dtype(source, target) == target or not (source.is_floating_point or source.is_complex)
 
@@ -83,7 +83,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reducible(dtype: torch.dtype, op: str) -> str | None:
-    """None where contributions of ``dtype`` can be reduced by ``op``, else the reason why not."""
+    """None if ``op`` can reduce contributions of ``dtype``, otherwise the reason why not."""
     name = name_of(dtype)
     if name in ("uint16", "uint32", "uint64", "complex32", "float8_e8m0fnu"):
         return f"{name} has no arithmetic on the CPU, so Partial({op}) of it cannot be reduced"

@@ -19,8 +19,8 @@ Ints = npt.NDArray[np.int64]
 class Grid:
     """A layout over a tensor of known rank: the cuts of each dim, and who holds each cell.
 
-    ``ranks`` has shape (cells, K, P): cells in C-order over the dims' cells, K contributions in
-    C-order over the Partial axes, P replicas in C-order over the Replicate axes.
+    ``ranks`` has shape (cells, K, P): cells in C-order over the dims' cells, K contributions in C-order over the
+    Partial axes, P replicas in C-order over the Replicate axes.
     """
 
     splits: tuple[Cut, ...]
@@ -29,7 +29,8 @@ class Grid:
 
 
 def grid_of(axes: tuple[Axis, ...], ranks: Ints, ndim: int, *, literal: bool) -> Grid:
-    """The grid of one placement per axis of ``ranks``; LayoutError for a dim that is not there."""
+    """The grid of one placement per axis of ``ranks``. LayoutError if a placement shards a dim that the tensor
+    lacks."""
     by_dim: list[list[int]] = [[] for _ in range(ndim)]
     partial: list[int] = []
     replicate: list[int] = []
@@ -50,7 +51,8 @@ def grid_of(axes: tuple[Axis, ...], ranks: Ints, ndim: int, *, literal: bool) ->
 
 
 def grid_of_region(product: tuple[DimRuns, ...], ranks: Ints, ndim: int) -> Grid:
-    """All of ``ranks`` hold the same part: one cell, and as many replicas."""
+    """A grid of one cell that all of ``ranks`` hold as replicas. LayoutError if ``product`` has another number of
+    dims."""
     if len(product) != ndim:
         raise LayoutError(f"a region of {len(product)} dims of a tensor of {ndim} dims")
     table = np.ascontiguousarray(ranks).reshape(1, 1, -1)

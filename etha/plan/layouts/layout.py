@@ -1,8 +1,8 @@
 """Layout: how one tensor lies over one side.
 
-A layout is (mesh of side ranks, one placement per mesh axis), as in PyTorch, without processes; or a region,
-the same irregular part on each of its ranks (kept.py). What a rank owns is read from it by cells.py; who holds
-what is a transpose of the rank table (grid.py).
+A layout is a mesh of side ranks and one placement per mesh axis, as in PyTorch but without processes; or a region, the
+same irregular part on each of its ranks (region.py). cells.py computes what a rank owns. Who holds what is a transpose
+of the rank table (grid.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _READINGS = ("auto", "order", "literal")
 class Layout:
     """(mesh, placements): ``mesh`` is a shape tuple over ranks 0..n-1, or a table of ranks.
 
-    The table is nested lists, an int tensor or array, or a DeviceMesh. ``strided`` is how
-    ``_StridedShard`` is read where it matters (uneven sizes): "order", "literal" or "auto".
-    Immutable and hashable; malformed input raises LayoutError.
+    The table is nested lists, an int tensor or array, or a DeviceMesh. ``strided`` says how to read ``_StridedShard``
+    where it matters (uneven sizes): "order", "literal" or "auto". Immutable and hashable. Malformed input raises
+    LayoutError.
     """
 
     __slots__ = (
@@ -83,21 +83,21 @@ class Layout:
 
     @classmethod
     def from_dtensor(cls, dt: Any, *, strided: str = "auto") -> Layout:
-        """The layout of a DTensor in ranks of its own torch world; a sub-mesh shows the caller's row."""
+        """The layout of a DTensor, in ranks of its own torch world. A sub-mesh shows only the caller's row."""
         return cls(dt.device_mesh.mesh, dt.placements, strided=strided)
 
     @classmethod
     def replicated(cls, world_size: int) -> Layout:
-        """Every one of ``world_size`` ranks holds the whole tensor."""
+        """The layout in which each of ``world_size`` ranks holds the whole tensor."""
         return cls.from_plain({"mesh": {"shape": [world_size], "ranks": None}, "placements": [["R"]]})
 
     @classmethod
     def region(cls, runs: Sequence[Sequence[tuple[int, int]]], ranks: Sequence[int]) -> Layout:
-        """Each of ``ranks`` keeps the same part of the tensor: of each tensor dim d the elements of ``runs[d]``.
+        """A layout in which each of ``ranks`` keeps the same part: the elements ``runs[d]`` of each tensor dim d.
 
-        ``runs[d]`` are ascending disjoint (start, stop); the part is their product, and lies in the local tensor
-        without gaps, in order. Only targets can be regions; what nobody keeps need not be covered. LayoutError for
-        anything else; runs are held against a tensor's shape where the layout meets one.
+        ``runs[d]`` are ascending disjoint (start, stop). The part is their product, and lies in the local tensor
+        without gaps, in order. Only targets can be regions, and regions need not cover the tensor. LayoutError for
+        anything else. Runs are compared with a tensor's shape once the layout is used with one.
         """
         new = object.__new__(cls)
         new._set(*read_mesh(list(ranks)), (Axis("R"),), "auto", read_product(runs))
@@ -128,7 +128,7 @@ class Layout:
 
     @property
     def ranks(self) -> Ints:
-        """The table of ranks, of the mesh's shape; read-only."""
+        """The table of ranks, in the mesh's shape; read-only."""
         if self._table is None:
             self._table = np.arange(math.prod(self._shape), dtype=np.int64).reshape(self._shape)
             self._table.flags.writeable = False
@@ -143,7 +143,7 @@ class Layout:
         return isinstance(rank, int) and bool((self.ranks == rank).any())
 
     def grid(self, ndim: int) -> Grid:
-        """The layout over a tensor of ``ndim`` dims; LayoutError when it shards a dim that is not there."""
+        """The layout over a tensor of ``ndim`` dims. LayoutError if it shards a dim that the tensor lacks."""
         found = self._grids.get(ndim)
         if found is None:
             if self._region is not None:
@@ -154,15 +154,16 @@ class Layout:
         return found
 
     def check(self, global_shape: Sequence[int]) -> None:
-        """LayoutError where a tensor of this shape cannot lie so: a dim that is not there, a region beyond it."""
+        """Raise LayoutError if a tensor of this shape cannot have this layout: a missing dim, or a region that reaches
+        beyond it."""
         if self._region is not None:
             check_product(self._region, global_shape, self.ranks.reshape(-1).tolist())
         self.grid(len(global_shape))
 
     def owned(self, global_shape: Sequence[int], rank: int) -> list[list[tuple[int, int]]] | None:
-        """Per tensor dim the ascending (start, stop) runs of ``rank``, in the order of its local tensor.
+        """The ascending (start, stop) runs of ``rank`` per tensor dim, in the order of its local tensor.
 
-        None for a rank outside the mesh, which holds nothing; an empty shard has dims without runs.
+        None for a rank outside the mesh, which holds nothing. An empty shard has dims without runs.
         """
         shape = check_shape(global_shape)
         where = self.cell(len(shape), rank)
@@ -176,7 +177,7 @@ class Layout:
         return runs
 
     def local_shape(self, global_shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor of ``rank``; LayoutError for a rank outside the mesh."""
+        """Shape of the local tensor of ``rank``. LayoutError for a rank outside the mesh."""
         shape = check_shape(global_shape)
         where = self.cell(len(shape), rank)
         if where is None:
@@ -188,7 +189,7 @@ class Layout:
         return tuple(int(cells.table(n, s).sizes[c]) for n, s, c in zip(shape, splits, where, strict=True))
 
     def cell(self, ndim: int, rank: int) -> tuple[int, ...] | None:
-        """Index of the cell of ``rank`` in each dim's table, None outside the mesh."""
+        """Index of the cell of ``rank`` in each dim's table; None outside the mesh."""
         grid = self.grid(ndim)
         found = np.flatnonzero(grid.ranks.reshape(-1) == rank)
         if not len(found):
@@ -224,7 +225,7 @@ class Layout:
         return new
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain data that msgpack and JSON can carry; ranks is None for 0..n-1."""
+        """Plain data for msgpack and JSON. "ranks" is None for 0..n-1."""
         ranks = None if self._ranks is None else self._ranks.reshape(-1).tolist()
         mesh = {"shape": list(self._shape), "ranks": ranks}
         if self._region is not None:
@@ -237,7 +238,7 @@ class Layout:
 
     @classmethod
     def from_plain(cls, plain: object) -> Layout:
-        """The inverse of ``to_plain`` on untrusted data; LayoutError says what is wrong."""
+        """The inverse of ``to_plain``, for untrusted data. LayoutError says what is wrong."""
         new = object.__new__(cls)
         match plain:
             case {"mesh": mesh, "region": runs, **rest} if not rest:
@@ -250,7 +251,7 @@ class Layout:
         return new
 
     def digest(self) -> str:
-        """Hex digest of the plain form: equal iff the layouts are equal."""
+        """Hex digest of the plain form: equal if and only if the layouts are equal."""
         if self._digest is None:
             head: list[Any] = [self._shape, [axis.to_plain() for axis in self._axes], self._strided]
             if self._region is not None:

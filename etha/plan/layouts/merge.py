@@ -1,7 +1,7 @@
-"""From what each rank registered to one description of a tensor: merge, infer, resolve, compare.
+"""From what each rank registered to one description of a tensor: merge, infer, resolve, compare. Pure.
 
-Ranks describe a name one by one: a layout each (FSDP2 x TP leaves norms on ``mesh["dp"]``, another mesh
-for each row of workers) and a real local shape. Everything here is pure and lists what does not fit.
+Each rank describes a name by itself: a layout (with FSDP2 and TP, norms lie on ``mesh["dp"]``, another mesh for each
+row of workers) and its real local shape. The functions list what does not fit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAX_CANDIDATES = 1 << 20
 
 
 def merge_layouts(name: str, side: str, by_rank: Mapping[int, Layout]) -> tuple[tuple[Layout, ...], list[Violation]]:
-    """The layouts of one name, from the layout that each rank described; and what disagrees.
+    """The layouts of one name, from the layout that each rank described, and what disagrees.
 
-    Equal descriptions are one layout. Different ones must be over disjoint ranks, each then holds the
-    whole tensor, or a region of it; equal regions of single ranks become one. Sorted by their lowest rank, so
-    that every rank derives the same.
+    Equal descriptions are one layout. Different ones must be over disjoint ranks; each then holds the whole tensor, or
+    a region of it. Equal regions of single ranks become one. The result is sorted by lowest rank, so that every rank
+    derives the same.
     """
     by_rank = _equal_regions(by_rank)
     described: dict[Layout, list[int]] = {}
@@ -58,7 +58,7 @@ def merge_layouts(name: str, side: str, by_rank: Mapping[int, Layout]) -> tuple[
 
 
 def _equal_regions(by_rank: Mapping[int, Layout]) -> Mapping[int, Layout]:
-    """Ranks describe regions each for itself; those that keep the same share one layout."""
+    """Give ranks that keep the same region one common layout, because each rank describes only its own."""
     ranks: dict[Product, list[int]] = {}
     for rank, layout in sorted(by_rank.items()):
         if layout.kept is not None and layout.mesh_shape == (1,) and rank in layout:
@@ -76,9 +76,9 @@ def _layout(name: str, side: str, rank: int | None, text: str) -> Violation:
 def infer_global_shape(
     layout: Layout, local_shapes: Mapping[int, Sequence[int]]
 ) -> tuple[tuple[int, ...] | None, str | None]:
-    """(the only global shape whose local shapes are these, None), or (None, why there is none or more than one).
+    """(the only global shape with these local shapes, None), or (None, why there is none or more than one).
 
-    ``local_shapes`` are of the ranks that hold the tensor; a mesh rank that is missing constrains nothing.
+    ``local_shapes`` are those of the ranks that hold the tensor. A mesh rank that is missing constrains nothing.
     """
     shapes = {rank: check_shape(shape) for rank, shape in sorted(local_shapes.items())}
     if not shapes:
@@ -135,14 +135,15 @@ def _infer(layout: Layout, ndim: int, shapes: Mapping[int, tuple[int, ...]]) -> 
 
 
 def _candidates(splits: Splits, seen: Mapping[int, int]) -> tuple[list[int], str]:
-    """Sizes of one dim that give each of these cells these sizes; ascending, maybe cut short."""
+    """Sizes of one dim that give each of these cells these sizes; ascending. If there are too many to try, none, and
+    why."""
     counts = [size for _, size in sorted((cut[2], cut[0]) for cut in splits)]
     total = math.prod(counts)
     if len(seen) == total:
         # The cells of a dim tile it.
         options = np.array([sum(seen.values())], dtype=np.int64)
     else:
-        # Every cut keeps ceil(l / parts) at most, and its first cell exactly that.
+        # Every cut keeps at most ceil(l / parts), and its first cell exactly that.
         first = seen.get(0)
         plain = all(cut[1] == 1 for cut in splits)
         if first is not None and plain:
@@ -158,9 +159,9 @@ def _candidates(splits: Splits, seen: Mapping[int, int]) -> tuple[list[int], str
 
 
 def resolve_strided(layout: Layout, global_shape: Sequence[int], local_shapes: Mapping[int, Sequence[int]]) -> Layout:
-    """``layout`` with "auto" decided by real local shapes: the literal reading only where they show it.
+    """``layout`` with "auto" decided by real local shapes: the literal reading only if they show it.
 
-    A layout that no reading can distinguish, or that says its reading already, is returned as it is.
+    A layout whose readings cannot differ, or that names its reading already, is returned unchanged.
     """
     if layout.strided != "auto" or not layout.has_strided:
         return layout
@@ -179,7 +180,7 @@ def _fits(layout: Layout, shape: Sequence[int], local_shapes: Mapping[int, Seque
 def shape_violations(
     name: str, side: str, spec: TensorSpec, local_shapes: Mapping[int, Sequence[int]]
 ) -> list[Violation]:
-    """Where a rank's real local shape is not what its layout gives it."""
+    """A violation for each rank whose real local shape is not the one that its layout gives it."""
     found = []
     for rank, shape in sorted(local_shapes.items()):
         planned = spec.local_shape(rank)

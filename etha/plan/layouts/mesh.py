@@ -1,4 +1,4 @@
-"""Shapes and tables of ranks, read from whatever users and peers give; what is no mesh is refused here."""
+"""Read shapes and tables of ranks from what users and peers give, and refuse what is not a mesh."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from etha.errors import LayoutError
 
 Ints = npt.NDArray[np.int64]
-#: Ranks and mesh sizes beyond this are taken for nonsense from an untrusted peer.
+#: More ranks or larger meshes than this are taken for nonsense from an untrusted peer.
 MAX_RANKS = 1 << 22
 MAX_ELEMENTS = 1 << 60
 
 
 def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` as a tuple of ints; LayoutError for anything that is no shape."""
+    """``shape`` as a tuple of ints. LayoutError if it is not a shape."""
     try:
         sizes = tuple(int(n.__index__()) for n in shape)
     except (TypeError, AttributeError):
@@ -35,7 +35,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def read_mesh(mesh: Any) -> tuple[tuple[int, ...], Ints | None]:
-    """(shape, table of ranks): the table is None for a shape tuple, which stands for ranks 0..n-1."""
+    """(shape, table of ranks). The table is None for a shape tuple, which stands for ranks 0..n-1."""
     if isinstance(mesh, tuple) and all(isinstance(m, int) for m in mesh):
         return check_mesh_shape(mesh), None
     table = getattr(mesh, "mesh", mesh)
@@ -51,7 +51,7 @@ def read_mesh(mesh: Any) -> tuple[tuple[int, ...], Ints | None]:
 
 
 def mesh_from_plain(plain: object) -> tuple[tuple[int, ...], Ints | None]:
-    """(shape, table of ranks or None for 0..n-1) of {"shape": [...], "ranks": [...] | None}; untrusted."""
+    """(shape, table of ranks or None for 0..n-1) of {"shape": [...], "ranks": [...] | None}; untrusted input."""
     match plain:
         case {"shape": list() | tuple() as shape, "ranks": ranks, **more} if not more:
             sizes = check_mesh_shape(shape)
@@ -67,7 +67,7 @@ def mesh_from_plain(plain: object) -> tuple[tuple[int, ...], Ints | None]:
 
 
 def check_mesh_shape(shape: Sequence[Any]) -> tuple[int, ...]:
-    """``shape`` as a tuple of positive ints; LayoutError otherwise."""
+    """``shape`` as a tuple of positive ints. LayoutError otherwise."""
     if len(shape) > 32 or not all(type(m) is int and 0 < m <= MAX_RANKS for m in shape):
         raise LayoutError(f"mesh shape {tuple(shape)} has an axis that is not a positive size")
     if math.prod(shape) > MAX_RANKS:
@@ -76,7 +76,7 @@ def check_mesh_shape(shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def check_ranks(ranks: Ints) -> Ints:
-    """``ranks`` itself, made read-only; LayoutError when one is out of bounds or named twice."""
+    """``ranks`` itself, made read-only. LayoutError if one is out of bounds or occurs twice."""
     if ranks.min() < 0 or ranks.max() >= MAX_RANKS:
         raise LayoutError(f"ranks of a mesh are 0..{MAX_RANKS - 1}, not {int(ranks.min())}..{int(ranks.max())}")
     if len(np.unique(ranks)) != ranks.size:

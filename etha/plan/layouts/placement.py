@@ -1,7 +1,7 @@
 """PyTorch's placements as plain values, and the two readings of ``_StridedShard``.
 
-An *axis* is of the mesh, a *dim* of the tensor. ``Axis`` is one placement, for one mesh axis;
-``Splits`` is how one tensor dim is cut, in the order in which the cuts apply.
+An *axis* belongs to the mesh, a *dim* to the tensor. ``Axis`` is one placement, for one mesh axis. ``Splits`` is how
+one tensor dim is cut, in the order in which the cuts apply.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from etha.plan.layouts.region import DimRuns
 #: Factor 1 is torch.chunk, above 1 ``_StridedShard``, 0 an even cut (torch.tensor_split).
 Split = tuple[int, int, int]
 Splits = tuple[Split, ...]
-#: What becomes of one tensor dim: cut up among all cells, or kept in part by one.
+#: How one tensor dim is divided: cut up among all cells, or kept in part by one.
 Cut = Splits | DimRuns
 
-#: What Partial knows how to reduce; the other names of torch are carried and refused by the check.
+#: The reductions that Partial supports. torch's other names are read, and refused by the check.
 REDUCIBLE = ("sum", "avg", "max", "min", "product")
-#: Orders of norms that torch excludes from its own placement of norms, and what reduces them.
+#: Orders of norms that torch excludes from its own norm placement, and the reduction that stands for each.
 _NO_NORMS = {math.inf: "max", -math.inf: "min", 0.0: "sum"}
 _OPS = (*REDUCIBLE, "band", "bor", "bxor", "premul_sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One placement. kind: "S", "SS" (strided), "R", "P" (partial), "NP" (norm), "MP" (mask, refused)."""
+    """One placement. Its kind is "S", "SS" (strided), "R", "P" (partial), "NP" (norm) or "MP" (mask, refused)."""
 
     kind: str
     dim: int = 0
@@ -63,7 +63,7 @@ class Axis:
 
     @classmethod
     def from_plain(cls, plain: object) -> Axis:
-        """The inverse of ``to_plain``; strict, LayoutError for anything else."""
+        """The inverse of ``to_plain``. Strict: LayoutError for anything else."""
         match plain:
             case ["S", int(dim)] if _small(dim):
                 return cls("S", dim=dim)
@@ -81,8 +81,9 @@ class Axis:
 
     @classmethod
     def from_placement(cls, placement: object) -> Axis:
-        """From torch's own class; told apart by type, as ``_NormPartial`` says "sum" of itself."""
-        # _StridedShard is a subclass of Shard in torch 2.11 and none in 2.13, so it is asked first.
+        """Read torch's own placement. Kinds are told apart by type, because ``_NormPartial`` calls its operation
+        "sum"."""
+        # First, because _StridedShard is a subclass of Shard in torch 2.11, but not in 2.13.
         if isinstance(placement, _StridedShard):
             return cls.from_plain(["SS", placement.dim, placement.split_factor])
         if isinstance(placement, Shard):
@@ -100,7 +101,7 @@ class Axis:
 
     @classmethod
     def _norm(cls, p: Any) -> Axis:
-        """A norm of order ``p``; LayoutError for those that are no sum of powers."""
+        """A norm of order ``p``. LayoutError for orders that are not a sum of powers."""
         if p in (*_NO_NORMS, "inf", "-inf"):
             instead = _NO_NORMS[float(p)]
             raise LayoutError(
@@ -110,7 +111,7 @@ class Axis:
         return cls.from_plain(["NP", p])
 
     def to_placement(self) -> Placement:
-        """torch's own placement; LayoutError for a mask, which holds more than its name."""
+        """torch's own placement. LayoutError for a mask, whose content is not in plain data."""
         match self.kind:
             case "S":
                 return Shard(self.dim)
@@ -136,10 +137,10 @@ def _small(dim: int) -> bool:
 
 
 def shard_order(axes: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Order in which the cuts of one tensor dim apply if DTensor made them, or None if it cannot have.
+    """Order in which the cuts of one tensor dim apply if DTensor made them; None if it cannot have made them.
 
-    ``axes`` are (size, factor) in mesh order, factor 1 for a plain Shard. From right to left each
-    axis goes to the first position at which the product of the sizes before it equals its factor.
+    ``axes`` are (size, factor) in mesh order, factor 1 for a plain Shard. From right to left, each axis goes to the
+    first position at which the product of the sizes before it equals its factor.
     """
     order: list[int] = []
     for place in range(len(axes) - 1, -1, -1):
@@ -156,7 +157,7 @@ def shard_order(axes: Sequence[tuple[int, int]]) -> list[int] | None:
 
 
 def splits_of(axes: Sequence[tuple[int, int]], *, literal: bool) -> Splits:
-    """How one tensor dim is cut by ``axes``, (size, factor) in mesh order; axes of size 1 cut nothing."""
+    """How ``axes``, (size, factor) in mesh order, cut one tensor dim. Axes of size 1 cut nothing."""
     order = None if literal else shard_order(axes)
     if order is None:
         cuts = [(size, factor, place) for place, (size, factor) in enumerate(axes)]

@@ -1,7 +1,7 @@
-"""DimRuns: which runs of one tensor dim a rank keeps. A region is a product of them, one for each dim.
+"""DimRuns: which runs of one tensor dim a rank keeps. A region is a product of them, one per dim.
 
-What users and peers give is read and bounded here. Regions are what a loader takes of a tensor: ranks may
-keep the same parts, overlapping ones or none, and nobody has to keep what is between them.
+This module reads and bounds what users and peers give. Regions are the parts of a tensor that a loader takes: ranks may
+keep equal, overlapping or disjoint parts, and nobody has to keep what is in between.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 from etha.errors import LayoutError
 
-#: Runs of one region, all dims together; more is a mistake, or an attack.
+#: Most runs of one region, all dims together. More are a mistake or an attack.
 MAX_RUNS = 1 << 16
 _MAX_INDEX = 1 << 60
 
 
 class DimRuns:
-    """Ascending disjoint (start, stop) runs of one dim; hashed once, as it is a key of many tables."""
+    """Ascending disjoint (start, stop) runs of one dim. It is hashed once, because many tables have it as a key."""
 
     __slots__ = ("_hash", "runs")
 
@@ -27,12 +27,12 @@ class DimRuns:
 
     @property
     def size(self) -> int:
-        """Elements kept."""
+        """Number of elements kept."""
         return sum(stop - start for start, stop in self.runs)
 
     @property
     def end(self) -> int:
-        """Where the last run stops, 0 without runs: the least size of the dim."""
+        """Where the last run stops, 0 without runs. The dim must be at least that large."""
         return self.runs[-1][1] if self.runs else 0
 
     def __eq__(self, other: object) -> bool:
@@ -42,7 +42,7 @@ class DimRuns:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"Kept({self})"  # in the digest of every plan with regions: not to be renamed
+        return f"Kept({self})"  # in the digest of every plan with regions, so it must not change
 
     def __str__(self) -> str:
         return ",".join(f"{start}:{stop}" for start, stop in self.runs) or "-"
@@ -52,9 +52,9 @@ Product = tuple[DimRuns, ...]
 
 
 def read_product(runs: Any) -> Product:
-    """Per tensor dim the runs of a product, from whatever was given; runs that touch become one.
+    """Read the runs of a product, per tensor dim, from any input. Runs that touch are joined.
 
-    LayoutError says which dim is not ascending, disjoint, not empty and integer.
+    LayoutError says which dim is not ascending, disjoint, non-empty and integer.
     """
     dims = _sequence(runs, "a region is, for each tensor dim, a sequence of (start, stop)")
     if len(dims) > 64:
@@ -98,7 +98,7 @@ def _sequence(value: Any, what: str) -> Sequence[Any]:
 
 
 def check_product(product: Product, shape: Sequence[int], ranks: Sequence[int]) -> None:
-    """LayoutError unless the product lies inside a tensor of ``shape``; ``ranks`` keep it."""
+    """Raise LayoutError unless the product, kept by ``ranks``, lies inside a tensor of ``shape``."""
     who = f"the region of rank {ranks[0]}" if len(ranks) == 1 else f"the region of ranks {list(ranks[:8])}"
     if len(product) != len(shape):
         raise LayoutError(f"{who} has {len(product)} dims, the tensor's shape {tuple(shape)} has {len(shape)}")
@@ -108,5 +108,5 @@ def check_product(product: Product, shape: Sequence[int], ranks: Sequence[int]) 
 
 
 def plain_product(product: Product) -> list[list[list[int]]]:
-    """The inverse of ``read_product`` as plain data."""
+    """The inverse of ``read_product``, as plain data."""
     return [[list(run) for run in kept.runs] for kept in product]

@@ -1,4 +1,4 @@
-"""TensorSpec: a tensor of one side, and where it lies."""
+"""TensorSpec: a tensor of one side, and its layout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from etha.plan.layouts.mesh import check_shape
 class TensorSpec:
     """One tensor of a side: global ``shape``, ``dtype`` and ``layout``.
 
-    ``layout`` is one Layout, or several over disjoint rank sets that each hold the whole tensor, or, on
-    a target, a region of it.
-    ``present`` are the ranks that really hold their part, None for all of the layouts.
+    ``layout`` is one Layout, or several over disjoint sets of ranks. Each of them holds the whole tensor or, on a
+    target, a region of it. ``present`` are the ranks that really hold their part; None means all ranks of the layouts.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +51,7 @@ class TensorSpec:
         return sorted(ranks if self.present is None else ranks & self.present)
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
-        """Shape of the local tensor of ``rank``, None when it holds none."""
+        """Shape of the local tensor of ``rank``; None if it holds none."""
         if self.present is not None and rank not in self.present:
             return None
         for part in self.layouts:

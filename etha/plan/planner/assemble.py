@@ -1,4 +1,4 @@
-"""The templates of one rank laid end to end, and the rank's plan gathered from them tensor by tensor."""
+"""Lay the templates of one rank end to end, and gather the rank's plan from them, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, RECV, SEND, RankPlan, Region, Template
 
 Ints = npt.NDArray[np.int64]
-#: Columns that a row takes over from its template, in the width of a RankPlan.
+#: Columns that a row takes from its template, and their width in a RankPlan.
 _WIDTHS = {
     "kind": np.int8,
     "phase": np.int16,
@@ -23,9 +23,9 @@ _WIDTHS = {
 
 
 class Sheet:
-    """All rows of one rank, each once for all tensors alike; made once, as long as the templates together.
+    """All rows of one rank, each once for all equal tensors. It is made once, and is as long as the templates together.
 
-    ``local(kind, source, target)`` says which rows stay on one agent, ``rounds`` numbers them.
+    ``local(kind, source, target)`` says which rows stay on one agent; ``rounds`` numbers them.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Sheet:
             "round": rounds(kind, source, target).astype(np.int32),
             "region_index": region.astype(np.int32),
         }
-        # Both count from the start of a tensor's rows; None where no row has any.
+        # Both count from the start of a tensor's rows; None if no row has any.
         self._slot = slot.astype(np.int32) if (slot >= 0).any() else None
         self._depends = depends.astype(np.int32) if (depends >= 0).any() else None
 
     def rows(self, klass: Ints, turn: Ints, tensor: Ints) -> RankPlan:
-        """The rank's plan where tensor ``tensor[i]`` is turn ``turn[i]`` of template ``klass[i]``."""
+        """The rank's plan in which tensor ``tensor[i]`` is turn ``turn[i]`` of template ``klass[i]``."""
         segment = self._turn_base[klass] + turn
         begin, lengths = self._begin[segment], self._lengths[segment]
         ends = np.cumsum(lengths)
@@ -108,7 +108,7 @@ def _joined(parts: list[Ints]) -> Ints:
 def _shifted(
     column: npt.NDArray[np.int32] | None, gather: Ints, base: Ints, lengths: Ints
 ) -> npt.NDArray[np.int32] | None:
-    """A column of places in a tensor's own part, counted from the start of all; -1 stays."""
+    """A column of places within a tensor's own rows, turned into places within all rows. -1 stays -1."""
     if column is None:
         return None
     found = column.take(gather)

@@ -1,8 +1,8 @@
-"""Carriers: what enters a host through the NIC of a rank that does not hold it, where the holder's own is too busy.
+"""Carriers: ranks whose NIC receives for another rank of their host, whose own NIC is too busy.
 
-A row from another host to a holder whose NIC takes in more than the mean of its host is split: some of it goes to
-other ranks of the host (CARRY), which keep it packed as it travels and hand it on (DELIVER). Which ranks, and what
-share, is decided once a plan from what each of its NICs is to take in (etha/plan/planner/ingress_balance.py).
+A row from another host is split if the holder's NIC receives more than the mean of its host. A part of it goes to other
+ranks of the host (CARRY), which keep it packed as it travels and hand it on (DELIVER). Which ranks, and what share, is
+decided once per plan from what each NIC of the host is to receive (ingress_balance.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from etha.plan.planner.senders import Assignment
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-#: Shares are counted in so many parts of the split dim.
+#: Shares are counted in this many parts of the split dim.
 SHARES = 4096
-#: The first dim with so many elements is split; none of them, then the longest.
+#: The first dim with at least this many elements is split; if there is none, the longest.
 _LONG = 64
 
 
@@ -29,7 +29,8 @@ _LONG = 64
 class Carriers:
     """For each target rank its carriers ``takers`` (ranks, T), -1 for none, and ``upto`` (ranks, T).
 
-    Carrier i takes the shares ``upto[i - 1]`` to ``upto[i]`` of SHARES. ``donors[t]`` are those that t carries for.
+    Carrier i takes the shares ``upto[i - 1]`` to ``upto[i]`` of SHARES. ``donors[t]`` are the ranks for which t
+    carries.
     """
 
     takers: Ints
@@ -37,8 +38,8 @@ class Carriers:
     donors: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def split(self, topology: Topology, source: Ints, target: Ints, may: Bools, extent: Ints) -> Split | None:
-        """How rows ``source`` -> ``target`` that ``may`` be split are, along ``extent``; None where none is."""
-        source = np.where(may, source, 0)  # rows that may not be split come from target ranks, some of them
+        """Split the rows ``source`` -> ``target`` that ``may`` be split, along ``extent``. None if no row is split."""
+        source = np.where(may, source, 0)  # some rows that may not be split come from target ranks
         wire = (topology.source_host[source] != topology.target_host[target]) & (
             topology.source_agent[source] != topology.target_agent[target]
         )
@@ -53,7 +54,7 @@ class Carriers:
         whole = np.ones(len(source), dtype=np.bool_)
         whole[rows] = False
         carrier = to[r, i]
-        # What is carried is two rows: to the carrier, and on to the holder.
+        # Carried data makes two rows: to the carrier, and from it to the holder.
         twice = np.repeat(np.arange(len(r)), 1 + (carrier >= 0))
         second = np.append(False, twice[1:] == twice[:-1])[: len(twice)]
         rest = np.flatnonzero(whole)
@@ -67,8 +68,11 @@ class Carriers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Rows after splitting: the ``row`` that each comes from, its ``carrier`` or -1, whether it is the second of the
-    two, and the elements ``low`` to ``high`` of the split dim, -1 for a row that stayed whole."""
+    """Rows after splitting.
+
+    ``row`` is the row that each comes from, ``carrier`` its carrier or -1, and ``deliver`` whether it is the second row
+    of a carried part. ``low`` to ``high`` are its elements of the split dim, -1 for a row that stayed whole.
+    """
 
     row: Ints
     carrier: Ints
@@ -79,7 +83,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Carried:
-    """A Split with its rows' ends: ``low`` and ``high`` are of dim ``dim`` of piece ``piece``, ``size`` elements."""
+    """A Split with its rows' ends. ``low`` and ``high`` are in dim ``dim`` of piece ``piece``; ``size`` is in
+    elements."""
 
     row: Ints
     carrier: Ints
@@ -104,7 +109,7 @@ def carried(
     source: Ints,
     target: Ints,
 ) -> Carried | None:
-    """How the rows ``picked`` of an assignment are split; None where none is."""
+    """How the rows ``picked`` of an assignment are split; None if none is."""
     _, m, s, q = picked
     if not pieces.extents.shape[1] or not len(m):
         return None
@@ -139,7 +144,7 @@ def carried(
 
 
 def packed(region: Region, kind: int) -> Region:
-    """The region with the end that is packed at dense offsets."""
+    """The region with its packed end at dense offsets."""
     if kind not in (CARRY, DELIVER):
         return region
     dims = []

@@ -20,12 +20,12 @@ from etha.plan.planner.rows import BlockRows, merge_rows, taken
 from etha.plan.planner.senders import Assignment, always_even, assign, cuts
 
 Ints = npt.NDArray[np.int64]
-#: Turns of a rotation that brings several numbers round at once, at most.
+#: Most turns of a rotation that evens out several numbers at once.
 _MOST_TURNS = 64
 
 
 class TensorClass:
-    """All tensors of one shape, dtypes and layouts: planned once, used by each of them."""
+    """All tensors of one shape, dtypes and layouts. They are planned once."""
 
     def __init__(
         self, shape: tuple[int, ...], source: torch.dtype, target: torch.dtype, m2m: M2M, reduction: Reduction | None
@@ -37,16 +37,16 @@ class TensorClass:
         self.reduction = reduction
         self.passable = dtypes.passable(source, target)
         self.members = 0
-        #: Into how many chains of hosts the copies of a piece are cut at most; None where nothing is passed on.
+        #: Most chains of hosts into which the copies of a piece are cut; None if nothing is forwarded.
         self.chains: int | None = None
-        #: Who takes in for whom on a host; None where everybody does so alone.
+        #: Who receives for whom on a host; None if every rank receives for itself.
         self.carriers: Carriers | None = None
         origin = m2m.source if reduction is None else (reduction.slots,)
         self.blocks = tuple(CellBlock.of(shape, origin, t) for t in m2m.target)
 
     @cached_property
     def period(self) -> int:
-        """After how many tensors the rotation among replicas comes round; 1 where it is even at once."""
+        """Number of tensors after which the rotation among replicas repeats; 1 if each tensor alone is even."""
         if self.reduction is not None:
             return self.reduction.period
         most = self.m2m.replicas
@@ -80,7 +80,7 @@ class TensorClass:
         return most
 
     def _even(self, entries: int) -> bool:
-        """Whether all of it comes from afar and each tensor alone loads the replicas of a cell alike."""
+        """Whether all data comes from other hosts, and each tensor alone loads the replicas of a cell evenly."""
         source = self.m2m.source
         if not self.m2m.topology.apart or len(source) > 1 or (source[0].count != self.m2m.replicas).any():
             return False
@@ -99,7 +99,7 @@ class TensorClass:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one tensor as it travels."""
+        """Bytes of one tensor at the wire dtype."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
 
     @property
@@ -107,7 +107,7 @@ class TensorClass:
         return max(1, min(self.period, self.members))
 
     def template(self, side: str, rank: int) -> Template | None:
-        """The rows of ``rank``, or None when it has nothing to do with this class."""
+        """The rows of ``rank``; None if it has nothing to do with this class."""
         if self.reduction is not None:
             return self.reduction.template(self, side, rank)
         parts = []
@@ -131,7 +131,7 @@ class TensorClass:
         return merge_rows(parts, self.turns) if parts else None
 
     def _rows(self, block: CellBlock, pieces: Pieces, rank: int, copy: int | None, viewer: int = -1) -> BlockRows:
-        """The rows of ``rank``; those that ``viewer`` carries for it, if that is another."""
+        """The rows of ``rank``. If ``viewer`` is another rank, only those that it carries for ``rank``."""
         ranks, grids, count = self.m2m.sources(pieces.cells)
         holders = block.target.ranks[:, 0, :]
         found = assign(
@@ -228,14 +228,14 @@ class TensorClass:
     def _split(
         self, rows: BlockRows, block: CellBlock, pieces: Pieces, x: Carried, grid: Ints, who: tuple[bool, int, int]
     ) -> BlockRows:
-        """The rows with what others take in split off; for a carrier only what it carries."""
+        """Split off what carriers receive. For a carrier, return only what it carries."""
         source_side, rank, viewer = who
         keep = ~x.deliver if source_side else (x.kind != CARRY) if viewer == rank else (x.carrier == viewer)
         at = np.flatnonzero(keep)
         row, kind, split = x.row[at], x.kind[at], x.low[at] >= 0
         depends = None
         if not source_side:
-            # Rows that others pass on hang on rows that stayed whole; what is delivered on its other half.
+            # A forwarded row depends on a row that stayed whole; a delivered one depends on its CARRY row.
             place = np.full(len(rows.kind) + 1, -1, dtype=np.int64)
             place[row[::-1]] = np.arange(len(row))[::-1]
             depends = np.full(len(row), -1) if rows.depends is None else place[rows.depends[row]]

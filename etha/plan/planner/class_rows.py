@@ -1,6 +1,6 @@
-"""Every row of a class of equal tensors at once, without a loop over ranks: who sends how much to whom.
+"""All rows of a class of equal tensors at once, without a loop over ranks: who sends how much to whom.
 
-The ranks' own rows (``chunks.py``) come from the same decisions. This is for whoever sums bytes over all ranks.
+It is for code that sums bytes over all ranks. The rows of single ranks (``chunks.py``) come from the same decisions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from etha.plan.planner.reduction import Reduction
 from etha.plan.planner.senders import assign
 
 Ints = npt.NDArray[np.int64]
-#: Rows that are looked at together; more are taken in parts.
+#: Rows that are computed together; more are computed in parts.
 _MOST_ROWS = 1 << 21
 
-#: (sender, receiver, bytes, how many tensors do so) of rows of one kind.
+#: (sender, receiver, bytes, number of tensors) of rows of one kind.
 Columns = tuple[Ints, Ints, Ints, Ints]
 
 
 def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, Columns, int]]:
-    """All rows of one class in parts, (kind, rows, most hops of them); ``times[w]`` tensors are on turn w."""
+    """All rows of one class in parts, (kind, rows, most hops of them). ``times[w]`` tensors are on turn w."""
     if klass.reduction is not None:
         yield from _reduced(klass, klass.reduction, times)
         return
@@ -38,7 +38,7 @@ def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, Columns, 
 
 
 def all_pieces(block: CellBlock, width: int) -> Iterator[Pieces]:
-    """The pieces of every target cell, so many at a time that ``width`` rows each are few."""
+    """The pieces of every target cell, in parts of limited size if each piece has ``width`` rows."""
     ranges = [np.arange(len(o.size), dtype=np.int64) for o in block.overlays]
     if not ranges:
         yield block.over([])
@@ -84,7 +84,8 @@ def _moves(klass: TensorClass, block: CellBlock, pieces: Pieces, times: Ints) ->
 def _passed(
     kind: int, source: Ints, via: Ints, copies: Ints, m: Ints, others: tuple[Ints, Ints, Ints], hops: int
 ) -> Iterator[tuple[int, Columns, int]]:
-    """Rows from the source apart from those that copy ``via`` of piece ``m`` passes on; others are the columns."""
+    """Separate the rows from the source from those that copy ``via`` of piece ``m`` forwards; ``others`` are the other
+    columns."""
     first = via < 0
     target, nbytes, times = (c[first] for c in others)
     yield kind, (source[first], target, nbytes, times), 0

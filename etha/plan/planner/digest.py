@@ -1,4 +1,4 @@
-"""The digest of a plan: specs, hosts, agents and knobs, in an order that depends on nothing else."""
+"""The digest of a plan: specs, hosts, agents and options, in an order that depends on nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def digest_of(
     relay: int | None,
     carry: bool,
 ) -> str:
-    """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
+    """Hex digest of everything that decides rows: equal on both sides if and only if the plans are equal."""
     h = hashlib.sha256(f"{_FORMAT} {MIN_SLICE} {relay} {carry}".encode())
     t = topology
     for array in (t.source_host, t.target_host, t.source_agent, t.target_agent):

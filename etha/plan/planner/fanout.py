@@ -1,8 +1,8 @@
 """How often the source itself sends each piece: to every host, or to the heads of some chains of hosts.
 
-Direct sending to every host is best where it keeps no source NIC longer than the targets take to take it in. Where
-it would, the classes that such a NIC sends are cut into fewer chains, as many as fit. Made once a plan, from the
-volumes of cells and the hosts that hold them: O(classes x cells), integers throughout, equal at both ends.
+Sending directly to every host is best if no source NIC then needs longer than the targets need to receive. Otherwise
+the classes that such a NIC sends are cut into fewer chains, as many as fit. This is decided once per plan, from the
+volumes of cells and the hosts that hold them: O(classes x cells), in integers, equal at both ends.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from etha.plan.planner.chunks import TensorClass
 from etha.plan.planner.m2m import Holding, Topology
 
 Ints = npt.NDArray[np.int64]
-#: Tensors below so many bytes go to every rank from the source: a hop costs more than the wire saves (20 us are
-#: 1 MB at 50 GB/s), and a model's small tensors are a thousandth of its bytes.
+#: The source sends smaller tensors to every rank itself, because a hop costs more than the wire saves (20 us are 1 MB
+#: at 50 GB/s). A model's small tensors are a thousandth of its bytes.
 RELAY_BYTES = 1 << 20
-#: A source NIC may be busy for so many percent of what the targets need on average before chains are cut.
+#: A source NIC may be busy for this many percent of what the targets need on average before chains are cut.
 _SLACK = 102
 
 
 def decide(classes: Sequence[TensorClass], topology: Topology, least: int) -> None:
-    """Set ``chains`` of every class of which a tensor has at least ``least`` bytes; the others stay direct."""
+    """Set ``chains`` of every class whose tensors have at least ``least`` bytes. The others stay direct."""
     if topology.one_agent or not classes:
         return
     agents = 1 + int(max(topology.source_agent.max(initial=0), topology.target_agent.max(initial=0)))
@@ -53,7 +53,7 @@ def decide(classes: Sequence[TensorClass], topology: Topology, least: int) -> No
 
 
 def _cut(classes: Sequence[TensorClass], hosts: Ints, once: Ints, fixed: Ints, limit: int) -> None:
-    """Lessen ``chains`` where a NIC would send more than ``limit``."""
+    """Reduce ``chains`` of classes for which a NIC would send more than ``limit``."""
     load = fixed + (once * hosts[:, None]).sum(axis=0)
     if int(load.max()) <= limit:
         return
@@ -68,7 +68,7 @@ def _cut(classes: Sequence[TensorClass], hosts: Ints, once: Ints, fixed: Ints, l
 
 
 def volumes(shape: tuple[int, ...], holding: Holding) -> Ints:
-    """Elements of each flat cell."""
+    """Number of elements of each flat cell."""
     volume = np.ones(1, dtype=np.int64)
     for n, splits in zip(shape, holding.splits, strict=True):
         volume = (volume[:, None] * cells.table(n, splits).sizes).reshape(-1)
@@ -76,7 +76,7 @@ def volumes(shape: tuple[int, ...], holding: Holding) -> Ints:
 
 
 def _hosts(holding: Holding, host: Ints) -> Ints:
-    """Hosts that hold each cell; holders are sorted by host, those that are not there last."""
+    """Number of hosts that hold each cell. Holders are sorted by host, absent ones last."""
     ranks = holding.ranks[:, 0, :]
     where = np.where(ranks < 0, -1, host[ranks])
     fresh = (where[:, 1:] != where[:, :-1]) & (where[:, 1:] >= 0)
@@ -85,7 +85,8 @@ def _hosts(holding: Holding, host: Ints) -> Ints:
 
 
 def _sends(klass: TensorClass, topology: Topology, once: Ints, fixed: Ints) -> None:
-    """Add what each NIC sends of the class to one host, and what it contributes to reductions."""
+    """Add what each NIC sends of the class to one host (``once``), and what it contributes to reductions
+    (``fixed``)."""
     scale = klass.itemsize * klass.members
     if klass.reduction is not None:
         holding = klass.reduction.holding

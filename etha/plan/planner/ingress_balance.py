@@ -1,8 +1,8 @@
-"""Which ranks of a host carry for which: from what each NIC is to take in from other hosts, to equal shares.
+"""Which ranks of a host carry for which, so that its NICs receive equal shares from other hosts.
 
-Bytes are summed over the whole model, class by class from the volumes of cells (or, where the two sides share
-hosts, link by link), so a tensor that loads one NIC makes up for one that loads another; only what remains uneven
-is carried. O(classes x holders), integers throughout, equal at both ends.
+Bytes are summed over the whole model, class by class from the volumes of cells (or link by link, if the two sides share
+hosts). So tensors that load different NICs balance each other, and only what remains uneven is carried. O(classes x
+holders), in integers, equal at both ends.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from etha.plan.planner.m2m import Topology
 from etha.plan.planner.rank_plan import MOVE, RESULT
 
 Ints = npt.NDArray[np.int64]
-#: A host is left alone where its busiest NIC takes in at most so many percent of the mean.
+#: A host stays as it is if its busiest NIC receives at most this many percent of the mean.
 _UNEVEN = 102
-#: Where both sides share hosts, links are counted one by one up to so many pieces and copies of all classes.
+#: If both sides share hosts, links are counted one by one up to this many pieces and copies of all classes.
 _MOST_LINKS = 1 << 20
 
 
 def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | None:
-    """Who carries for whom; None where no host has a busy and an idle NIC."""
+    """Who carries for whom; None if no host has both a busy and an idle NIC."""
     ranks = len(topology.target_host)
     if topology.one_agent or not classes or not ranks:
         return None
-    # By rank: what it takes in from other hosts, and what of that may be carried; and who holds anything.
+    # By rank: what it receives from other hosts, what of that may be carried, and whether it holds anything.
     found = np.zeros((3, ranks), dtype=np.int64)
     if topology.apart:
         for klass in classes:
@@ -43,7 +43,7 @@ def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | N
     taken, movable, held = found
     shares: dict[int, list[tuple[int, int]]] = {}
     _, nic = np.unique(np.stack([topology.target_host, topology.target_agent]), axis=1, return_inverse=True)
-    nic = nic.reshape(-1)  # NICs numbered host by host; only those of ranks that hold anything
+    nic = nic.reshape(-1)  # NICs are numbered host by host; only those of ranks that hold anything count
     load, here = np.zeros(int(nic.max()) + 1, dtype=np.int64), np.zeros(int(nic.max()) + 1, dtype=np.int64)
     np.add.at(load, nic, taken)
     np.maximum.at(here, nic, held)
@@ -73,7 +73,7 @@ def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | N
 def _level(
     nics: Ints, load: Ints, mean: int, nic: Ints, held: Ints, movable: Ints, shares: dict[int, list[tuple[int, int]]]
 ) -> None:
-    """Give what the NICs of one host take in above the mean to those below it."""
+    """Move what the NICs of one host receive above the mean to those below it."""
     room = [(int(a), mean - int(load[a])) for a in nics if load[a] < mean]
     for busy in nics[load[nics] > mean].tolist():
         ranks = np.flatnonzero((nic == busy) & (movable > 0))
@@ -94,7 +94,7 @@ def _level(
 
 
 def _by_cells(klass: TensorClass, topology: Topology, found: Ints) -> None:
-    """Add what the holders of each cell take in where all of it comes from other hosts."""
+    """Add what the holders of each cell receive if all of it comes from other hosts."""
     scale = klass.itemsize * klass.members
     for block in klass.blocks:
         ranks = block.target.ranks[:, 0, :]
@@ -113,7 +113,7 @@ def _by_cells(klass: TensorClass, topology: Topology, found: Ints) -> None:
 
 
 def _links(klass: TensorClass) -> int:
-    """About how many links of one class there are."""
+    """Approximate number of links of one class."""
     total = 0
     for block in klass.blocks:
         pieces = int(np.prod([len(o.size) for o in block.overlays], dtype=np.int64))
@@ -122,7 +122,7 @@ def _links(klass: TensorClass) -> int:
 
 
 def _by_links(klass: TensorClass, topology: Topology, found: Ints) -> None:
-    """Add what every link between hosts brings; of classes where nobody passes on, all may be carried."""
+    """Add what every link between hosts brings. All of a class in which nobody forwards may be carried."""
     times = np.full(klass.turns, -(-klass.members // klass.turns), dtype=np.int64)
     last = klass.entries == 1 and klass.chains is None and klass.reduction is None
     for kind, (source, target, nbytes, count), _ in class_rows(klass, times):

@@ -1,6 +1,6 @@
-"""The M2M map: the shape-independent half of a plan, made once per pair of layouts.
+"""The M2M map: the part of a plan that does not depend on shapes, made once per pair of layouts.
 
-Who holds each cell on both sides, on which host and agent.
+It says who holds each cell on both sides, on which host and agent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from etha.plan.layouts.placement import Axis, Cut
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-#: A piece is not striped over replicas, nor a reduction divided over peers, below so many bytes each.
+#: A piece is not striped over replicas, nor a reduction divided over peers, below this many bytes each.
 MIN_SLICE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Topology:
-    """Host and agent of each rank, as numbers that are equal where the names are.
+    """Host and agent of each rank, as numbers that are equal if the names are.
 
-    Ranks whose host or agent nobody named are alone on it. ``source_order`` and ``target_order`` sort
-    the ranks of a side by (host, rank).
+    A rank whose host or agent has no name is alone on it. ``source_order`` and ``target_order`` are the places of a
+    side's ranks when sorted by (host, rank).
     """
 
     source_host: Ints
@@ -47,7 +47,7 @@ class Topology:
         hosts: tuple[Sequence[str] | None, Sequence[str] | None],
         agents: tuple[Sequence[str] | None, Sequence[str] | None],
     ) -> Topology:
-        """From the names of (source, target) ranks; LayoutError when some rank of a side has none."""
+        """Build it from the names of (source, target) ranks. LayoutError if some rank of a side has none."""
         for side, names in (("source_hosts", hosts[0]), ("target_hosts", hosts[1])):
             _check_names(side, names, world_sizes[side == "target_hosts"])
         for side, names in (("source_agents", agents[0]), ("target_agents", agents[1])):
@@ -96,9 +96,9 @@ def _order(host: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Holding:
-    """The holders of one grid: ``ranks`` (cells, K, P), -1 where nobody is, real replicas first.
+    """The holders of one grid: ``ranks`` (cells, K, P), -1 for an absent one, real replicas first.
 
-    ``count`` (cells,) are the replicas of each cell that are complete: all K contributions present.
+    ``count`` (cells,) is the number of complete replicas of each cell, with all K contributions present.
     """
 
     splits: tuple[Cut, ...]
@@ -107,7 +107,7 @@ class Holding:
     partial: tuple[tuple[Axis, int], ...]
 
     def find(self, rank: int) -> tuple[int, int, int] | None:
-        """(flat cell, contribution, replica) of a rank that holds something."""
+        """(flat cell, contribution, replica) of a rank; None if it holds nothing."""
         at = np.flatnonzero(self.ranks.reshape(-1) == rank)
         if not len(at):
             return None
@@ -116,12 +116,12 @@ class Holding:
 
     @property
     def cells(self) -> tuple[int, ...]:
-        """Cells of each dim."""
+        """Number of cells of each dim."""
         return tuple(cells.count(s) for s in self.splits)
 
 
 def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: int, order: Ints) -> list[Holding]:
-    """The layouts of one name as holders; layouts that cut alike become one, their ranks replicas."""
+    """The layouts of one name as holders. Layouts with the same cuts become one, with their ranks as replicas."""
     groups: dict[tuple[tuple[Cut, ...], tuple[tuple[Axis, int], ...]], list[Ints]] = {}
     for layout in sorted(layouts, key=lambda part: int(part.ranks.min())):
         grid = layout.grid(ndim)
@@ -149,7 +149,7 @@ def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class M2M:
-    """Holders of both sides of a pair of layouts; several source grids are replicas of each other."""
+    """Holders of both sides of a pair of layouts. Several source grids are replicas of each other."""
 
     source: tuple[Holding, ...]
     target: tuple[Holding, ...]
@@ -160,7 +160,7 @@ class M2M:
         object.__setattr__(self, "replicas", sum(h.ranks.shape[2] for h in self.source))
 
     def sources(self, cells: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
-        """Holders of joint cells: ranks (M, P) by (host, rank), their grid (M, P), how many (M,)."""
+        """Holders of joint cells: ranks (M, P) by (host, rank), their grid (M, P), and how many there are (M,)."""
         parts = [h.ranks[c, 0, :] for h, c in zip(self.source, cells, strict=True)]
         if len(parts) == 1:
             return parts[0], np.zeros_like(parts[0]), self.source[0].count[cells[0]]

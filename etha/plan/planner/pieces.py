@@ -1,7 +1,7 @@
-"""Where two cuts of a tensor meet: the pieces of a class, products of one pair of cells per dim.
+"""The pieces of a class: where two cuts of a tensor meet, products of one pair of cells per dim.
 
-A *piece* is the overlap of a source cell and a target cell. A rank's pieces are the product of its own
-cell's pairs; nothing else is touched.
+A *piece* is the overlap of a source cell and a target cell. A rank's pieces are the product of its own cell's pairs;
+nothing else is computed.
 """
 
 from __future__ import annotations
@@ -61,14 +61,12 @@ class CellBlock:
         )
 
     def of_target(self, cell: int) -> Pieces:
-        """All pieces of a target cell."""
         place = np.unravel_index(cell, self.target_cells) if self.target_cells else ()
         return self.over(
             [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
         )
 
     def of_source(self, grid: int, cell: int) -> Pieces:
-        """All pieces of a cell of one source grid."""
         sizes = self.source_cells[grid]
         ranges = []
         for o, c in zip(self.overlays, np.unravel_index(cell, sizes) if sizes else (), strict=True):
@@ -121,7 +119,7 @@ class CellBlock:
     def region(self, pieces: Pieces, piece: int, grid: int, cut: tuple[int, int, int] | None) -> Region:
         """The region of one piece as grid ``grid`` holds it; ``cut`` (dim, lo, hi) keeps a slice of it.
 
-        One grid more than there are is the target's own: both ends are its offsets.
+        The grid after the last one stands for the target's own: both ends are its offsets.
         """
         dims = []
         passed = grid == len(self.source_cells)
@@ -135,7 +133,7 @@ class CellBlock:
 
 
 def joined(offset: Ints, length: Ints) -> Ints:
-    """Runs with both ends at ``offset``; neighbours that touch become one."""
+    """Runs with both ends at ``offset``, in which runs that touch are joined."""
     head = np.append(True, offset[1:] != (offset + length)[:-1])[: len(offset)]
     first = np.flatnonzero(head)
     total = np.add.reduceat(length, first) if len(first) else length

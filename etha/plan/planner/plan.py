@@ -1,8 +1,8 @@
 """The rows of a plan: from what both sides hold to what each rank does. Pure, no communication.
 
-Equal tensors are one class and planned once; a rank's part of a class is a template, and a rank's plan
-is its templates laid in a row, tensor by tensor in order of names. Nothing depends on hash seeds, on the
-order of the mappings or on who asks.
+Equal tensors are one class and planned once. A rank's part of a class is a template, and a rank's plan is its templates
+in a row, tensor by tensor in the order of names. Nothing depends on hash seeds, on the order of the mappings, or on the
+rank that asks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etha.plan.planner.reduction import Reduction, reduce_op
 from etha.plan.planner.violations import Problem, coverage_problems, name_violations, spec_problems
 
 Ints = npt.NDArray[np.int64]
-#: Ranks whose rows are kept at hand.
+#: Ranks whose rows are cached.
 _SHEETS = 64
 _ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object]
 
@@ -37,8 +37,8 @@ _ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, obj
 class BasePlan:
     """What moves from ``source`` to ``target``: the rows of every rank. ``etha.plan.Plan`` adds proof and figures.
 
-    ``names`` are the tensors of both sides, sorted; their index is the tensor's number. Tensors with
-    violations have no rows.
+    ``names`` are the tensors of both sides, sorted; a tensor's number is its index there. Tensors with violations have
+    no rows.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class BasePlan:
         self.target: Mapping[str, TensorSpec] = MappingProxyType(dict(target))
         self.names: tuple[str, ...] = tuple(sorted(source.keys() & target.keys()))
         self.topology = topology
-        #: From how many bytes on tensors enter a host once and are passed on; None where none are.
+        #: From this many bytes on, tensors enter a host once and are forwarded; None if none are.
         self.relay = relay
-        #: Whether idle NICs of a host take in for busy ones.
+        #: Whether idle NICs of a host receive for busy ones.
         self.carry = carry
         self.classes: list[TensorClass] = []
-        #: Of each tensor: its class (-1 without one) and its turn in the rotation of that class.
+        #: For each tensor its class (-1 without one), and its turn in the rotation of that class.
         self.class_of: Ints
         self.turn_of: Ints
         self._name_violations = tuple(name_violations(source, target))
@@ -77,7 +77,7 @@ class BasePlan:
         numbers, turns, members = [], [], []
         for name in self.names:
             a, b = self.source[name], self.target[name]
-            # By identity first: a model's tensors share a few layouts, and hashing a rank table costs.
+            # By identity first, because a model's tensors share a few layouts, and hashing a rank table costs time.
             quick = (a.shape, b.shape, a.dtype, b.dtype, id(a.layout), id(b.layout), a.present, b.present)
             at = by_id.get(quick)
             if at is None:
@@ -91,7 +91,7 @@ class BasePlan:
             numbers.append(at)
             turns.append(members[at])
             members[at] += 1
-        # Classes with problems keep their number of entry but plan nothing.
+        # Classes with problems keep their entry number, but are not planned.
         planned = [-1] * len(entries)
         for at, entry in enumerate(entries):
             if entry is not None:
@@ -118,21 +118,21 @@ class BasePlan:
         reduction = None
         if partial is not None:
             how = reduce_op(partial.partial)
-            assert not isinstance(how, str)  # spec_problems has refused those
+            assert not isinstance(how, str)  # spec_problems has refused strings
             reduction = Reduction(source.shape, source.dtype, partial, how)
         klass = TensorClass(source.shape, source.dtype, target.dtype, m2m, reduction)
         problems += coverage_problems(klass)
         return None if problems else klass
 
     def _map(self, source: TensorSpec, target: TensorSpec) -> tuple[M2M, Holding | None]:
-        """The M2M map of a layout pair, and the holding that is to be reduced first, if any."""
+        """The M2M map of a pair of layouts, and the holding to be reduced first, if any."""
         ndim = len(source.shape)
         key = (source.layouts, source.present, target.layouts, target.present, ndim)
         found = self._maps.get(key)
         if found is None:
             here = holdings(source.layouts, source.present, ndim, self.topology.source_order)
             there = holdings(target.layouts, target.present, ndim, self.topology.target_order)
-            # One contribution is the value itself, but for norms, which take the root of a power.
+            # One contribution is the value itself, except for norms, which take the root of a power.
             whole = [h for h in here if h.ranks.shape[1] == 1 and all(axis.kind != "NP" for axis, _ in h.partial)]
             chosen = tuple(whole) or (here[0],)
             m2m = M2M(source=chosen, target=tuple(there), topology=self.topology)
@@ -159,8 +159,8 @@ class BasePlan:
         found = self._sheets.get((side, rank))
         if found is None:
             found = self._sheet(side, rank)
-            # An agent asks for its own ranks again and again; a proof asks for every rank once.
-            # Threads of an agent may share a plan: each step is one of the dict's own, whoever else is at it.
+            # An agent asks for its own ranks again and again; a proof asks for every rank once. Threads of an agent may
+            # share a plan, which is safe because each step below is one operation of the dict.
             if len(self._sheets) >= _SHEETS:
                 oldest, *_ = list(self._sheets)
                 self._sheets.pop(oldest, None)
@@ -168,7 +168,7 @@ class BasePlan:
         return found[0].rows(*found[1])
 
     def _sheet(self, side: str, rank: int) -> tuple[Sheet, tuple[Ints, Ints, Ints]]:
-        """The rows of one rank, and of its tensors: which template, which turn of it, which number."""
+        """The rows of one rank, and for each of its tensors: template, turn and number."""
         templates: list[Template] = []
         caches: list[dict[int, Region]] = []
         place = np.full(len(self.classes) + 1, -1, dtype=np.int64)
@@ -184,7 +184,7 @@ class BasePlan:
         return sheet, (where[mine], self.turn_of[mine], mine)
 
     def template(self, klass: int, side: str, rank: int) -> tuple[Template | None, dict[int, Region]]:
-        """The rows of one rank in one class, made once."""
+        """The rows of one rank in one class; made once."""
         key = (side, rank, klass)
         found = self._templates.get(key)
         if found is None:
@@ -200,7 +200,7 @@ class BasePlan:
         return same
 
     def ends(self, kind: Ints, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """(sender, receiver) of rows as ranks of both sides together, those of the target after the source's."""
+        """(sender, receiver) of rows, numbered over both sides: source ranks first, then target ranks."""
         m = len(self.topology.source_host)
         return source + m * inside_target(kind), target + m * (kind != CONTRIBUTE)
 
@@ -211,7 +211,7 @@ class BasePlan:
         return (target - source) % ranks
 
     def digest(self) -> str:
-        """Hex digest of everything that decides rows: equal on both sides iff the plans are equal."""
+        """Hex digest of everything that decides rows: equal on both sides if and only if the plans are equal."""
         if self._digest is None:
             sides = self.source, self.target
             self._digest = digest_of(*sides, self.topology, relay=self.relay, carry=self.carry)
@@ -219,7 +219,7 @@ class BasePlan:
 
 
 def world_size(specs: Mapping[str, TensorSpec], *names: Sequence[str] | None) -> int:
-    """How many ranks a side has: those of its layouts, or as many as any of ``names`` names."""
+    """Number of ranks of a side: those of its layouts, or as many as any of ``names`` names."""
     layouts: dict[int, Layout] = {}
     for spec in specs.values():
         for layout in spec.layouts:

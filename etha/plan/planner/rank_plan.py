@@ -1,8 +1,8 @@
-"""RankPlan: one rank's part of a plan, as columns; what an executor compiles.
+"""RankPlan: one rank's part of a plan, as columns, which an executor compiles.
 
-A row is one chunk: exactly one product of runs of one tensor, from one rank to one other. Rows are in
-canonical order (tensor, phase, target grid, target cell, source cell, slice, target rank), which both
-ends of every link derive alone; a pair of ranks sees its restriction of it.
+A row is one chunk: exactly one product of runs of one tensor, from one rank to one other. Rows are in canonical order
+(tensor, phase, target grid, target cell, source cell, slice, target rank). Both ends of every link derive it alone; a
+pair of ranks sees the restriction of it to their rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
-#: kind: source tensor -> target tensor; contributor's tensor -> slot at the owner; slot -> target tensor;
-#: target tensor of one rank, which has got it by an earlier row, -> target tensor of another; source tensor ->
-#: packed, on a rank of the target side that need not hold it; packed, by that earlier row, -> target tensor.
+#: Kind of a row:
+#: MOVE        source tensor -> target tensor
+#: CONTRIBUTE  contributor's tensor -> slot at the owner
+#: RESULT      slot -> target tensor
+#: FORWARD     target tensor of a rank that got it by an earlier row -> target tensor of another rank
+#: CARRY       source tensor -> packed buffer on a rank of the target side that need not hold it
+#: DELIVER     that packed buffer -> target tensor
 MOVE, CONTRIBUTE, RESULT, FORWARD, CARRY, DELIVER = 0, 1, 2, 3, 4, 5
-#: role, from the plan's own rank: both ends on one agent; this rank sends; this rank receives.
+#: Role of a row for the plan's own rank: both ends are on one agent; this rank sends; this rank receives.
 LOCAL, SEND, RECV = 0, 1, 2
 
 
 def inside_target(kind: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which rows are from rank to rank of the target side."""
+    """Which rows go from one rank of the target side to another."""
     passed: npt.NDArray[np.bool_] = (kind == FORWARD) | (kind == DELIVER)
     return passed
 
@@ -36,17 +40,17 @@ def inside_target(kind: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 class Region:
     """A product of runs: per tensor dim an int64 array (k, 3) of (source offset, target offset, length).
 
-    Offsets are indices into the dim of the two ends' local tensors; for CONTRIBUTE the target end and
-    for RESULT the source end is the dense slot. Both ends of a FORWARD are local tensors of the target
-    side; the target end of a CARRY and the source end of its DELIVER are the region itself, packed densely.
-    A 0-d tensor has no dims and one element.
+    Offsets are indices into that dim of the two ends' local tensors. For CONTRIBUTE the target end, and for RESULT the
+    source end, is the dense slot. Both ends of a FORWARD are local tensors of the target side. The target end of a
+    CARRY and the source end of its DELIVER are the region itself, packed densely. A 0-d tensor has no dims and one
+    element.
     """
 
     dims: tuple[Ints, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dim: the shape of the region packed densely."""
+        """Elements along each dim, which is the shape of the region packed densely."""
         return tuple(int(runs[:, 2].sum()) for runs in self.dims)
 
 
@@ -54,9 +58,9 @@ class Region:
 class Slot:
     """A dense buffer at ``owner`` in which ``count`` contributions become one value per element.
 
-    Start from contribution 0, combine 1, 2, ... in ``accumulate`` dtype, divide by ``divisor`` once,
-    then round once to the wire dtype. op: "sum", "avg", "max", "min", "product" or "norm": contributions
-    to the power ``p`` are summed and the 1/p-th power is taken. (tensor, number) is one slot on all ranks.
+    Start from contribution 0, combine 1, 2, ... in ``accumulate`` dtype, divide by ``divisor`` once, then round once to
+    the wire dtype. op is "sum", "avg", "max", "min", "product" or "norm"; for "norm", contributions to the power ``p``
+    are summed and the 1/p-th power is taken. (tensor, number) names one slot on all ranks.
     """
 
     tensor: int
@@ -74,8 +78,8 @@ class Slot:
 class Template:
     """One rank's rows in one class of equal tensors, for each turn of the rotation among replicas.
 
-    Rows of turn w are ``rows[w]:rows[w+1]``, its slots ``slots[w]:slots[w+1]``. ``slot`` and ``depends``
-    count from the start of the turn; ``region`` is a key that ``make_region`` understands.
+    Rows of turn w are ``rows[w]:rows[w+1]``, its slots ``slots[w]:slots[w+1]``. ``slot`` and ``depends`` count from the
+    start of the turn; ``region`` is a key for ``make_region``.
     """
 
     kind: Ints
@@ -95,7 +99,7 @@ class Template:
     make_slot: Callable[[int, int], Slot]  # (slot of the template, tensor) -> Slot
 
     def region_of(self, key: int, cache: dict[int, Region]) -> Region:
-        """The region of a key of the column ``region``, one object per key and ``cache``."""
+        """The region of a key of the column ``region``; one object per key and ``cache``."""
         found = cache.get(key)
         if found is None:
             found = cache[key] = self.make_region(key)
@@ -104,11 +108,11 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPlan:
-    """The rows of one rank, each column one array; ``len(rp)`` rows. See the module's head.
+    """The rows of one rank, one array per column; ``len(rp)`` rows. See the module.
 
-    ``depends`` is an earlier row of the rank without which this one cannot begin: the contribution before this
-    one to a slot, the last contribution to a result, and to what a rank passes on (FORWARD, of which ``source``
-    and ``target`` are both ranks of the target side) the row that brings it. Phases rise along it.
+    ``depends`` is the earlier row of the rank that must be done before this one begins: for a contribution the previous
+    contribution to the slot, for a result the last contribution, and for a FORWARD row (both of whose ends are target
+    ranks) the row that brings its data. Phases rise along it.
     """
 
     side: str
@@ -134,7 +138,7 @@ class RankPlan:
         return len(self.kind)
 
     def region(self, row: int) -> Region:
-        """The region of a row; rows of equal tensors share the object."""
+        """The region of a row. Rows of equal tensors share the object."""
         return self.region_at(int(self.region_index[row]))
 
     def region_at(self, index: int) -> Region:
@@ -144,7 +148,7 @@ class RankPlan:
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The reduction slots that the rows name, by index."""
+        """The reduction slots that the rows refer to, by index."""
         return tuple(
             self._templates[which].make_slot(slot, tensor)
             for tensor, which, first, last in self._slot_segments

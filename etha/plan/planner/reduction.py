@@ -1,9 +1,9 @@
 """Partial sources: each element is reduced once, at one owner, in one order.
 
-The cell of K contributions x P replicas is cut evenly into slots, one owner among the K P peers each.
-The owner takes contributions 0..K-1 (C-order over the Partial axes, never ranks) from its own replica
-row, reduces, rounds once; every target holder gets that buffer, so replicas are equal to the bit.
-Slots do not depend on the targets: a second target layout costs no second reduction.
+The cell of K contributions x P replicas is cut evenly into slots, each owned by one of the K P peers. The owner takes
+contributions 0..K-1 (in C-order over the Partial axes, never by rank) from its own replica row, reduces, and rounds
+once. Every target holder gets that buffer, so replicas are equal to the bit. Slots do not depend on the targets, so a
+second target layout costs no second reduction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class ReducedClass(Protocol):
-    """What a reduction asks of the class of tensors that it belongs to (``chunks.TensorClass``)."""
+    """What a reduction needs of the class of tensors that it belongs to (``chunks.TensorClass``)."""
 
     m2m: M2M
     itemsize: int
@@ -36,14 +36,14 @@ class ReducedClass(Protocol):
 
     @property
     def turns(self) -> int:
-        """After how many tensors the rotation comes round."""
+        """Number of tensors after which the rotation repeats."""
         ...
 
 
 def reduce_op(partial: Sequence[tuple[Axis, int]]) -> tuple[str, float, int] | str:
     """(op, p, divisor) of all Partial axes together, or the reason why they cannot be reduced.
 
-    sum with avg is one sum, divided once by the sizes of the avg axes; any other mix is refused.
+    sum with avg is one sum, divided once by the sizes of the avg axes. Any other mix is refused.
     """
     kinds = {("norm" if a.kind == "NP" else "mask" if a.kind == "MP" else a.op, a.p) for a, _ in partial}
     ops = sorted({op for op, _ in kinds})
@@ -78,7 +78,7 @@ class Reduction:
         self.parts = _parts([int(e.max()) for e in self.extents], peers, dtypes.itemsize(dtype))
         self.number = int(np.prod(self.parts, dtype=np.int64))
         self.period = peers // int(np.gcd(peers, self.number)) if self.number else 1
-        splits = [s for s in holding.splits if not isinstance(s, DimRuns)]  # all of them: no source is a region
+        splits = [s for s in holding.splits if not isinstance(s, DimRuns)]  # all of them, because no source is a region
         refined = tuple((*s, (p, 0, len(s))) for s, p in zip(splits, self.parts, strict=True))
         refined = tuple(tuple(cut for cut in s if cut[0] > 1) for s in refined)
         self.slots = Holding(splits=refined, ranks=holding.ranks, count=holding.count, partial=())
@@ -96,7 +96,7 @@ class Reduction:
         return cell, inside
 
     def owner(self, cell: Ints, inside: Ints, turn: Ints) -> tuple[Ints, Ints, Ints]:
-        """(rank, contribution, replica) of the owner of each slot; -1 where no replica is complete."""
+        """(rank, contribution, replica) of the owner of each slot; rank is -1 if no replica is complete."""
         replicas = self.holding.count[cell]
         peer = (inside + turn * self.number) % np.maximum(self.count * replicas, 1)
         k, p = peer // np.maximum(replicas, 1), peer % np.maximum(replicas, 1)
@@ -124,7 +124,7 @@ class Reduction:
         return flat
 
     def volumes(self) -> tuple[Ints, Ints]:
-        """(slot, its elements) of all slots, empty ones too."""
+        """(slot, its elements) of all slots, empty ones included."""
         volume = np.ones(1, dtype=np.int64)
         for n, splits in zip(self.shape, self.slots.splits, strict=True):
             volume = (volume[:, None] * cells.table(n, splits).sizes).reshape(-1)
@@ -133,9 +133,9 @@ class Reduction:
     def results(
         self, klass: ReducedClass, block: CellBlock, pieces: Pieces, only: int | None
     ) -> tuple[Ints, npt.NDArray[np.bool_], Ints, Ints, Ints]:
-        """Who sends each result: (owner (W, M), whether there is a copy, who passes it on or -1, its hop, copies).
+        """Who sends each result: (owner (W, M), whether there is a copy, who forwards it or -1, its hop, copies).
 
-        The middle three are (W, M, copies). ``only``: one copy and those that it may pass on to.
+        The middle three have shape (W, M, copies). ``only``: one copy, and those that it may forward to.
         """
         topology = klass.m2m.topology
         turn = np.arange(klass.turns, dtype=np.int64)[:, None]
@@ -159,7 +159,7 @@ class Reduction:
         return owner, every[:, :, one], np.where(far, via, -1), np.where(far, hop, 0), one
 
     def template(self, klass: ReducedClass, side: str, rank: int) -> Template | None:
-        """All rows of ``rank``: contributions, then results; None when it has nothing to do here."""
+        """All rows of ``rank``: contributions, then results. None if it has nothing to do here."""
         blocks, turns = klass.blocks, klass.turns
         parts = SlotRows(self, turns, klass, rank)
         if side == "source":
@@ -172,7 +172,7 @@ class Reduction:
         for grid, block in enumerate(blocks):
             if side == "source" and where is not None:
                 slots = self.slots_of(where[0])
-                # Only slots that this rank owns in some turn; all of them when replicas rotate.
+                # Only slots that this rank owns in some turn; all of them if replicas rotate.
                 for slot in slots[self._ever_owned(slots, rank, turns)].tolist():
                     parts.results(grid, block, block.of_source(0, slot), rank, None)
             elif side == "target":
@@ -189,7 +189,7 @@ class Reduction:
 
 
 def _parts(extents: list[int], peers: int, itemsize: int) -> tuple[int, ...]:
-    """Into how many parts each dim of a cell is cut, so that there is a slot for each peer."""
+    """Number of parts into which each dim of a cell is cut, so that there is a slot for each peer."""
     nbytes = int(np.prod(extents, dtype=np.int64)) * itemsize
     wanted = max(1, min(peers, nbytes // MIN_SLICE))
     parts = [1] * len(extents)
@@ -204,7 +204,7 @@ def _parts(extents: list[int], peers: int, itemsize: int) -> tuple[int, ...]:
 
 
 class SlotRows:
-    """Collects the rows of one rank and brings them into canonical order."""
+    """Collects the rows of one rank and sorts them into canonical order."""
 
     def __init__(self, reduction: Reduction, turns: int, klass: ReducedClass, rank: int) -> None:
         self.r, self.turns, self.klass, self.rank = reduction, turns, klass, rank
@@ -220,7 +220,7 @@ class SlotRows:
         self.regions += regions
 
     def contributions(self, rank: int, cell: int, k: int, p: int) -> None:
-        """What ``rank`` contributes to the slots of its replica row, and what it collects as an owner."""
+        """Add what ``rank`` contributes to the slots of its replica row, and what it collects as an owner."""
         r = self.r
         slots = r.slots_of(cell)
         turn, at = (x.reshape(-1) for x in np.meshgrid(np.arange(self.turns), np.arange(len(slots)), indexing="ij"))
@@ -229,7 +229,7 @@ class SlotRows:
         index = np.arange(r.count)
         members = r.holding.ranks[cell, :, p]
         mine = owner == rank
-        # As owner: all K contributions of the row; as member of another owner's row: its own one.
+        # As an owner: all K contributions of the row. As a member of another owner's row: its own contribution.
         keep = (row == p)[:, None] & (mine[:, None] | (index == k))
         n, i = np.nonzero(keep)
         bounds = [r.shape_of(s) for s in slots.tolist()]
@@ -246,7 +246,7 @@ class SlotRows:
         )  # fmt: skip
 
     def results(self, grid: int, block: CellBlock, pieces: Pieces, rank: int, copy: int | None) -> None:
-        """Rows slot -> target: those of one owner (copy None), or those that one target holder gets or passes on."""
+        """Add rows slot -> target: those of one owner (copy None), or those that one target holder gets or forwards."""
         slot = pieces.cells[0]
         owner, keep, via, hop, copies = self.r.results(self.klass, block, pieces, copy)
         if copy is None:
@@ -268,7 +268,7 @@ class SlotRows:
         )  # fmt: skip
 
     def done(self) -> Template | None:
-        """All that was added, as a template; None where nothing was."""
+        """All added rows as a template; None if there are none."""
         if not self.columns:
             return None
         c = {name: np.concatenate([part[name] for part in self.columns]) for name in self.columns[0]}
@@ -283,7 +283,8 @@ class SlotRows:
         slots = np.searchsorted(names[0], np.arange(self.turns + 1))
         rows = np.searchsorted(c["turn"], np.arange(self.turns + 1))
         kind, index = c["kind"], c["index"]
-        # The rows of one slot's contributions at its owner are neighbours: a chain, and results hang on its end.
+        # The contributions to one slot at its owner are neighbouring rows. They form a chain, and results depend on its
+        # end.
         number = np.arange(len(kind))
         last = np.full(names.shape[1], -1, dtype=np.int64)
         complete = (kind == CONTRIBUTE) & (index == self.r.count - 1)

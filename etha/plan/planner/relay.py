@@ -1,9 +1,9 @@
-"""Relays: a slice enters a host once and is passed on, inside the host and from host to host.
+"""Relays: a slice enters a host once, and is forwarded inside the host and from host to host.
 
-The copies of a piece that come from afar are grouped by host, and the hosts cut into contiguous chains. The
-source sends to the first host of each chain, whose entry passes the slice to the entry of the next host and to
-its neighbours. The entry is the copy on the sender's rail, the next one for the next slice, so that the slices
-of a piece come in over all copies of a host.
+The copies of a piece that come from other hosts are grouped by host, and the hosts are cut into contiguous chains. The
+source sends to the first host of each chain. That host's entry forwards the slice to its neighbours and to the entry of
+the next host. The entry is the copy on the sender's rail, and another copy for the next slice, so that the slices of a
+piece come in over all copies of a host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trees:
-    """How the copies of M pieces are reached from afar; pieces that the same copies want share one of N trees.
+    """How the copies of M pieces on other hosts are reached. Pieces that the same copies want share one of N trees.
 
-    ``row`` (M,) is the tree of each piece; the other arrays are (N, Q), but for ``groups`` and ``chains`` (N,).
-    ``group`` numbers the hosts of a tree, ``member`` the copies of a host; copies that are ``far`` have numbers,
-    ``seat[n]`` is the copy with number n, and host g has the numbers ``bounds[g]:bounds[g + 1]``. ``chain`` is
-    the chain of a copy's host and ``hop`` its place there.
+    ``row`` (M,) is the tree of each piece; the other arrays are (N, Q), except ``groups`` and ``chains`` (N,).
+    ``group`` numbers the hosts of a tree, ``member`` the copies of a host. Copies that are ``far`` have numbers:
+    ``seat[n]`` is the copy with number n, and host g has the numbers ``bounds[g]:bounds[g + 1]``. ``chain`` is the
+    chain of a copy's host, and ``hop`` the host's place in it.
     """
 
     row: Ints
@@ -46,15 +46,15 @@ class Trees:
 
     @property
     def heads(self) -> Ints:
-        """(M,): how many hosts the source itself sends to."""
+        """(M,): number of hosts to which the source itself sends."""
         return np.where(self.groups > 0, self.chains, 0)[self.row]
 
     def chain_of(self, copies: Ints) -> Ints:
-        """(M, copies): the number of each one's chain."""
+        """(M, copies): the number of each copy's chain."""
         return self.chain[:, copies][self.row]
 
     def beside(self, only: int | None) -> Ints:
-        """The copies that copy ``only`` can have to do with: those of its host and the next, and itself."""
+        """Copy ``only``, and the copies that it may exchange data with: those of its host and of the next one."""
         if only is None:
             return np.arange(self.far.shape[1], dtype=np.int64)
         mine = self.group[:, only : only + 1]
@@ -64,18 +64,19 @@ class Trees:
         return np.flatnonzero(found).astype(np.int64)
 
     def direct(self) -> Ints:
-        """The copies that the source itself may send to: those of the first host of a chain, and those not far."""
+        """The copies to which the source itself may send: those on the first host of a chain, and those not far."""
         return np.flatnonzero((~self.far | (self.hop == 0)).any(axis=0)).astype(np.int64)
 
     def ends(self, copies: Ints) -> Bools:
-        """(M, copies): alone on its host, and no host comes after it."""
+        """(M, copies): whether it is alone on its host, and no host comes after it."""
         g = np.maximum(self.group[:, copies], 0)
         size = np.take_along_axis(self.bounds, g + 1, axis=1) - np.take_along_axis(self.bounds, g, axis=1)
         alone: Bools = (size == 1) & (self.groups == self.chains)[:, None]
         return alone[self.row]
 
     def routes(self, rail: Ints, slices: int, copies: Ints) -> tuple[Ints, Ints]:
-        """(the copy that passes each slice on, -1 for the source; its hop), (W, M, S, copies); rail (W, M)."""
+        """(the copy that forwards each slice, -1 for the source; its hop), both (W, M, S, copies). ``rail`` is (W,
+        M)."""
         at = np.arange(len(self.far), dtype=np.int64)[:, None]
         g = np.maximum(self.group[:, copies], 0)
         start, up = self.bounds[at, g], self.bounds[at, np.maximum(g - 1, 0)]
@@ -93,9 +94,10 @@ class Trees:
 
 
 def trees(far: Bools, host: Ints, chains: int, row: Ints | None = None) -> Trees:
-    """Trees over copies ``far`` (N, Q) on ``host`` (N, Q), equal hosts side by side; at most ``chains`` each.
+    """Trees over copies ``far`` (N, Q) on ``host`` (N, Q), equal hosts side by side, with at most ``chains`` chains
+    each.
 
-    ``row`` is the tree of each piece, without it each has its own.
+    ``row`` is the tree of each piece; without it, each piece has its own.
     """
     n, q = far.shape
     number = np.cumsum(far, axis=1) - 1
@@ -125,7 +127,7 @@ def trees(far: Bools, host: Ints, chains: int, row: Ints | None = None) -> Trees
 
 
 def brought(slice_: Ints, mine: Bools) -> Ints:
-    """For each row that is not ``mine`` the row of the same slice that is, -1 without; -1 for those that are."""
+    """For each row that is not ``mine``, the row of the same slice that is, or -1. For rows that are ``mine``, -1."""
     at = np.flatnonzero(mine)
     order = at[np.argsort(slice_[at], kind="stable")]
     if not len(order):

@@ -1,4 +1,4 @@
-"""MOVE rows of one rank, and what becomes of them, block by block, and the template that they make together."""
+"""The rows of one rank, block by block, and the template that they make together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockRows:
-    """MOVE and FORWARD rows of one rank in one block; ``depends`` are places among them."""
+    """Rows of one rank in one block; ``depends`` are indices into them."""
 
     turn: Ints
     kind: Ints
@@ -33,7 +33,7 @@ class BlockRows:
 
 
 def taken(rows: BlockRows, at: Ints) -> BlockRows:
-    """Only some of the rows, of which none depends on another."""
+    """Some of the rows, none of which depends on another."""
     names = ("turn", "kind", "phase", "source", "target", "region", "nbytes", "place")
     return dataclasses.replace(rows, depends=None, **{name: getattr(rows, name)[at] for name in names})
 
@@ -43,7 +43,7 @@ def _no_slot(_slot: int, _tensor: int) -> Slot:
 
 
 def merge_rows(parts: Sequence[BlockRows], turns: int) -> Template:
-    """Blocks one after the other within each phase of each turn."""
+    """Put blocks one after the other within each phase of each turn."""
     base = np.cumsum([0, *(p.regions for p in parts)])
     turn, phase = (np.concatenate([getattr(p, name) for p in parts]) for name in ("turn", "phase"))
     passed = bool(phase.any())
@@ -51,7 +51,7 @@ def merge_rows(parts: Sequence[BlockRows], turns: int) -> Template:
     if len(parts) > 1 or passed:
         groups = sorted({p.group for p in parts})
         group = np.concatenate([np.full(len(p.turn), groups.index(p.group)) for p in parts])
-        several = len(groups) < len(parts)  # otherwise in their order as they are
+        several = len(groups) < len(parts)  # otherwise keep their order
         place = np.concatenate([p.place for p in parts]) if several else group
         order = np.lexsort((place, group, phase, turn))
 

@@ -1,8 +1,8 @@
 """Who sends which slice of a piece to whom: a replica of the source, or a copy on the target side that has it.
 
-The same agent first, then the same host, else every replica exactly 1/P of the bytes. With a fan-out one copy a
-host is sent and the others are passed on (relay.py). Both ends evaluate the same closed forms, so there
-is nothing to negotiate.
+A holder on the same agent comes first, then one on the same host; otherwise every replica sends exactly 1/P of the
+bytes. With a fan-out one copy per host is sent, and the others are forwarded (relay.py). Both ends evaluate the same
+closed forms, so there is nothing to negotiate.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from etha.plan.planner.relay import Trees, trees
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-#: A piece is not cut into more slices than this only to load entries and replicas alike at once.
+#: Most slices into which a piece is cut only to load entries and replicas evenly at once.
 _MOST_SLICES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Who sends what: arrays over (turns, pieces, slices, copies); ``copies`` are the columns' copies.
+    """Who sends what: arrays over (turns, pieces, slices, copies); ``copies`` are the copies of the columns.
 
-    ``column`` is the sender's place among the piece's holders, but where ``via`` is not -1: that copy passes
-    it on, as hop ``depth``. ``parts[m]`` is into how many slices the copies that come from afar are cut along
-    ``dim[m]``; ``whole`` (pieces, copies) are not cut.
+    ``column`` is the sender's place among the piece's holders. But if ``via`` is not -1, that copy forwards it, as hop
+    ``depth``. ``parts[m]`` is the number of slices into which the copies from other hosts are cut along ``dim[m]``;
+    ``whole`` (pieces, copies) are not cut.
     """
 
     copies: Ints
@@ -63,11 +63,11 @@ def assign(
 ) -> Assignment:
     """Choose the senders of the copies of each piece.
 
-    A copy with a holder on its agent, else on its host, comes from such a holder in rotation. The rest:
-    with Q copies and P replicas each piece is cut into k slices so that Q k is a multiple of P, and unit
-    u = q k + s goes to sender floor(u P / (Q k)): every replica sends exactly 1/P. With ``chains`` the Q are
-    the heads of so many chains of hosts. ``only``: the answer for one copy (with ``chains`` also for those that
-    it may pass on to), the same as in the answer for all; ``direct``: for those that the source itself sends to.
+    A copy with a holder on its agent, or else on its host, comes from such a holder, in rotation. For the others, with
+    Q copies and P replicas, each piece is cut into k slices so that Q k is a multiple of P, and unit u = q k + s goes
+    to sender floor(u P / (Q k)), so that every replica sends exactly 1/P. With ``chains``, Q counts the heads of that
+    many chains of hosts. ``only``: the answer for one copy (with ``chains`` also for those to which it may forward),
+    equal to that in the answer for all. ``direct``: the answer for the copies to which the source itself sends.
     """
     pieces, most = ranks.shape
     q = np.arange(holders.shape[1], dtype=np.int64)
@@ -75,7 +75,7 @@ def assign(
     one = q if only is None else q[only : only + 1]
     tree: Trees | None = None
     if relayed and topology.apart:
-        # Who wants a piece is a matter of its target cell alone.
+        # Who wants a piece depends on its target cell alone.
         assert chains is not None
         tree = _trees_of_cells(holders, cell, wanted, topology, chains)
         one = tree.direct() if direct else tree.beside(only)
@@ -87,7 +87,7 @@ def assign(
         column = np.zeros((1, pieces, 1, asked.shape[1]), dtype=np.int64)
         return Assignment(copies=one, column=column, valid=valid, whole=np.ones_like(asked), parts=parts, dim=dim)
     alive = np.maximum(count, 1)
-    # A running number of the copies of a source cell over its pieces and the tensors of the class.
+    # A running number of the copies of a source cell, over its pieces and the tensors of the class.
     serial = np.arange(turns, dtype=np.int64)[:, None] * degree + ordinal  # (W, M)
     if topology.one_agent:
         column = (serial[:, :, None] * wanted[:, None] + one) % alive[:, None]
@@ -102,7 +102,7 @@ def assign(
     entries = np.ones(pieces, dtype=np.int64)
     if topology.apart:
         near = np.zeros_like(far)
-        # The number of each copy among those that come from afar, and how many there are.
+        # The number of each copy among those that come from other hosts, and how many there are.
         before, total = np.broadcast_to(one, far.shape), np.where(count > 0, wanted, 0)
     else:
         every = (q < wanted[:, None]) & (count > 0)[:, None]
@@ -156,14 +156,14 @@ def assign(
 
 
 def _trees_of_cells(holders: Ints, cell: Ints, wanted: Ints, topology: Topology, chains: int) -> Trees:
-    """One tree for each of the target cells ``cell``; all of their copies are far."""
+    """One tree for each of the target cells ``cell``, all of whose copies are far."""
     some, first, row = np.unique(cell, return_index=True, return_inverse=True)
     far = np.arange(holders.shape[1]) < wanted[first][:, None]
     return trees(far, topology.target_host[np.maximum(holders[some], 0)], chains, row.reshape(-1))
 
 
 def _match(ranks: Ints, count: Ints, copies: Ints, topology: Topology) -> Bools:
-    """(M, Q, P): which holders are as near to each copy as any: on its agent, else on its host, else none."""
+    """(M, Q, P): which holders are nearest to each copy: on its agent, or else on its host; otherwise none."""
     here, there = np.maximum(ranks, 0), np.maximum(copies, 0)
     held = (np.arange(ranks.shape[1]) < count[:, None])[:, None, :]
     same: Bools = held & (topology.source_agent[here][:, None, :] == topology.target_agent[there][:, :, None])
@@ -172,20 +172,20 @@ def _match(ranks: Ints, count: Ints, copies: Ints, topology: Topology) -> Bools:
 
 
 def cuts(entries: Ints, crowd: Ints) -> Ints:
-    """Into how many slices a piece is cut for the entries of a host; 1 where its many neighbours load them alike."""
+    """Number of slices of a piece for the entries of a host; 1 if its many neighbours load them evenly."""
     many = (crowd >= 32 * entries) | ((crowd >= 8 * entries) & (crowd % entries == 0))
     return np.where(many, 1, entries)
 
 
 def _wanted(alive: Ints, total: Ints, entries: Ints) -> Ints:
-    """Slices with which every replica sends, and every rank of a host takes in, the same."""
+    """Number of slices with which every replica sends the same, and every rank of a host receives the same."""
     even = np.where(total > 0, alive // np.gcd(alive, np.maximum(total, 1)), 1)
     both = np.lcm(even, entries)
     return np.where(both <= _MOST_SLICES, both, np.maximum(even, entries))
 
 
 def _slices(alive: Ints, total: Ints, entries: Ints, nbytes: Ints, extents: Ints) -> tuple[Ints, Ints]:
-    """Into how many slices pieces with ``total`` copies from afar are cut, and along which dim."""
+    """Number of slices of pieces with ``total`` copies from other hosts, and the dim along which they are cut."""
     parts = np.where(total > 0, _wanted(alive, total, entries), 1)
     parts = np.minimum(parts, np.maximum(nbytes // MIN_SLICE, 1))
     if not extents.shape[1]:
@@ -193,7 +193,7 @@ def _slices(alive: Ints, total: Ints, entries: Ints, nbytes: Ints, extents: Ints
     long = extents >= parts[:, None]
     dim = np.where(long.any(axis=1), long.argmax(axis=1), extents.argmax(axis=1))
     if (entries > 1).any():
-        # Entries take in the same where the slices are the same, or many rows each.
+        # Entries receive the same if the slices are equal, or have many rows each.
         even = long & ((extents % parts[:, None] == 0) | (extents >= _MOST_SLICES * parts[:, None]))
         dim = np.where(even.any(axis=1) & (entries > 1), even.argmax(axis=1), dim)
     parts = np.minimum(parts, np.take_along_axis(extents, dim[:, None], axis=1)[:, 0])
@@ -201,7 +201,7 @@ def _slices(alive: Ints, total: Ints, entries: Ints, nbytes: Ints, extents: Ints
 
 
 def always_even(replicas: int, copies: int, entries: int, nbytes: int, extents: Sequence[int]) -> bool:
-    """Whether every piece of at least so many bytes and elements a dim is shared evenly, whatever its turn."""
+    """Whether every piece of at least these bytes and elements per dim is shared evenly, whatever its turn."""
     parts = int(_wanted(*(np.array([n], dtype=np.int64) for n in (replicas, copies, entries)))[0])
     whole = parts % entries == 0 and (copies * parts) % replicas == 0
     return whole and parts <= max(nbytes // MIN_SLICE, 1) and (parts == 1 or max(extents, default=0) >= parts)

@@ -1,4 +1,4 @@
-"""Why a set of tensors cannot be planned: every reason, without planning what cannot be.
+"""Every reason why a set of tensors cannot be planned, found without planning it.
 
 Registration lists these; ``check()`` adds what only a plan's rows can show.
 """
@@ -33,7 +33,7 @@ class Problem:
 
 
 def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
-    """What is wrong with moving a tensor from ``source`` to ``target``, seen from the two specs alone."""
+    """What prevents moving a tensor from ``source`` to ``target``, judged by the two specs alone."""
     found = []
     if source.shape != target.shape:
         text = f"shape {source.shape} on the source, {target.shape} on the target"
@@ -82,7 +82,7 @@ def coverage_problems(klass: TensorClass) -> list[Problem]:
 
 
 def name_violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> Iterator[Violation]:
-    """Names that only one side has: ``unknown_name`` on the source that sends it, ``missing_name`` where it lacks."""
+    """Names that only one side has: ``unknown_name`` if only the source has it, ``missing_name`` if only the target."""
     for name in sorted(source.keys() - target.keys()):
         text = "the source has it, the target does not: register it on both sides under one name"
         yield Violation(code="unknown_name", name=name, side=SOURCE, rank=None, text=text)

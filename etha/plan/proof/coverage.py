@@ -1,10 +1,14 @@
-"""check: the coverage proof. From the rows alone, against what the layouts say each rank owns.
+"""check: the coverage proof, from the rows alone, against what the layouts say each rank owns.
 
-For every class and turn: each target element of each holder is written exactly once, with the element
-of the same global index, read inside what the sender owns; each slot takes every contribution once, in
-order; no element is reduced twice; what a target rank passes on it has got by an earlier row of an earlier
-phase; both ends of every link have the same rows in the same order.
-It uses none of the code that made the rows: only the layouts' own tables.
+For every class and turn:
+
+- Each target element of each holder is written exactly once, with the element of the same global index, which the
+  sender owns.
+- Each slot takes every contribution once, in order, and no element is reduced twice.
+- What a target rank forwards, it got by an earlier row of an earlier phase.
+- Both ends of every link have the same rows in the same order.
+
+It uses none of the code that made the rows, only the layouts' own tables.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, RES
 from etha.plan.planner.violations import Problem
 
 Ints = npt.NDArray[np.int64]
-#: (turn, kind, source, target) -> what each end says that travels there, in order.
+#: (turn, kind, source, target) -> what each end says travels there, in order.
 _Rows = dict[tuple[int, int, int, int], dict[str, list[tuple[object, ...]]]]
 _WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on", DELIVER: "one hands on"}
 
 
 def check(plan: BasePlan) -> None:
-    """Raise PlanError with every violation of ``plan``; silent when it is proven."""
+    """Raise PlanError with every violation of ``plan``; return if it is proven."""
     found = list(plan.violations)
     for at in range(len(plan.classes)):
         members = np.flatnonzero(plan.class_of == at)
@@ -42,7 +46,7 @@ def check(plan: BasePlan) -> None:
 
 
 class _Proof:
-    """One class of equal tensors; ``name`` is any of them."""
+    """The proof of one class of equal tensors; ``name`` is any of them."""
 
     def __init__(self, plan: BasePlan, klass: int, name: str) -> None:
         self.plan, self.klass = plan, klass
@@ -52,7 +56,7 @@ class _Proof:
         self.itemsize = dtypes.itemsize(wire)
         self.turns = plan.classes[klass].turns
         self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
-        #: Answers by content: replicas, and ranks with cells alike, ask the same questions.
+        #: Answers by content, because replicas, and ranks with equal cells, ask the same questions.
         self.same: dict[tuple[bytes, int, int], tuple[str, str] | None] = {}
         self.covers = Covers()
         self.numbers: dict[tuple[bytes, bytes, int], int] = {}
@@ -115,7 +119,7 @@ class _Proof:
                             text = f"slot {number} is not reduced by rank {sender}, from which it is taken"
                             yield turn, Problem("out_of_source", "target", rank, text)
                             continue
-                    # What is delivered is held against the sender's tensor where the carrier sends it on.
+                    # A delivered row is compared with the sender's tensor where its carrier hands it on.
                     for problem in (
                         ()
                         if template.kind[row] == DELIVER
@@ -137,7 +141,7 @@ class _Proof:
                 yield turn, Problem("double_write", "target", rank, f"{doubled} elements are written more than once")
 
     def _passed_on(self, rank: int) -> Iterator[tuple[int, Problem]]:
-        """What ``rank`` passes on it has received, all of it by the row that this one depends on."""
+        """``rank`` has received what it forwards, all of it by the row that the forwarding row depends on."""
         found = self._template("target", rank)
         if found is None:
             return
@@ -173,7 +177,8 @@ class _Proof:
                         yield turn, Problem("out_of_source", "target", rank, text)
 
     def _delivered(self, template: Template, cache: dict[int, Region], first: int, row: int) -> Iterator[Problem]:
-        """A carrier hands on what it took in: both rows as one take the right elements from sender to holder."""
+        """A carrier hands on what it received, and the two rows together take the right elements from sender to
+        holder."""
         taken, given = (template.region_of(int(template.region[r]), cache) for r in (first, row))
         rank, to = int(template.source[row]), int(template.target[row])
         for got, sent in zip(taken.dims, given.dims, strict=True):
@@ -207,7 +212,7 @@ class _Proof:
                 yield Problem(code, "target", rank, f"from rank {sender}, dim {d}: {text}")
 
     def _slots_of(self, rank: int) -> Iterator[tuple[int, Problem]]:
-        """The slots that ``rank`` owns take contribution 0, 1, ... K-1 of one replica row, of the same elements."""
+        """The slots that ``rank`` owns take contributions 0, 1, ... K-1 of one replica row, of the same elements."""
         found = self._template("source", rank)
         if found is None or not (found[0].kind == CONTRIBUTE).any():
             return
@@ -299,8 +304,8 @@ class _Proof:
 def cover(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
     """(elements written by no region, elements written more than once) at the regions' target offsets.
 
-    Counted on the grid of all run bounds; its size depends on the runs, never on the tensor. Elements
-    outside the shape count as written twice: they belong to somebody else.
+    They are counted on the grid of all run bounds, whose size depends on the runs, never on the tensor. Elements
+    outside the shape count as written twice, because they belong to something else.
     """
     if not shape:
         return max(0, 1 - len(regions)), int(len(regions) > 1)
@@ -340,13 +345,12 @@ def cover(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
 
 
 class Covers:
-    """``cover``, once for equal regions of equal shapes: replicas ask the same."""
+    """Caches ``cover`` for equal regions of equal shapes, because replicas ask the same."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[int, int]] = {}
 
     def of(self, shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
-        """See ``cover``."""
         key = (shape, *sorted(tuple(runs[:, 1:].tobytes() for runs in region.dims) for region in regions))
         if key not in self._known:
             self._known[key] = cover(shape, regions)
@@ -354,10 +358,10 @@ class Covers:
 
 
 def same_elements(runs: Ints, here: tuple[Ints, Ints, int], there: tuple[Ints, Ints, int]) -> tuple[str, str] | None:
-    """None where every run takes local elements ``here`` to the same global indices as ``there``, else (code, why).
+    """None if every run takes local elements ``here`` to the same global indices as ``there``, otherwise (code, why).
 
-    ``here`` and ``there`` are (local offsets, global starts, local size) of the two ends' runs. A run may
-    cross several of them where both jump alike.
+    ``here`` and ``there`` are (local offsets, global starts, local size) of the two ends' runs. A run may cross several
+    of them if both ends jump alike.
     """
     for end, code, (_, _, size) in ((0, "out_of_source", here), (1, "double_write", there)):
         lo, hi = int(runs[:, end].min(initial=0)), int((runs[:, end] + runs[:, 2]).max(initial=0))
@@ -401,7 +405,7 @@ def _globals(owned: tuple[Ints, Ints, int], local: Ints) -> Ints:
 
 
 def owned(spec: TensorSpec, rank: int) -> list[tuple[Ints, Ints, int]] | None:
-    """Per dim (local offsets, global starts, local size) of the runs of a rank; None where it holds nothing."""
+    """Per dim (local offsets, global starts, local size) of the runs of a rank; None if it holds nothing."""
     if spec.present is not None and rank not in spec.present:
         return None
     for layout in spec.layouts:
@@ -414,7 +418,7 @@ def owned(spec: TensorSpec, rank: int) -> list[tuple[Ints, Ints, int]] | None:
 
 
 def row_of(spec: TensorSpec, rank: int) -> list[int]:
-    """The ranks whose contributions belong with those of ``rank``, by number: read off the mesh itself."""
+    """The ranks whose contributions are reduced with those of ``rank``, by number; read from the mesh itself."""
     layout: Layout = next(part for part in spec.layouts if rank in part)
     place = tuple(np.argwhere(layout.ranks == rank)[0])
     index = tuple(slice(None) if axis.partial else at for axis, at in zip(layout.axes, place, strict=True))
@@ -425,7 +429,8 @@ def row_of(spec: TensorSpec, rank: int) -> list[int]:
 def link_rows(
     template: Template, cache: dict[int, Region], side: str, rank: int
 ) -> Iterator[tuple[tuple[int, int, int, int], str, tuple[object, ...]]]:
-    """((turn, kind, source, target), end, what travels) of each row, in order; own contributions from both ends."""
+    """((turn, kind, source, target), end, what travels) of each row, in order. Own contributions come from both
+    ends."""
     columns = (
         template.kind, template.source, template.target, template.index, template.phase, template.nbytes,
         template.region, template.slot,
@@ -444,7 +449,7 @@ def link_rows(
         if slot >= 0:
             made = template.make_slot(slot + int(template.slots[turn]), 0)
             into = (made.number, made.shape, made.owner)
-        # Both ends of these are of one side, so a rank is the one that it is named as.
+        # Both ends of these kinds are on one side, so the rank may be either end.
         ends = [side] if kind not in (CONTRIBUTE, FORWARD, DELIVER) else []
         ends = ends or ["source"] * (source == rank) + ["target"] * (target == rank)
         for end in ends:

@@ -1,6 +1,6 @@
-"""simulate: all ranks of a plan in one process, in place; the reference that executors must equal.
+"""simulate: run all ranks of a plan in one process, in place; the reference that executors must equal.
 
-It runs the very rows that agents run, on torch tensors of any strides, with no thought for speed.
+It executes the rows that agents execute, on torch tensors of any strides, without regard to speed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Tensors = Mapping[int, Mapping[str, torch.Tensor]]
 def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
     """Run ``plan`` from ``source[rank][name]`` into ``target[rank][name]``, local tensors, in place.
 
-    Source and target may share memory: all that a tensor's source holds is read before its first write, and what
-    targets pass on comes after, phase by phase. PlanError
-    when the plan has violations, or when a tensor is missing or has another shape or dtype than planned.
+    Source and target may share memory, because everything is read from the sources before the first write. What targets
+    forward comes after that, phase by phase. PlanError if the plan has violations, or if a tensor is missing or has
+    another shape or dtype than planned.
     """
     found = [*plan.violations, *_mismatches(plan, source, target)]
     if found:
@@ -111,7 +111,7 @@ def _reduce(plan: BasePlan, ranks: list[int], source: Tensors) -> dict[tuple[int
 
 
 def finish(total: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The value of a slot once all contributions are in, still in the accumulate dtype."""
+    """The value of a slot from all contributions, still in the accumulate dtype."""
     if slot.op == "avg":
         return total / slot.divisor
     return total ** (1.0 / slot.p) if slot.op == "norm" else total
@@ -145,7 +145,7 @@ def _boxes(region: Region, end: int) -> Iterator[tuple[tuple[slice, ...], tuple[
 
 
 def combine(total: torch.Tensor, part: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """One more contribution, both in the accumulate dtype."""
+    """Combine one more contribution; both are in the accumulate dtype."""
     match slot.op:
         case "max":
             return torch.maximum(total, part)
