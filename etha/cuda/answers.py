@@ -1,6 +1,6 @@
-"""What cuda-bindings answer, read: values or a DeviceError; handles as bytes; one name for an error of either API.
+"""Reading the answers of cuda-bindings: values or a DeviceError, handles as bytes, one name per error of either API.
 
-And what torch and Triton raise where the device refuses them something.
+Also errors that torch and Triton raise when the device refuses something.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from etha.cuda.driver import DeviceError
 from etha.errors import ConfigError
 
-#: After these every call of the process fails.
+#: After one of these, every call of the process fails.
 STICKY = frozenset(
     f"cudaError{name}"
     for name in (
@@ -23,14 +23,14 @@ STICKY = frozenset(
         *("ContextIsDestroyed", "MpsClientTerminated", "TensorMemoryLeak", "ExternalDevice", "Contained", "Unknown"),
     )
 )
-#: Where the runtime uses other words than the driver does.
+#: Errors that the runtime names differently from the driver.
 _OTHERWISE = {
     "LaunchFailed": "LaunchFailure",
     "OutOfMemory": "MemoryAllocation",
     "InvalidHandle": "InvalidResourceHandle",
 }
 _HANDLE = 64
-#: What to say of memory that cannot be exported.
+#: Appended to errors about memory that cannot be exported.
 NO_HANDLE = (
     "this memory has no IPC handle: was it made with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or "
     "backend:cudaMallocAsync, or by a sleep mode's allocator?"
@@ -38,7 +38,7 @@ NO_HANDLE = (
 
 
 def load() -> tuple[Any, Any]:
-    """The two binding modules, driver and runtime; ConfigError where the package is missing."""
+    """The two binding modules, driver and runtime. ConfigError if the package is missing."""
     try:
         return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
@@ -55,7 +55,8 @@ def runtime_name(name: str) -> str:
 
 
 def ask(what: str, answer: tuple[Any, ...]) -> Any:
-    """What came back beside "success": nothing, one value, or a tuple of several; else DeviceError, naming ``what``."""
+    """What came back besides "success": nothing, one value, or a tuple of several. DeviceError, naming ``what``,
+    otherwise."""
     error, *values = answer
     if int(error):
         name = runtime_name(error.name)
@@ -64,9 +65,9 @@ def ask(what: str, answer: tuple[Any, ...]) -> Any:
 
 
 def failed(what: str, error: Exception, runtime: Any) -> DeviceError | None:
-    """The device's failure that torch or Triton has raised as ``error``; None: it is a mistake of whoever asked.
+    """The device failure that torch or Triton raised as ``error``; None if it is the caller's mistake.
 
-    Triton tells of the driver's errors by their descriptions only; those of the bindings ``runtime`` are the same.
+    Triton reports the driver's errors only by their descriptions; those of the bindings ``runtime`` are the same.
     """
     text = f"{what}: {error}"
     if isinstance(error, torch.AcceleratorError):
@@ -82,12 +83,11 @@ def failed(what: str, error: Exception, runtime: Any) -> DeviceError | None:
 
 
 def bytes_of(handle: Any) -> bytes:
-    """A handle's 64 bytes; its own members are named differently from release to release."""
+    """A handle's 64 bytes. They are read directly, because its members' names change from release to release."""
     return ctypes.string_at(handle.getPtr(), _HANDLE)
 
 
 def filled(handle: Any, content: bytes, what: str) -> Any:
-    """``handle`` with these 64 bytes in it."""
     if len(content) != _HANDLE:
         raise DeviceError("cudaErrorInvalidValue", f"{what}: a handle has {_HANDLE} bytes, not {len(content)}")
     ctypes.memmove(handle.getPtr(), content, _HANDLE)
@@ -95,12 +95,12 @@ def filled(handle: Any, content: bytes, what: str) -> Any:
 
 
 def version(number: int) -> str:
-    """13050 is "13.5"."""
+    """The version as text: 13050 is "13.5"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def known(table: dict[int, int], key: int, what: str) -> int:
-    """The device of memory, a stream or an event by its ``key``; DeviceError where there is none (any more)."""
+    """The device of memory, a stream or an event by its ``key``. DeviceError if it is unknown (by now)."""
     if key not in table:
         raise DeviceError("cudaErrorInvalidResourceHandle", f"{what}: it is not one of this driver's, or no longer")
     return table[key]

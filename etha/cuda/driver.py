@@ -1,11 +1,11 @@
-"""What Etha asks of a CUDA driver, as one Protocol: memory, streams, events, and both across processes.
+"""What Etha needs of a CUDA driver, as one Protocol: memory, streams, events, and both across processes.
 
     runtime.py       the real one, over cuda-bindings; imported only when a device is asked for
     driver()         the one of this process
 
-Addresses, streams and events are plain ints. Device memory and pinned host memory share one address space
-(unified virtual addressing), so a copy or a kernel may have either at both ends. Every call may be made from
-any thread; a call that needs a device current makes it so for its own thread.
+Addresses, streams and events are plain ints. Device memory and pinned host memory share one address space (unified
+virtual addressing), so a copy or a kernel may have either at both ends. Every call may be made from any thread. A call
+that needs a current device makes it current for its own thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class DeviceError(Exception):
-    """A call failed: ``name`` as CUDA calls the error ("cudaErrorInvalidValue").
+    """A call failed; ``name`` is CUDA's name of the error ("cudaErrorInvalidValue").
 
-    ``sticky``: the context is spoilt, and every later call of this process fails with the same error.
+    ``sticky``: the context is broken, and every later call of this process fails with the same error.
     """
 
     def __init__(self, name: str, text: str, *, sticky: bool = False) -> None:
@@ -35,7 +35,8 @@ class Unexportable(DeviceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU as this process sees it; only ``uuid`` ("GPU-8-4-4-4-12 hex digits") means the same in others."""
+    """One GPU as this process sees it. Only ``uuid`` ("GPU-8-4-4-4-12 hex digits") means the same in other
+    processes."""
 
     ordinal: int
     uuid: str
@@ -52,18 +53,18 @@ class Extent(NamedTuple):
 
 
 class Driver(Protocol):
-    """See the module's head. Every method raises DeviceError, and names what it was asked for in it."""
+    """See the module. Every method raises DeviceError, and names in it what was asked for."""
 
     def versions(self) -> dict[str, str]:
-        """Of the driver, the runtime and the bindings, as people write them."""
+        """Versions of the driver, the runtime and the bindings, as text."""
         ...
 
     def devices(self) -> tuple[Device, ...]:
-        """All that this process sees, by ordinal; none where there is no GPU or no driver."""
+        """All devices that this process sees, by ordinal; none without a GPU or a driver."""
         ...
 
     def peers(self, uuid: str, other: str) -> bool:
-        """Whether ``uuid`` can reach ``other``'s memory directly; a device always reaches its own."""
+        """Whether ``uuid`` can reach ``other``'s memory directly. A device always reaches its own."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> str | None:
@@ -71,7 +72,7 @@ class Driver(Protocol):
         ...
 
     def tensor(self, uuid: str, address: int, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor over device memory that somebody else keeps alive; 0 bytes are allowed."""
+        """A flat uint8 tensor over device memory that something else keeps alive. 0 bytes are allowed."""
         ...
 
     def current_stream(self, uuid: str) -> int:
@@ -83,7 +84,7 @@ class Driver(Protocol):
         ...
 
     def free(self, address: int) -> None:
-        """Give back what ``allocate`` gave; waits for the device."""
+        """Free what ``allocate`` returned. Waits for the device."""
         ...
 
     def pin(self, nbytes: int) -> int:
@@ -91,7 +92,7 @@ class Driver(Protocol):
         ...
 
     def unpin(self, address: int) -> None:
-        """Give back what ``pin`` gave."""
+        """Free what ``pin`` returned."""
         ...
 
     def extent(self, address: int) -> Extent:
@@ -99,21 +100,21 @@ class Driver(Protocol):
         ...
 
     def serial(self, address: int) -> int:
-        """A number of the allocation around ``address`` that no other one of this process has, before or after."""
+        """A number of the allocation around ``address`` that no other allocation of this process ever has."""
         ...
 
     def backed(self, address: int) -> bool:
-        """Whether there is memory at a device address; a sleep mode takes it away from tensors that live on."""
+        """Whether a device address has memory behind it. A sleep mode takes it away from tensors that live on."""
         ...
 
     def export(self, base: int) -> bytes:
-        """The IPC handle (64 bytes) of the allocation at ``base``; Unexportable where it has none."""
+        """The IPC handle (64 bytes) of the allocation at ``base``. Unexportable if it has none."""
         ...
 
     def open(self, uuid: str, handle: bytes) -> int:
-        """Map another process's allocation for ``uuid``, peer access included; its first address here.
+        """Map another process's allocation for ``uuid``, with peer access. Returns its first address here.
 
-        Opened again it has the same address, and is mapped until it was closed as often.
+        Opened again, it has the same address, and stays mapped until it has been closed as often.
         """
         ...
 
@@ -130,31 +131,32 @@ class Driver(Protocol):
         ...
 
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
-        """A new event without timing; one that was never recorded counts as done."""
+        """A new event without timing. An event that was never recorded counts as done."""
         ...
 
     def drop_event(self, event: int) -> None:
-        """Destroy it; also of one that ``open_event`` gave. Streams that wait for it go on waiting."""
+        """Destroy it, also one that ``open_event`` returned. Streams that wait for it go on waiting."""
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """The event is done once all that is queued on ``stream`` now is; the former recording is forgotten."""
+        """Make the event done once everything queued on ``stream`` now is done. It replaces the former recording."""
         ...
 
     def wait(self, stream: int, event: int) -> None:
-        """What is queued on ``stream`` from now on begins after the event's newest recording; returns at once."""
+        """Let what is queued on ``stream`` from now on begin after the event's newest recording. Returns at once."""
         ...
 
     def reached(self, event: int) -> bool:
-        """Whether the event is done. One whose process died before it was may never be."""
+        """Whether the event is done. If its process died before, it may never be."""
         ...
 
     def synchronize(self, event: int) -> None:
-        """Return once the event is done; the GIL is free meanwhile."""
+        """Return once the event is done. The GIL is released meanwhile."""
         ...
 
     def settle(self, uuid: str) -> None:
-        """Return once all is done that this process has queued on the device by now; the GIL is free meanwhile."""
+        """Return once everything that this process has queued on the device by now is done. The GIL is released
+        meanwhile."""
         ...
 
     def export_event(self, event: int) -> bytes:
@@ -162,7 +164,7 @@ class Driver(Protocol):
         ...
 
     def open_event(self, uuid: str, handle: bytes) -> int:
-        """Another process's interprocess event, here."""
+        """Another process's interprocess event, in this process."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -172,8 +174,8 @@ class Driver(Protocol):
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
         """Queue what ``work`` does with torch or Triton on tensors of ``tensor``.
 
-        ``stream`` is torch's current one in it. It must not wait for the device, nor assume that it runs
-        before this returns.
+        ``stream`` is torch's current stream in it. It must neither wait for the device nor assume that it runs before
+        this returns.
         """
         ...
 
@@ -182,7 +184,7 @@ _installed: Driver | None = None
 
 
 def driver() -> Driver:
-    """This process's driver; the real one from the first call on, unless one was installed before."""
+    """This process's driver: the installed one, or else the real one, which is made by the first call."""
     global _installed
     if _installed is None:
         from etha.cuda.runtime import Runtime
@@ -192,11 +194,11 @@ def driver() -> Driver:
 
 
 def install(one: Driver | None) -> None:
-    """Use ``one`` from now on, in this process; None: the real one again."""
+    """Use ``one`` from now on in this process; None: the real one again."""
     global _installed
     _installed = one
 
 
 def installed() -> Driver | None:
-    """The driver that is in use already; asking loads nothing."""
+    """The driver in use, if any. Asking loads nothing."""
     return _installed

@@ -1,12 +1,12 @@
 """Fused copies on a device: what a kernel is given, and which implementation this process uses.
 
-A **descriptor** is one strided copy, a row of COLUMNS int64 in a table in device memory. Its **units** are what
-one load and one store move: 16, 8, 4, 2 or 1 bytes where nothing is cast, else one element. A **piece** is at most
-UNITS units of one descriptor, the work of one CUDA block, as ``row << 32 | number``.
+A **descriptor** is one strided copy, a row of COLUMNS int64 in a table in device memory. One load and one store move a
+**unit**: 16, 8, 4, 2 or 1 bytes if nothing is cast, otherwise one element. A **piece** is at most UNITS units of one
+descriptor, the work of one CUDA block, as ``row << 32 | number``.
 
     triton_kernels.py    one launch for any number of descriptors
-    torch_kernels.py     a torch copy for each descriptor: where Triton is missing, and for casts of which it is
-                         not certain that Triton makes the bits that torch makes
+    torch_kernels.py     a torch copy for each descriptor: if Triton is missing, and for casts in which Triton may
+                         not produce the bits that torch produces
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ log = logging.getLogger(__name__)
 
 #: Most strides besides the innermost run that one descriptor nests.
 DEPTH = 4
-#: Columns of a descriptor: addresses of both ends, all units, units of the innermost run, strides in use, log2 of
-#: a unit's bytes (0 in a cast), then from the innermost stride outwards counts, source and target steps in bytes.
+#: Columns of a descriptor: addresses of both ends, number of units, units of the innermost run, number of strides, log2
+#: of a unit's bytes (0 in a cast), then, from the innermost stride outwards, counts, source steps and target steps in
+#: bytes.
 SOURCE, TARGET, TOTAL, RUN, RANK, WIDTH, COUNTS, SOURCE_STEPS, TARGET_STEPS = 0, 1, 2, 3, 4, 5, 6, 10, 14
 COLUMNS = TARGET_STEPS + DEPTH
-#: Units of one piece: 64 KiB of 16-byte units, enough to hide a block's start, few enough to share out evenly.
+#: Units of one piece: 64 KiB of 16-byte units, enough to hide a block's start, and few enough to share out evenly.
 UNITS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fused:
-    """The copies of one dtype class: ``rows`` is the table as the host has it, ``table`` and ``pieces`` are
-    device addresses, ``count`` is the number of pieces. Both dtypes are None where bits travel."""
+    """The copies of one dtype class.
+
+    ``rows`` is the table on the host, ``table`` and ``pieces`` are device addresses, ``count`` is the number of pieces.
+    Both dtypes are None if bits are copied.
+    """
 
     source: torch.dtype | None
     target: torch.dtype | None
@@ -52,20 +56,18 @@ class Fused:
 
 
 class Kernels(Protocol):
-    """One implementation."""
-
     @property
     def name(self) -> str:
-        """As ``status`` tells it: "triton" or "torch"."""
+        """Its name in ``status``: "triton" or "torch"."""
         ...
 
     def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
-        """Queue all copies of ``fused``; DeviceError as of ``driver.launch``."""
+        """Queue all copies of ``fused``. DeviceError as for ``driver.launch``."""
         ...
 
 
 def choose(driver: Driver, uuid: str) -> Kernels:
-    """Triton's kernels where they can be built on this machine, else torch's; DeviceError where there is no device."""
+    """Triton's kernels if they can be built on this machine, otherwise torch's. DeviceError if there is no device."""
     kind = driver.tensor(uuid, 0, 0).device.type
     return _kernels(f"memory of {uuid} is {kind} memory for torch" if kind != "cuda" else None)
 
@@ -84,7 +86,7 @@ def _kernels(reason: str | None) -> Kernels:
 
 
 def _missing() -> str | None:
-    """What Triton lacks here; None: nothing. It builds its launchers with a C compiler and Python's headers."""
+    """What Triton lacks here; None if nothing. It builds its launchers with a C compiler and Python's headers."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if shutil.which("gcc") is None and shutil.which("clang") is None:

@@ -1,6 +1,6 @@
-"""The real NCCL, by NVIDIA's nccl4py: its low-level calls, which take raw addresses and free the GIL.
+"""The real NCCL, by NVIDIA's nccl4py: its low-level calls, which take raw addresses and release the GIL.
 
-libnccl is the one that torch brings for a GPU (or the wheel ``nvidia-nccl-cu13``); nccl4py brings none.
+torch for CUDA brings libnccl (or the wheel ``nvidia-nccl-cu13`` does); nccl4py does not.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _library() -> tuple[Any, Any]:
 
 
 class Bindings:
-    """An ``etha.cuda.nccl.Nccl``; ConfigError where nccl4py or libnccl is missing.
+    """Implements ``etha.cuda.nccl.Nccl``. ConfigError if nccl4py or libnccl is missing.
 
-    ``bindings``: nccl.bindings.nccl and cuda.bindings.runtime, or what looks like them.
+    ``bindings``: the modules nccl.bindings.nccl and cuda.bindings.runtime, or stand-ins.
     """
 
     def __init__(self, bindings: tuple[Any, Any] | None = None) -> None:
@@ -42,24 +42,23 @@ class Bindings:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        # nccl4py raises for all but ncclSuccess and ncclInProgress.
+        # nccl4py raises for everything but ncclSuccess and ncclInProgress.
         try:
             yield
         except self._nccl.NCCLError as error:
             raise NcclError(f"{what}: {error}") from error
 
     def version(self) -> str:
-        """Of the library that is loaded."""
         major, rest = divmod(self._nccl.get_version(), 10_000)
         return f"{major}.{rest // 100}.{rest % 100}"
 
     def unique_id(self) -> bytes:
-        """ID_BYTES; this process listens for the other ranks until they are there."""
+        """ID_BYTES bytes. This process listens for the other ranks until they have joined."""
         with self._told("ncclGetUniqueId"):
             return bytes(self._nccl.get_unique_id())
 
     def init(self, ordinal: int, nranks: int, rank: int, unique_id: bytes) -> int:
-        """Begin a communicator that never blocks; its device becomes the calling thread's current one."""
+        """Begin a communicator that never blocks. Its device becomes the calling thread's current one."""
         if len(unique_id) != ID_BYTES:
             raise NcclError(f"a unique id has {ID_BYTES} bytes, not {len(unique_id)}")
         (code,) = self._rt.cudaSetDevice(ordinal)
@@ -73,7 +72,7 @@ class Bindings:
         return int(comm)
 
     def state(self, comm: int) -> str:
-        """By ncclCommGetAsyncError; an error with NCCL's last words about it."""
+        """The state by ncclCommGetAsyncError; an error includes NCCL's last message about it."""
         with self._told("ncclCommGetAsyncError"):
             result = self._nccl.Result(self._nccl.comm_get_async_error(self._comms[comm]))
         if result == self._nccl.Result.Success:
@@ -84,36 +83,30 @@ class Bindings:
         return f"{self._nccl.get_error_string(int(result))}{f' ({last})' if last else ''}"
 
     def group_start(self) -> None:
-        """ncclGroupStart."""
         with self._told("ncclGroupStart"):
             self._nccl.group_start()
 
     def group_end(self, comm: int) -> None:
-        """ncclGroupEnd."""
         with self._told("ncclGroupEnd"):
             self._nccl.group_end()
 
     def send(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
-        """ncclSend of bytes."""
         with self._told(f"ncclSend of {nbytes} bytes to rank {peer}"):
             self._nccl.send(address, nbytes, int(self._nccl.DataType.Uint8), peer, self._comms[comm], stream)
 
     def receive(self, comm: int, address: int, nbytes: int, peer: int, stream: int) -> None:
-        """ncclRecv of bytes."""
         with self._told(f"ncclRecv of {nbytes} bytes from rank {peer}"):
             self._nccl.recv(address, nbytes, int(self._nccl.DataType.Uint8), peer, self._comms[comm], stream)
 
     def abort(self, comm: int) -> None:
-        """ncclCommAbort; the communicator is gone then, also where it fails."""
+        """Abort and forget the communicator, even if ncclCommAbort fails."""
         with self._told("ncclCommAbort"):
             self._nccl.comm_abort(self._comms.pop(comm))
 
     def finalize(self, comm: int) -> None:
-        """ncclCommFinalize."""
         with self._told("ncclCommFinalize"):
             self._nccl.comm_finalize(self._comms[comm])
 
     def destroy(self, comm: int) -> None:
-        """ncclCommDestroy."""
         with self._told("ncclCommDestroy"):
             self._nccl.comm_destroy(self._comms.pop(comm))

@@ -1,8 +1,8 @@
-"""The real driver, over NVIDIA's cuda-bindings; nothing else imports them, and this only once a device is asked for.
+"""The real driver, over NVIDIA's cuda-bindings. Nothing else imports them, and this only once a device is asked for.
 
-A call that needs a device pushes that device's primary context (torch's, too) and pops it again: the caller's current
-device stays what it was, and no context is made on a device that nobody named. All bindings free the GIL in a call.
-Their runtime is linked statically, so an error that is told here never shows up as the last error of torch's.
+A call that needs a device pushes that device's primary context (which torch uses, too) and pops it again. So the
+caller's current device does not change, and no context is made on a device that nobody named. All bindings release the
+GIL in a call. Their runtime is linked statically, so an error here never shows up as torch's last error.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from etha.cuda.answers import NO_HANDLE, ask, bytes_of, failed, filled, known, load, version
 from etha.cuda.driver import Device, DeviceError, Driver, Extent, Unexportable
 
-#: Answers to "how many devices?" of a machine without a GPU or without a driver that is recent enough.
+#: Answers to "how many devices?" of a machine without a GPU, or without a driver that is recent enough.
 _NONE = frozenset({"cudaErrorNoDevice", "cudaErrorInsufficientDriver", "cudaErrorStubLibrary"})
 _REFUSED = frozenset({"cudaErrorInvalidValue", "cudaErrorNotSupported"})
 
 
 class Runtime(Driver):
-    """``bindings``: cuda.bindings.driver and cuda.bindings.runtime, or what looks like them."""
+    """``bindings``: the modules cuda.bindings.driver and cuda.bindings.runtime, or stand-ins."""
 
     def __init__(self, bindings: tuple[Any, Any] | None = None) -> None:
         self._cu, self._rt = bindings or load()
         self._devices: tuple[Device, ...] = ()
         self._ordinals: dict[str, int] = {}
         self._contexts: dict[int, Any] = {}
-        # Which device an address, a stream or an event of ours belongs to.
+        # The device to which each of our addresses, streams and events belongs.
         self._memory: dict[int, int] = {}
         self._mapped: dict[int, int] = {}
         self._streams: dict[int, int] = {}
@@ -40,7 +40,7 @@ class Runtime(Driver):
     # -- devices ------------------------------------------------------------------------------------------------
 
     def versions(self) -> dict[str, str]:
-        """CUDA versions that driver and runtime are of; the driver's says so where there is none."""
+        """CUDA versions of driver and runtime. The driver's text says so if there is none."""
         driver = int(ask("the driver's version", self._rt.cudaDriverGetVersion()))
         runtime = int(ask("the runtime's version", self._rt.cudaRuntimeGetVersion()))
         bindings = importlib.import_module("cuda.bindings").__version__
@@ -48,7 +48,7 @@ class Runtime(Driver):
         return {"driver": version(driver) if driver else missing, "runtime": version(runtime), "bindings": bindings}
 
     def devices(self) -> tuple[Device, ...]:
-        """Of cudaGetDeviceProperties; asked for once there are some."""
+        """From cudaGetDeviceProperties; cached once there are any."""
         if self._devices:
             return self._devices
         answer = self._rt.cudaGetDeviceCount()
@@ -87,13 +87,13 @@ class Runtime(Driver):
         return self.devices()[tensor.device.index].uuid if tensor.device.type == "cuda" else None
 
     def tensor(self, uuid: str, address: int, nbytes: int) -> torch.Tensor:
-        """A storage over the address: torch neither asks whose it is nor frees it."""
+        """A tensor of a storage over the address. torch neither asks to which device it belongs nor frees it."""
         device = torch.device("cuda", self._ordinal(uuid))
         flat = torch.empty(0, dtype=torch.uint8, device=device)
         if nbytes == 0:
             return flat
-        # Not by __cuda_array_interface__: torch then asks the driver whose memory it is, and a peer's mapped memory
-        # becomes a tensor of the peer's device, or a copy.
+        # Not by __cuda_array_interface__, because torch then asks the driver for the memory's device, and a peer's
+        # mapped memory becomes a tensor of the peer's device, or a copy.
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return flat.set_(storage, 0, (nbytes,), (1,))
 
@@ -103,7 +103,6 @@ class Runtime(Driver):
     # -- memory -------------------------------------------------------------------------------------------------
 
     def allocate(self, uuid: str, nbytes: int) -> int:
-        """cudaMalloc."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             address = int(ask(f"allocate {nbytes} bytes on {uuid}", self._rt.cudaMalloc(nbytes)))
@@ -116,7 +115,7 @@ class Runtime(Driver):
         del self._memory[address]
 
     def pin(self, nbytes: int) -> int:
-        """cudaHostAlloc, portable and mapped; in a context that is in use already, so that no other device gets one."""
+        """cudaHostAlloc, portable and mapped, in a context that exists already, so that no other device gets one."""
         flags = self._rt.cudaHostAllocPortable | self._rt.cudaHostAllocMapped  # portable: whichever context makes it
         with self._current(next(iter(self._contexts), 0)):
             return int(ask(f"pin {nbytes} bytes", self._rt.cudaHostAlloc(nbytes, flags)))
@@ -126,7 +125,6 @@ class Runtime(Driver):
             ask(f"unpin {address:#x}", self._rt.cudaFreeHost(address))
 
     def extent(self, address: int) -> Extent:
-        """cuMemGetAddressRange."""
         with self._current(self._place(address)):
             found = self._cu.cuMemGetAddressRange(address)
         base, nbytes = ask(f"the allocation around {address:#x}", found)
@@ -137,13 +135,13 @@ class Runtime(Driver):
         return int(ask(f"the allocation at {address:#x}", self._cu.cuPointerGetAttribute(attribute, address)))
 
     def backed(self, address: int) -> bool:
-        """CU_POINTER_ATTRIBUTE_MAPPED, which there may not be of an address that nobody has, or is reserved only."""
+        """CU_POINTER_ATTRIBUTE_MAPPED. CUDA may refuse it for an address that is not allocated, or only reserved."""
         attribute = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MAPPED
         answer = self._cu.cuPointerGetAttribute(attribute, address)
         return answer[0].name != "CUDA_ERROR_INVALID_VALUE" and bool(ask(f"memory at {address:#x}", answer))
 
     def export(self, base: int) -> bytes:
-        """cudaIpcGetMemHandle, where the memory is said to have one."""
+        """cudaIpcGetMemHandle, if the memory is said to have a handle."""
         what = f"export {base:#x}"
         capable = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         with self._current(self._place(base)):
@@ -172,7 +170,7 @@ class Runtime(Driver):
             ask(what, self._rt.cudaIpcCloseMemHandle(address))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """cudaMemcpyAsync, the direction from the addresses."""
+        """cudaMemcpyAsync, which takes the direction from the addresses."""
         ordinal = self._streams.get(stream)
         what = f"copy {nbytes} bytes from {source:#x} to {target:#x}"
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDefault
@@ -182,7 +180,7 @@ class Runtime(Driver):
     # -- streams and events -------------------------------------------------------------------------------------
 
     def stream(self, uuid: str) -> int:
-        """cudaStreamCreateWithFlags, not blocking."""
+        """cudaStreamCreateWithFlags, non-blocking."""
         ordinal = self._ordinal(uuid)
         with self._current(ordinal):
             made = self._rt.cudaStreamCreateWithFlags(self._rt.cudaStreamNonBlocking)
@@ -198,10 +196,10 @@ class Runtime(Driver):
         del self._streams[stream]
 
     def event(self, uuid: str, *, interprocess: bool = False) -> int:
-        """cudaEventCreateWithFlags."""
         ordinal = self._ordinal(uuid)
-        # Who waits sleeps. Waking up takes some 50 us, and a small transfer waits once or twice within its 1.5 ms; who
-        # spins takes a core from the job beside: eight lanes through a long copy, a call through a training step.
+        # A waiting thread sleeps. Waking up takes about 50 us, and a small transfer waits once or twice within its 1.5
+        # ms. A spinning thread would take a core from the job beside it: eight lanes through a long copy, a call
+        # through a training step.
         flags = self._rt.cudaEventDisableTiming | self._rt.cudaEventBlockingSync
         flags |= self._rt.cudaEventInterprocess if interprocess else 0
         with self._current(ordinal):
@@ -210,28 +208,24 @@ class Runtime(Driver):
         return event
 
     def drop_event(self, event: int) -> None:
-        """cudaEventDestroy."""
         what = f"destroy event {event:#x}"
         with self._current(known(self._events, event, what)):
             ask(what, self._rt.cudaEventDestroy(event))
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
-        """cudaEventRecord."""
         what = f"record event {event:#x} on stream {stream:#x}"
-        # Stream 0 is the default stream of the device that is current: the event's.
+        # Stream 0 is the default stream of the current device: the event's.
         with self._current(known(self._events, event, what)):
             ask(what, self._rt.cudaEventRecord(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
-        """cudaStreamWaitEvent."""
         what = f"wait on stream {stream:#x} for event {event:#x}"
         ordinal = known(self._events, event, what)
         with self._current(self._streams.get(stream, ordinal)):
             ask(what, self._rt.cudaStreamWaitEvent(stream, event, 0))
 
     def reached(self, event: int) -> bool:
-        """cudaEventQuery."""
         what = f"query event {event:#x}"
         with self._current(known(self._events, event, what)):
             answer = self._rt.cudaEventQuery(event)
@@ -255,7 +249,6 @@ class Runtime(Driver):
             return bytes_of(ask(what, self._rt.cudaIpcGetEventHandle(event)))
 
     def open_event(self, uuid: str, handle: bytes) -> int:
-        """cudaIpcOpenEventHandle."""
         ordinal, what = self._ordinal(uuid), f"open another process's event for {uuid}"
         with self._current(ordinal):
             wire = filled(self._rt.cudaIpcEventHandle_t(), handle, what)
@@ -264,12 +257,12 @@ class Runtime(Driver):
         return event
 
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
-        """``work`` runs here and now; what it asks of the device is queued."""
+        """``work`` runs now, in this thread; what it asks of the device is queued."""
         ordinal = self._ordinal(uuid)
         external: Any = torch.cuda.ExternalStream
         try:
-            # The device first: torch.cuda.stream alone goes back to the former device's stream by cudaSetDevice, which
-            # makes a context there, on GPU 0 for every agent of another; torch.cuda.device goes back without one.
+            # The device first: torch.cuda.stream alone returns to the former device's stream by cudaSetDevice, which
+            # makes a context there (on GPU 0 for every agent of another GPU). torch.cuda.device returns without one.
             with torch.cuda.device(ordinal), torch.cuda.stream(external(stream, device=torch.device("cuda", ordinal))):
                 work()
         except Exception as error:
@@ -281,18 +274,18 @@ class Runtime(Driver):
 
     @contextmanager
     def _current(self, ordinal: int) -> Iterator[None]:
-        """Make that device the calling thread's for a while, whatever context it has."""
+        """Make that device current for the calling thread in this context, whatever context it has."""
         what = f"make device {ordinal} current"
         if (context := self._contexts.get(ordinal)) is None:
             ask(what, self._cu.cuInit(0))
             device = ask(what, self._cu.cuDeviceGet(ordinal))
-            # Kept for the process: torch's allocator lives in it.
+            # Retained for the process, because torch's allocator lives in it.
             context = self._contexts[ordinal] = ask(what, self._cu.cuDevicePrimaryCtxRetain(device))
         ask(what, self._cu.cuCtxPushCurrent(context))
         try:
             yield
         finally:
-            self._cu.cuCtxPopCurrent()  # fails with an earlier error only, which has been told
+            self._cu.cuCtxPopCurrent()  # fails only with an earlier error, which was raised
 
     def _place(self, address: int) -> int:
         """The device of an address of the unified space."""

@@ -1,4 +1,4 @@
-"""Fused copies as torch operations: one strided ``copy_`` a descriptor, casts as torch makes them."""
+"""Fused copies as torch operations: one strided ``copy_`` per descriptor, with torch's casts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ _CARRIERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex12
 
 
 class TorchKernels:
-    """See the module's head."""
+    """See the module."""
 
     name = "torch"
 
     def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
-        """As of ``Kernels``."""
-
         def work() -> None:
             with torch.no_grad():
                 for row in fused.rows.tolist():

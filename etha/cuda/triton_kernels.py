@@ -1,14 +1,15 @@
 """Fused copies in Triton: any number of descriptors in one launch, by raw addresses.
 
-One program (CUDA block) copies one piece, BLOCK units at a time. The index of a unit is taken apart by at most
-``RANK`` + 1 divisions; what has no strides needs none.
+One program (CUDA block) copies one piece, BLOCK units at a time. At most ``RANK`` + 1 divisions take the index of a
+unit apart; without strides there are none.
 
-Casts. Only pairs for which one instruction, or integer arithmetic written out here, makes the bits that torch makes
-on the same device; the rest goes to torch_kernels.py. bfloat16 widens by a shift, as torch does it (a conversion
-would quieten NaNs), and is rounded to in integers: to the nearest, ties to even, and any NaN is 0x7FFF, as by torch on
-every GPU that has bfloat16. From float64 and between the 16-bit floats torch goes through float32, and rounds twice; so
-do we. float16, float32 and float64 among each other are the same instructions in both. Not here: every float8 pair,
-where torch and Triton differ in NaN and in what is too large for the format.
+Casts. Only those pairs of dtypes are cast here for which one instruction, or integer arithmetic in this file, produces
+the bits that torch produces on the same device. The rest goes to torch_kernels.py. bfloat16 widens by a shift, as in
+torch (a conversion would quieten NaNs). Rounding to bfloat16 is done in integers: to the nearest, ties to even, and any
+NaN becomes 0x7FFF, as in torch on every GPU that has bfloat16. From float64 and between the 16-bit floats torch goes
+through float32 and rounds twice, and so does this file. float16, float32 and float64 among each other are the same
+instructions in both. No float8 pair is cast here, because torch and Triton differ in NaNs and in values too large for
+the format.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BLOCK = 1024
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-#: Pairs that are cast here, see the module's head; integers only widen.
+#: Pairs that are cast here (see the module). Integers only widen.
 PAIRS = frozenset(
     (*itertools.permutations(_FLOATS, 2), *itertools.combinations(_SIGNED, 2), *itertools.combinations(_UNSIGNED, 2))
 )
@@ -57,12 +58,12 @@ _COLUMNS, _UNITS, _BLOCK = tl.constexpr(COLUMNS), tl.constexpr(UNITS), tl.conste
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _places(row, unit, here: tl.constexpr, there: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Byte offsets at both ends of units ``here`` and ``there`` bytes wide."""
+    """Byte offsets of units at both ends; units are ``here`` and ``there`` bytes wide."""
     rank = tl.load(row + _RANK)
     source = unit.to(tl.int64) * here
     target = unit.to(tl.int64) * there
     if rank > 0:
-        run = tl.load(row + _RUN).to(tl.uint32)  # without a sign a division is shorter
+        run = tl.load(row + _RUN).to(tl.uint32)  # division is shorter without a sign
         index = unit.to(tl.uint32)
         rest = index // run
         within = (index - rest * run).to(tl.int64)
@@ -81,7 +82,7 @@ def _places(row, unit, here: tl.constexpr, there: tl.constexpr):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _move(row, first, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One piece in units of one integer."""
+    """Copy one piece in units of one integer."""
     total = tl.load(row + _TOTAL).to(tl.int32)
     start, end = first, tl.minimum(first + _UNITS, total)
     while start < end:
@@ -95,7 +96,7 @@ def _move(row, first, dtype: tl.constexpr, nbytes: tl.constexpr):  # type: ignor
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _move_wide(row, first):  # type: ignore[no-untyped-def]
-    """One piece in units of 16 bytes: two integers side by side, which the compiler loads as one."""
+    """Copy one piece in units of 16 bytes: two integers side by side, which the compiler loads as one."""
     total = tl.load(row + _TOTAL).to(tl.int32)
     here, there = tl.load(row + _SOURCE), tl.load(row + _TARGET)
     half = tl.arange(0, 2)[None, :]
@@ -114,7 +115,7 @@ def _move_wide(row, first):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def copy_bits(table, pieces):  # type: ignore[no-untyped-def]
-    """Rows whose dtypes are None."""
+    """Copy rows whose dtypes are None."""
     piece = tl.load(pieces.to(tl.pointer_type(tl.int64)) + tl.program_id(0))
     row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
     first = (piece & 0xFFFFFFFF).to(tl.int32) * _UNITS
@@ -141,7 +142,7 @@ def _rounded(value):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _cast(value, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Elements of ``source`` as ``target``; bfloat16 is uint16 here, and uint32 what it widens to as float32."""
+    """Elements of ``source`` as ``target``. bfloat16 is uint16 here, and its widening to float32 is uint32."""
     if source == tl.bfloat16:
         bits = value.to(tl.uint32) << 16
         if target == tl.float32:
@@ -167,7 +168,8 @@ def copy_cast(  # type: ignore[no-untyped-def]
     here: tl.constexpr,
     there: tl.constexpr,
 ):
-    """Rows of one pair of dtypes; ``loads`` and ``stores`` are what crosses memory, as ``_cast`` has it."""
+    """Copy rows of one pair of dtypes. ``loads`` and ``stores`` are the types that cross memory, as ``_cast`` has
+    them."""
     piece = tl.load(pieces.to(tl.pointer_type(tl.int64)) + tl.program_id(0))
     row = table.to(tl.pointer_type(tl.int64)) + (piece >> 32) * _COLUMNS
     first = (piece & 0xFFFFFFFF).to(tl.int32) * _UNITS
@@ -200,7 +202,7 @@ def cast_types(source: torch.dtype, target: torch.dtype) -> dict[str, Any]:
 
 
 class TritonKernels:
-    """See the module's head."""
+    """See the module."""
 
     name = "triton"
 
@@ -208,7 +210,6 @@ class TritonKernels:
         self._torch = TorchKernels()
 
     def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
-        """As of ``Kernels``."""
         source, target = fused.source, fused.target
         if source is not None and (source, target) not in PAIRS:
             self._torch.launch(driver, uuid, stream, fused)

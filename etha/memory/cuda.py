@@ -1,8 +1,8 @@
-"""GPU memory between a worker and its agent, by CUDA IPC; ``signals.py`` has the order of work between them.
+"""GPU memory shared by a worker with its agent, by CUDA IPC. ``signals.py`` orders the work between them.
 
     worker: Exports  allocation -> header --(descriptor socket)--> agent: Mappings  header -> mapping
 
-What comes from a socket is believed by nobody. A worker keeps its memory until its agent has closed it.
+Nothing that comes from a socket is trusted. A worker keeps its memory until its agent has closed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ __all__ = ["Exports", "Mapping", "Mappings", "Signals", "Waits"]
 
 
 class Exports:
-    """In a worker: the allocations that its tensors lie in, each exported once, and never mistaken for a later one."""
+    """In a worker: exports the allocations that its tensors lie in, each once.
+
+    An allocation is never mistaken for a later one at the same address.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -44,9 +47,9 @@ class Exports:
         self._headers: dict[str, dict[str, Any]] = {}
 
     def find(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """(segment id, byte offset) of a device tensor that has elements; Unexportable if it has no IPC handle.
+        """(segment id, byte offset) of a device tensor that has elements. Unexportable if it has no IPC handle.
 
-        Memory that was freed and allocated again has another id, also at the same address with the same handle.
+        Memory that was freed and allocated again gets another id, even at the same address with the same handle.
         """
         uuid = self._driver.holds(tensor)
         if uuid is None or not tensor.numel():
@@ -76,7 +79,8 @@ class Exports:
         return digest.hexdigest()
 
     def header(self, segment: str) -> dict[str, Any]:
-        """What the agent is sent: segment, nbytes, device (uuid) and handle (hex), or RegistrationError."""
+        """The header that the agent is sent: segment, nbytes, device (uuid) and handle (hex). RegistrationError if it
+        is gone."""
         with self._lock:
             found = self._headers.get(segment)
         if found is None:
@@ -86,7 +90,7 @@ class Exports:
 
 @dataclass(slots=True)
 class _Opened:
-    """One open allocation; ``holders`` count its Mappings."""
+    """One open allocation; ``holders`` counts its Mappings."""
 
     address: int
     header: dict[str, Any]
@@ -95,7 +99,7 @@ class _Opened:
 
 
 class Mapping:
-    """One holder's share of an open allocation; ``close()`` when nothing on the device uses it any more."""
+    """One holder's share of an open allocation. Call ``close()`` when nothing on the device uses it any more."""
 
     def __init__(self, owner: Mappings, key: tuple[Process, str, str], opened: _Opened) -> None:
         self._owner, self._key, self._opened = owner, key, opened
@@ -103,12 +107,12 @@ class Mapping:
 
     @property
     def address(self) -> int:
-        """Where it begins here."""
+        """Address of its first byte in this process."""
         return self._opened.address
 
     @property
     def nbytes(self) -> int:
-        """As the worker says, and as much is mapped at least."""
+        """Size according to the worker. At least that much is mapped."""
         return int(self._opened.header["nbytes"])
 
     @property
@@ -118,25 +122,26 @@ class Mapping:
 
     @property
     def header(self) -> dict[str, Any]:
-        """How another agent opens it: the worker's header, checked."""
+        """The worker's header, checked. Another agent opens the allocation with it."""
         return dict(self._opened.header)
 
     @property
     def space(self) -> str:
-        """Equal for two mappings of the same memory."""
+        """A name that is equal for two mappings of the same memory."""
         return f"device memory at {self._opened.address:#x}"
 
     def close(self) -> None:
-        """Let go of it; the last holder unmaps. Idempotent, and never raises because the worker is gone."""
+        """Release it; the last holder unmaps. Idempotent. It does not raise if the worker is gone."""
         if not self._closed:
             self._closed = True
             self._owner._release(self._key, self._opened)
 
 
 class Mappings:
-    """In the agent of GPU ``uuid``: workers' allocations, each open once however many hold it.
+    """In the agent of GPU ``uuid``: workers' allocations, each opened once however many hold it.
 
-    ``on_sticky`` is told an error that has spoilt this process's context, from any thread: nothing works after it.
+    ``on_sticky`` is called, from any thread, with an error that has broken this process's context, after which nothing
+    works.
     """
 
     def __init__(
@@ -147,7 +152,8 @@ class Mappings:
         self._opened: dict[tuple[Process, str, str], _Opened] = {}
 
     def attach(self, pid: int, started: int, header: Table[str, Any]) -> Mapping:
-        """Open what a worker's ``header`` names, or hold it once more; RegistrationError says what is wrong."""
+        """Open the allocation that a worker's ``header`` names, or hold it once more. RegistrationError says what is
+        wrong."""
         checked = self._checked(header)
         key = (pid, started), checked["segment"], checked["handle"]
         with self._lock:
@@ -160,14 +166,14 @@ class Mappings:
         return Mapping(self, key, opened)
 
     def forget(self, pid: int, started: int) -> None:
-        """Unmap all that a process exported, whoever holds it: it is dead, and nothing uses its memory any more."""
+        """Unmap everything that a process exported, whoever holds it, because it is dead and nothing uses its memory
+        any more."""
         with self._lock:
             stale = [key for key in self._opened if key[0] == (pid, started)]
             for key in stale:
                 self._unmap(self._opened.pop(key))
 
     def close(self) -> None:
-        """Unmap everything; idempotent."""
         with self._lock:
             while self._opened:
                 self._unmap(self._opened.popitem()[1])
@@ -219,8 +225,8 @@ class Mappings:
             self._tell(error)
             self._unmap(opened)
             raise RegistrationError(f"{what} have no size here: {error}") from error
-        # A size that is more than what is mapped would let a tensor's copy run into memory of nobody. Small allocations
-        # share blocks of 2 MiB, and it may be the block that is mapped here.
+        # A size beyond what is mapped would let a tensor's copy run into foreign memory. Small allocations share blocks
+        # of 2 MiB, and the mapping may be of the block.
         if not (base <= address and address + header["nbytes"] <= base + mapped):
             self._unmap(opened)
             raise RegistrationError(f"{what}: only {base + mapped - address} bytes are mapped")

@@ -1,7 +1,7 @@
 """Where a tensor lies, as plain data that crosses the bus.
 
-A handle names bytes either in a mapped segment (a sealed memfd that the agent maps too) or in the
-worker's own memory, which the agent reaches with ``process_vm_readv``. Nothing here touches memory.
+A handle names bytes either in a mapped segment (a sealed memfd that the agent maps, too) or in the worker's own memory,
+which the agent reaches with ``process_vm_readv``. Nothing here touches memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 if TYPE_CHECKING:
     import torch
 
-#: Characters of a text, and dimensions of a tensor, in a handle that comes from a socket.
+#: Most characters of a text, and most dims of a tensor, in a handle that comes from a socket.
 MAX_TEXT = 1 << 10
 MAX_DIMS = 1 << 10
 
@@ -23,10 +23,10 @@ MAX_DIMS = 1 << 10
 class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Where one local tensor lies.
 
-    ``segment`` is the id (hex) of a mapped segment and ``offset`` a byte offset in it; or ``segment`` is
-    None and ``offset`` a virtual address of the worker. ``shape`` is local, ``strides`` are in elements
-    and not negative, ``dtype`` is "float32". A handle from a socket is believed by nobody:
-    ``WorkerMemory.resolve`` checks it against what is mapped. It holds plain data, so Python's collector skips it:
+    ``segment`` is the id (hex) of a mapped segment, and ``offset`` a byte offset in it. Or ``segment`` is None, and
+    ``offset`` is a virtual address of the worker. ``shape`` is local, ``strides`` are in elements and not negative,
+    ``dtype`` is a name such as "float32". A handle from a socket is not trusted: ``WorkerMemory.resolve`` checks it
+    against what is mapped. It holds plain data, so it is exempt from garbage collection (``gc=False``), because
     registrations have many.
     """
 
@@ -38,18 +38,18 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def span_nbytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes from the first to behind the last element of a strided tensor, 0 when it is empty."""
+    """Bytes from the first to one past the last element of a strided tensor; 0 if it is empty."""
     if 0 in shape:
         return 0
     return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
 
 
 def describe(tensor: torch.Tensor) -> TensorHandle:
-    """The handle of a plain strided CPU tensor; a segment's if it lies in one, else the process's.
+    """The handle of a plain strided CPU tensor: of a segment if it lies in one, otherwise of the process's own memory.
 
     The caller has refused everything else (devices, sparse, quantized, conjugate, subclasses).
     """
-    from etha.memory import shared  # it imports torch, and the bus's messages, which hold handles, do not
+    from etha.memory import shared  # imports torch; the bus's messages, which use handles, do not
 
     shape, strides, address = tuple(tensor.shape), tuple(tensor.stride()), tensor.data_ptr()
     found = shared.find(address, span_nbytes(shape, strides, tensor.itemsize))

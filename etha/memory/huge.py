@@ -1,8 +1,8 @@
-"""Huge pages under a worker's registered tensors, asked for in the background.
+"""Ask for huge pages under a worker's registered tensors, in the background.
 
-An agent reads ordinary memory through the kernel, which looks up every page: with 4 KiB pages that costs
-as much as the copy. The kernel can gather pages into huge ones in place; data and addresses stay as they
-are. A hint: where it is refused, copies are slower and nothing else.
+An agent reads ordinary memory through the kernel, which looks up every page; with 4 KiB pages that costs as much as the
+copy. The kernel can gather pages into huge ones in place, without changing data or addresses. This is a hint: if the
+kernel refuses it, copies are slower, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from etha.memory.pages import HUGE, collapse
 
 log = logging.getLogger(__name__)
 
-#: Bytes asked for in one call: other calls into the kernel's memory management get their turn in between.
+#: Bytes per call, so that other calls into the kernel's memory management get a turn in between.
 _STEP = 32 << 20
 
 
 class Collapser:
-    """Collapses ranges on a thread of its own; cancel() when the process's client closes."""
+    """Collapses ranges on its own thread. Call cancel() when the process's client closes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,14 +29,14 @@ class Collapser:
         self._cancelled = False
 
     def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Queue (address, bytes) ranges of this process's memory; returns at once.
+        """Queue (address, bytes) ranges of this process's memory. Returns at once.
 
-        A range that is freed meanwhile is refused by the kernel or is somebody else's memory by then, whose
-        contents stay as well.
+        If a range is freed meanwhile, the kernel refuses it, or it is some other memory by then, whose contents do not
+        change either.
         """
         with self._lock:
-            # Asked again for the same addresses: they may be new memory, and where they are not, the kernel
-            # finds huge pages already and returns at once.
+            # Asked again for the same addresses, they may be new memory. If they are not, the kernel finds huge pages
+            # already and returns at once.
             new = {r for r in ranges if r[1] >= HUGE} - set(self._queue)
             if not new or self._cancelled:
                 return
@@ -63,14 +63,14 @@ class Collapser:
         log.debug("huge pages: %d bytes collapsed, %d refused", done, refused)
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until what was asked for is done."""
+        """Wait until everything that was asked for is done."""
         with self._lock:
             thread = self._thread
         if thread is not None:
             thread.join(timeout)
 
     def cancel(self) -> None:
-        """Stop after the step that runs; idempotent, does not wait."""
+        """Stop after the current step. Idempotent; does not wait."""
         with self._lock:
             self._cancelled = True
             self._queue.clear()

@@ -1,9 +1,9 @@
 """The agent's side of a worker's memory: mapped segments, private memory, and handles resolved to views.
 
-A segment is a sealed memfd, or on a GPU's agent an allocation that was opened by its IPC handle.
+A segment is a sealed memfd or, on a GPU's agent, an allocation that was opened by its IPC handle.
 
-A handle comes from a socket and may say anything. Against a segment it is checked to the last byte;
-in private memory the kernel is the guard, and it is the worker's own memory that it names.
+A handle comes from a socket and may contain anything. It is checked against its segment to the last byte. In private
+memory the kernel checks it, and it can only name the worker's own memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DTYPES = {
 
 
 def map_sealed(fd: int, nbytes: int) -> ctypes.Array[Any]:
-    """Map a received memfd of ``nbytes``; RegistrationError unless it is sealed and of that size.
+    """Map a received memfd of ``nbytes``. RegistrationError unless it is sealed and of that size.
 
-    An unsealed file could be truncated under the mapping, and the next touch would kill this process.
+    An unsealed file could be truncated under the mapping, and the next access would kill this process.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -59,13 +59,13 @@ def map_sealed(fd: int, nbytes: int) -> ctypes.Array[Any]:
 
 @dataclass(slots=True, kw_only=True)
 class Spared:
-    """What a worker's memory does not hold any more; ``release`` may take long, so not on an event loop."""
+    """Memory that was removed from a WorkerMemory. ``release`` may take long, so do not call it on an event loop."""
 
     pages: list[ctypes.Array[Any]]
     allocations: list[Mapping]
 
     def release(self) -> None:
-        """Unmap it: a segment with the last view of it. Idempotent."""
+        """Unmap it; a segment is unmapped with its last view. Idempotent."""
         self.pages.clear()
         while self.allocations:
             self.allocations.pop().close()
@@ -74,9 +74,9 @@ class Spared:
 class WorkerMemory:
     """All memory of one worker that this agent can reach.
 
-    Views keep what they look at alive: a detached or closed segment is unmapped when the last view of it
-    has gone. ``private`` False: the probe failed, so handles into private memory are refused. ``mappings``: of
-    a GPU's agent, which reaches nothing but allocations of GPUs.
+    Views keep their memory alive: a detached or closed segment is unmapped when its last view is gone. ``private`` is
+    False if the probe failed; handles into private memory are then refused. ``mappings`` is given on a GPU's agent,
+    which reaches only allocations of GPUs.
     """
 
     def __init__(self, pid: int, started: int, *, private: bool = True, mappings: Mappings | None = None) -> None:
@@ -87,7 +87,7 @@ class WorkerMemory:
         self._allocations: dict[str, Mapping] = {}
 
     def attach(self, segment: str, fd: int, nbytes: int) -> None:
-        """Map a segment of the worker; takes ``fd`` and closes it, whatever happens."""
+        """Map a segment of the worker. Takes ``fd`` and closes it in any case."""
         try:
             if _SEGMENT_ID.fullmatch(segment) is None:
                 raise RegistrationError(f"segment id {segment[:80]!r} is not hex")
@@ -97,7 +97,7 @@ class WorkerMemory:
             os.close(fd)
 
     def spare(self, segments: Iterable[str]) -> Spared:
-        """Forget these segments, unknown ones aside: for the caller to release when nothing runs."""
+        """Remove these segments, ignoring unknown ones. The caller releases them once nothing uses them."""
         names = set(segments)
         return Spared(
             pages=[self._segments.pop(name) for name in names & self._segments.keys()],
@@ -106,11 +106,11 @@ class WorkerMemory:
 
     @property
     def on_device(self) -> bool:
-        """Whether this is of a GPU's agent."""
+        """Whether this belongs to a GPU's agent."""
         return self._mappings is not None
 
     def attach_allocation(self, header: dict[str, Any]) -> None:
-        """Open a GPU allocation of the worker, as its client describes it; RegistrationError says what is wrong."""
+        """Open a GPU allocation of the worker from its client's header. RegistrationError says what is wrong."""
         if self._mappings is None:
             raise RegistrationError("this agent serves the CPU's memory: use a client with device= of the tensor's GPU")
         segment = header["segment"]
@@ -120,17 +120,16 @@ class WorkerMemory:
             self._allocations[segment] = self._mappings.attach(self.process.pid, self.process.started, header)
 
     def header(self, segment: str) -> dict[str, Any] | None:
-        """How another agent opens a GPU allocation of the worker; None for any other segment."""
+        """The header with which another agent opens a GPU allocation of the worker; None for any other segment."""
         found = self._allocations.get(segment)
         return None if found is None else dict(found.header)
 
     @property
     def segments(self) -> frozenset[str]:
-        """Ids of the attached segments."""
         return frozenset(self._segments) | frozenset(self._allocations)
 
     def resolve(self, handle: TensorHandle) -> View:
-        """The view that a handle names, or RegistrationError saying what is wrong with it."""
+        """The view that a handle names. RegistrationError says what is wrong with the handle."""
         shape, strides, offset = handle.shape, handle.strides, handle.offset
         dtype = DTYPES.get(handle.dtype)
         if dtype is None:
@@ -206,6 +205,6 @@ class WorkerMemory:
         )
 
     def close(self) -> None:
-        """Forget all segments and the process; idempotent. No lane may be using it any more."""
+        """Release all segments and the process. Idempotent. No lane may be using them any more."""
         self.spare([*self._segments, *self._allocations]).release()
         self.process.close()

@@ -1,6 +1,6 @@
-"""Sealed memfds and their mappings; the mapping's Python object is what keeps the pages there.
+"""Sealed memfds and their mappings. The mapping's Python object keeps the pages mapped.
 
-``mmap.mmap`` would keep a second descriptor per mapping, and a process has some thousand in all.
+``mmap.mmap`` is not used because it would keep a second descriptor per mapping, and a process has only some thousand.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def sealed_memfd(name: str, nbytes: int) -> int:
 def map_pages(
     fd: int, nbytes: int, *, fresh: bool = False, before_unmap: Callable[[], None] | None = None
 ) -> ctypes.Array[Any]:
-    """Map all of ``fd`` shared and writable, every page touched; unmapped when the result is collected.
+    """Map all of ``fd`` shared and writable, with every page touched. It is unmapped when the result is collected.
 
-    The result is a writable buffer of ``nbytes``: a torch storage made by ``torch.frombuffer`` holds it.
-    ``fresh``: nobody has touched it yet, so have huge pages where the kernel gives them (copies gain a
-    quarter, touching several times). OSError when the kernel refuses. ``fd`` may be closed afterwards.
+    The result is a writable buffer of ``nbytes``; a torch storage made by ``torch.frombuffer`` holds it. ``fresh``: the
+    file is new, so ask for huge pages (copies gain a quarter; first touch is several times faster). OSError if the
+    kernel refuses. ``fd`` may be closed afterwards.
     """
     if nbytes < HUGE:
         start = address = _mmap(None, nbytes, _RW, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd)
         length = nbytes
     else:
-        # Huge pages are mapped whole only at their own alignment: reserve more and map inside of it.
+        # A huge page can be mapped only at its own alignment, so reserve more and map inside of it.
         length = nbytes + HUGE
         start = _mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         address = -(-start // HUGE) * HUGE
@@ -89,10 +89,10 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 def collapse(address: int, nbytes: int) -> bool:
-    """Have the whole huge pages inside a range of this process backed by such; contents and addresses stay.
+    """Ask the kernel to back the range with huge pages where whole ones fit; contents and addresses do not change.
 
-    ``process_vm_readv`` of ordinary memory spends half its time on looking up 4 KiB pages. A hint that any
-    kernel may refuse (before 6.1, THP off, no free memory): False then, and nothing has changed.
+    ``process_vm_readv`` of ordinary memory spends half its time on looking up 4 KiB pages. Any kernel may refuse
+    (before 6.1, THP off, no free memory). Then this returns False, and nothing has changed.
     """
     first, last = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
     return first < last and _libc.madvise(first, last - first, _MADV_COLLAPSE) == 0

@@ -1,8 +1,8 @@
 """Another process's memory, by ``process_vm_readv`` and ``process_vm_writev``.
 
-Through ctypes, so the GIL is released while bytes move. Nothing happens on the worker's side, and
-errors are return codes, never signals. A pid is only a number: the process is identified by pid and
-start time, and a pidfd tells before each call that it still lives.
+The calls go through ctypes, so the GIL is released while bytes move. The worker does nothing, and errors are return
+codes, never signals. Pids are reused, so a process is identified by pid and start time, and before each call a pidfd
+tells whether it still lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 
-#: Rows (address, length) of uint64: what the kernel calls struct iovec.
+#: Rows (address, length) of uint64: the kernel's struct iovec.
 IoVec = npt.NDArray[np.uint64]
 #: Most segments that one call takes (UIO_MAXIOV).
 MAX_SEGMENTS = 1024
@@ -48,15 +48,16 @@ _readv, _writev = _declare("process_vm_readv"), _declare("process_vm_writev")
 
 
 def allow_reading() -> None:
-    """In the worker: let any process of the same user read and write it where Yama would forbid that.
+    """In the worker: let any process of the same user read and write it, even if Yama would forbid that.
 
-    Yama (ptrace_scope 1) remembers one pid only, and two agents may need it. Without Yama a no-op.
+    Yama (ptrace_scope 1) remembers only one pid, but two agents may need it, so any process is allowed. Without Yama
+    this does nothing.
     """
     _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since boot; WorkerGoneError when there is none."""
+    """When the process started, in clock ticks since boot. WorkerGoneError if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,13 +66,13 @@ def start_time(pid: int) -> int:
 
 
 class ProcessMemory:
-    """The private memory of one living process; close() when the worker's session ends."""
+    """The private memory of one living process. Call close() when the worker's session ends."""
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self.started = started
         self._pidfd = -1
-        if not 0 < pid <= _MAX_PID:  # another agent may say anything
+        if not 0 < pid <= _MAX_PID:  # another agent may claim any number
             raise WorkerGoneError(f"there is no process {pid}", pid=pid)
         try:
             self._pidfd = os.pidfd_open(pid)
@@ -85,7 +86,7 @@ class ProcessMemory:
             raise
 
     def close(self) -> None:
-        """Let go of the process; idempotent. No lane may be using it any more."""
+        """Release the process. Idempotent. No lane may be using it any more."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -94,19 +95,20 @@ class ProcessMemory:
         """Whether the process has not died; False after close()."""
         if self._pidfd < 0:
             return False
-        watch = select.poll()  # one per call: a poll object refuses two threads at once
+        watch = select.poll()  # one per call, because a poll object refuses two threads at once
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
     def read(self, local: IoVec, remote: IoVec) -> int:
-        """Copy from the worker (``remote``) to here (``local``), tables of equal total length; bytes copied.
+        """Copy from the worker (``remote``) to here (``local``), tables of equal total length. Returns the bytes
+        copied.
 
         The tables may be cut differently and have any number of rows. The caller vouches for ``local``.
         """
         return self._move(_readv, local, remote)
 
     def write(self, local: IoVec, remote: IoVec) -> int:
-        """Copy from here (``local``) into the worker (``remote``); as ``read``."""
+        """Copy from here (``local``) into the worker (``remote``); otherwise like ``read``."""
         return self._move(_writev, local, remote)
 
     def _move(self, call: Any, local: IoVec, remote: IoVec) -> int:
@@ -158,9 +160,9 @@ class ProcessMemory:
         return ReachError(f"access to the memory of {text}: {os.strerror(code)}", pid=self.pid)
 
     def probe(self, address: int, token: bytes) -> None:
-        """Prove both directions: read ``token`` at ``address``, write it back right behind it.
+        """Prove both directions: read ``token`` at ``address``, and write it back right after it.
 
-        Raises a ReachError where a direction is refused or other bytes are found. See ``Beacon``.
+        Raises a ReachError if a direction is refused or other bytes are found. See ``Beacon``.
         """
         if not 0 < len(token) <= MAX_TOKEN:
             raise ReachError(f"a probe's token has 1 to {MAX_TOKEN} bytes, not {len(token)}", pid=self.pid)
@@ -188,7 +190,7 @@ def _after(table: IoVec, nbytes: int) -> IoVec:
 
 
 class Beacon:
-    """In the worker: a token in private memory for an agent's ``probe`` to find and to echo."""
+    """In the worker: a token in private memory, which an agent's ``probe`` finds and echoes."""
 
     def __init__(self) -> None:
         self.token = os.urandom(32)
@@ -201,5 +203,5 @@ class Beacon:
 
     @property
     def echoed(self) -> bool:
-        """Whether somebody has written the token behind the token."""
+        """Whether some process has written the token right after itself."""
         return self._buffer[32:].tobytes() == self.token

@@ -1,7 +1,7 @@
-"""Why a worker's memory could not be reached, as the agent's lanes raise it.
+"""Why a worker's memory could not be reached; raised in the agent's lanes.
 
     ReachError
-    +-- WorkerGoneError   the process is dead (ESRCH); the pidfd says so too
+    +-- WorkerGoneError   the process is dead (ESRCH, or its pidfd says so)
     +-- AccessError       the kernel refuses (EPERM): ptrace scope, another user, another namespace
     +-- FaultError        nothing is mapped there any more (EFAULT): the tensor was freed or moved
     +-- RevokedError      the worker's call has returned and taken its memory back
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 
 class ReachError(Exception):
-    """Base; ``owner`` is the (side, rank) whose memory it was, once the pipeline knows.
+    """Base class. ``owner`` is the (side, rank) whose memory it was, once known.
 
-    ``moved``: bytes that the call which failed had copied before.
+    ``moved`` is the number of bytes that the failed call had copied before.
     """
 
     def __init__(self, message: str, *, pid: int | None = None, owner: tuple[str, int] | None = None) -> None:
@@ -34,7 +34,7 @@ class AccessError(ReachError):
 
 
 class FaultError(ReachError):
-    """The worker has nothing mapped at ``address``, which it registered, or nothing that may be written."""
+    """The worker has nothing (writable) mapped at ``address``, which it registered."""
 
     address = 0
 

@@ -1,18 +1,18 @@
-"""A page shared by a worker and its agent: which calls still lend their memory, and who is inside it.
+"""A page shared by a worker and its agent: which calls still lend their memory, and which threads are inside it.
 
     worker   open() -> word ... the call ends early: revoke(word), then busy(word)?
-    agent    per piece:  enter(thread) -> False: hands off;  True: copy;  leave(thread)
+    agent    per piece:  enter(thread) -> False: do not touch it;  True: copy;  leave(thread)
 
-A slot holds a ticket (0: nothing is lent) and one busy word per lane thread. A ticket is never given
-twice, so an agent that thaws after years finds that its ticket has lapsed. ``word`` is both: ticket *
-SLOTS + slot. The page is a sealed memfd, so neither end can make the other fault.
+A slot holds a ticket (0: nothing is lent) and one busy word per lane thread. A ticket is never given twice, so an agent
+that thaws after years finds that its ticket has lapsed. ``word`` holds both: ticket * SLOTS + slot. The page is a
+sealed memfd, so neither end can make the other fault.
 
-**Ordering.** Agent: store busy, load ticket. Worker: store ticket = 0, load busy. At least one must see
-the other's store, and neither x86 nor arm promises that for a plain store followed by a load. The agent's
-side runs before every piece, the worker's hardly ever, so the fence is the worker's alone: ``membarrier``
-makes every thread of the registered agents run a full barrier between the two loads and stores, wherever
-they are (membarrier(2), "asymmetric fences"). Program order inside each process is kept: a Python
-statement is an opaque call to the compiler. Each access is one aligned 32-bit move (memoryview of "I").
+**Ordering.** The agent stores busy, then loads the ticket. The worker stores ticket = 0, then loads busy. At least one
+must see the other's store, and neither x86 nor arm promises that for a plain store followed by a load. The agent's side
+runs before every piece, the worker's hardly ever, so only the worker has a fence: ``membarrier`` makes every thread of
+the registered agents run a full barrier between the two loads and stores, wherever they are (membarrier(2), "asymmetric
+fences"). Program order inside each process is kept, because a Python statement is an opaque call to the compiler. Each
+access is one aligned 32-bit move (memoryview of "I").
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from etha.memory.pages import map_pages, sealed_memfd
 
 log = logging.getLogger(__name__)
 
-#: Memory is taken for slots that are used, the first ones first.
+#: Pages of memory are used only for slots in use, the first slots first.
 NBYTES = 1 << 17
-#: Slots of a page, the first one a header, so that many calls of one client may be in flight less one.
+#: Slots of a page. The first is a header, so SLOTS - 1 calls of one client may be in flight.
 SLOTS = 2048
 _WORDS = NBYTES // 4 // SLOTS
 #: Lane threads of one agent that can be told apart.
@@ -54,7 +54,7 @@ def _words(pages: ctypes.Array[Any]) -> memoryview:
 
 
 class RevocationPage:
-    """The worker's end; ``fd`` goes to the agent once. close() when the session ends."""
+    """The worker's end. ``fd`` is sent to the agent once. Call close() when the session ends."""
 
     def __init__(self) -> None:
         self.fd = sealed_memfd("etha-revocation", NBYTES)
@@ -67,7 +67,7 @@ class RevocationPage:
         self._ticket = 0
 
     def open(self) -> int:
-        """Lend this worker's registered memory to one call; the word goes to the agent with the call."""
+        """Lend this worker's registered memory to one call. The returned word goes to the agent with the call."""
         with self._lock:
             # A slot that a frozen agent was inside is lent again only after it has left.
             self._free += [s for s in self._stuck if not self._inside(s)]
@@ -83,10 +83,10 @@ class RevocationPage:
             return self._ticket * SLOTS + slot
 
     def revoke(self, word: int) -> bool:
-        """Take the memory back; no piece starts in it from now on. Idempotent.
+        """Take the memory back, so that no piece starts in it from now on. Idempotent.
 
-        True when no lane thread is inside: nothing writes any more. False: one is (see ``busy``), for as
-        long as one piece takes, or until its frozen agent thaws. Costs some 20 us.
+        Returns True if no lane thread is inside: nothing writes any more. False if one is (see ``busy``), for as long
+        as one piece takes, or until its frozen agent thaws. It takes about 20 us.
         """
         ticket, slot = divmod(word, SLOTS)
         with self._lock:
@@ -107,15 +107,15 @@ class RevocationPage:
         return any(self._words[slot * _WORDS + 1 : (slot + 1) * _WORDS])
 
     def _fence(self) -> None:
-        # Cheap if the agent has registered; else the slow one (an RCU grace period, some 10 ms), which
-        # needs no registration. Kernels without either run sandboxes on x86, where releasing and taking
-        # the GIL and the lock around each access is a locked instruction, hence a full barrier.
+        # Cheap if the agent has registered; otherwise the slow command (an RCU grace period, about 10 ms), which needs
+        # no registration. Kernels without either run sandboxes on x86. There, releasing and taking the GIL and the lock
+        # around each access is a locked instruction, hence a full barrier.
         command = _GLOBAL_EXPEDITED if self._words[0] == _REGISTERED else _GLOBAL
         if not _membarrier(command) and not _membarrier(_GLOBAL):
             log.debug("membarrier is not available: revocation relies on the interpreter's own barriers")
 
     def close(self) -> None:
-        """Revoke everything and close the descriptor; idempotent."""
+        """Revoke everything and close the descriptor. Idempotent."""
         with self._lock:
             for slot in range(1, self._used + 1):
                 self._words[slot * _WORDS] = 0
@@ -139,11 +139,11 @@ class LentPage:
             self._words[0] = _REGISTERED
 
     def lends(self, word: int) -> bool:
-        """Whether the call of ``word`` still stands; RegistrationError for a word that no page can hold."""
+        """Whether the call of ``word`` still lends its memory. RegistrationError for a word that no page can hold."""
         return self.guard(word).lends
 
     def guard(self, word: int) -> Guard:
-        """The guard of one call; RegistrationError for a word that no page can hold."""
+        """The guard of one call. RegistrationError for a word that no page can hold."""
         ticket, slot = divmod(word, SLOTS)
         if not (0 < ticket <= _MAX_TICKET and 0 < slot < SLOTS):
             raise RegistrationError(f"{word} is not a revocation word")
@@ -151,7 +151,7 @@ class LentPage:
 
 
 class Guard:
-    """What a lane thread passes before it touches a worker's memory, and after."""
+    """What a lane thread calls before and after it touches a worker's memory."""
 
     __slots__ = ("_base", "_ticket", "_words")
 
@@ -166,7 +166,7 @@ class Guard:
         return bool(self._words[self._base] == self._ticket)
 
     def enter(self, thread: int) -> bool:
-        """True: the memory is lent, and the worker sees that ``thread`` is inside until ``leave``."""
+        """Enter the memory. True: it is lent, and the worker sees that ``thread`` is inside until ``leave``."""
         busy = self._base + 1 + thread
         self._words[busy] = 1
         if self._words[self._base] == self._ticket:
@@ -175,5 +175,5 @@ class Guard:
         return False
 
     def leave(self, thread: int) -> None:
-        """The piece is done."""
+        """Leave the memory; the piece is done."""
         self._words[self._base + 1 + thread] = 0

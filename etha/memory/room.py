@@ -1,7 +1,7 @@
 """How much more memory this process can have: what the machine, its cgroups and its own limits leave.
 
-Asked before shared memory of a worker or staging of an agent is made. Its pages are touched one after the other, and
-what does not fit would end in the kernel's OOM killer, which takes whom it likes.
+It is checked before a worker's shared memory or an agent's staging is made. Pages are touched one after the other, and
+too many would wake the kernel's OOM killer, which may kill any process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from etha.config import STAGING, Settings
 from etha.errors import ConfigError
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-#: Bytes that may be made without asking again: a model has thousands of small tensors.
+#: Bytes that may be allocated between two checks, because a model has thousands of small tensors.
 UNASKED = 32 << 20
 CURE = "check the shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """``nbytes`` are left, and ``limit`` says by what."""
+    """``nbytes`` are left, by the limit named ``limit``."""
 
     nbytes: int
     limit: str
@@ -35,14 +35,15 @@ def room(proc: Path = _PROC, cgroups: Path = _CGROUPS, *, shared: bool = True) -
 
 
 class RoomCheck:
-    """Asks for each large allocation, and after every 32 MiB of small ones; any thread. Options: ``check_room``'s."""
+    """Checks large allocations, and small ones after every 32 MiB of them. Thread-safe. Options as for
+    ``check_room``."""
 
     def __init__(self, *, shared: bool = True, cure: str = CURE) -> None:
         self._shared, self._cure = shared, cure
         self._unasked = 0
 
     def check(self, nbytes: int, what: str) -> None:
-        """As ``check_room``."""
+        """Call ``check_room`` if it is due."""
         self._unasked += nbytes
         if self._unasked >= UNASKED:
             self._unasked = 0
@@ -50,7 +51,7 @@ class RoomCheck:
 
 
 def check_room(nbytes: int, what: str, *, shared: bool = True, cure: str = CURE) -> None:
-    """ConfigError with both numbers where ``nbytes`` of memory for ``what`` do not fit; ``cure``: what to do first."""
+    """Raise ConfigError, with both numbers, if ``nbytes`` for ``what`` do not fit. ``cure`` says what to do first."""
     left = room(shared=shared)
     if nbytes > left.nbytes:
         kind = "shared memory" if shared else "memory"
@@ -70,7 +71,7 @@ def capacity(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Room:
 
 
 def check_staging(settings: Settings) -> None:
-    """ConfigError where ETHA_STAGING allows an agent more memory than there is; its default is for every machine."""
+    """Raise ConfigError if ETHA_STAGING allows an agent more memory than there is. The default is accepted anywhere."""
     most = capacity()
     if settings.staging != STAGING and settings.staging > most.nbytes:
         raise ConfigError(
@@ -99,7 +100,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Room]:
 
 
 def _places(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The process's own cgroup and all above it, of version 2 and of version 1, and how their files are called."""
+    """The process's own cgroup and all above it, of versions 1 and 2, with the names of their files."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -122,7 +123,7 @@ def _places(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, s
 
 
 def _group(place: Path, limit: str, used: str, cache: str) -> int | None:
-    """What a cgroup leaves; None without a limit. Cached files give way."""
+    """What a cgroup leaves; None without a limit. Cached files count as free, because the kernel can drop them."""
     try:
         most = _number(place / limit)
         if most is None:
@@ -135,7 +136,7 @@ def _group(place: Path, limit: str, used: str, cache: str) -> int | None:
 
 
 def _number(limit: Path) -> int | None:
-    """A limit of a cgroup; None where there is none."""
+    """A limit of a cgroup; None if there is none."""
     try:
         text = limit.read_text().strip()
         return None if text == "max" else int(text)
@@ -144,7 +145,7 @@ def _number(limit: Path) -> int | None:
 
 
 def _limits(proc: Path, *, shared: bool) -> Iterator[Room]:
-    """Of the process itself: its address space; its private memory, or the size of a file, which a memfd is."""
+    """The process's own limits: address space, and private memory or the size of a file (a memfd is one)."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     private, _ = resource.getrlimit(resource.RLIMIT_DATA)
     pages = [int(field) * resource.getpagesize() for field in (proc / "self/statm").read_text().split()]

@@ -2,10 +2,10 @@
 
     worker: memfd (sealed) -> mmap -> torch storage        agent: the same memfd -> mmap
 
-A segment lives as long as any tensor in it: each torch storage holds the mapping's Python object, and
-when the last one goes, a finalizer takes the segment out of the registry, closes and unmaps.
-Sealed against shrinking and growing, so that no worker can make an agent fault. Pages are touched here,
-once: first touch is five times slower than a copy.
+A segment lives as long as any tensor in it: each torch storage holds the mapping's Python object. When the last one is
+gone, a finalizer removes the segment from the registry, closes and unmaps it. Segments are sealed against shrinking and
+growing, so that no worker can make an agent fault. Pages are touched here, once, because the first touch is five times
+slower than a copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pages = ctypes.Array[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSegment:
-    """A sealed memfd mapped at ``address`` of this process; ``fd`` stays open as long as it lives."""
+    """A sealed memfd mapped at ``address`` of this process. ``fd`` is open as long as the segment lives."""
 
     id: str
     fd: int
@@ -52,13 +52,13 @@ class _Registry:
     """Address -> segment, for the whole process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may run while this very thread holds it
+        self._lock = threading.RLock()  # a finalizer may run while its own thread holds it
         self._room = RoomCheck()
         self._starts: list[int] = []
         self._segments: dict[int, SharedSegment] = {}
 
     def create(self, nbytes: int) -> Pages:
-        """The pages of a new segment of at least ``nbytes``; it lives as long as they are referenced."""
+        """The pages of a new segment of at least ``nbytes``. It lives as long as they are referenced."""
         nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
         self._room.check(nbytes, "a tensor that agents map")
         fd = -1
@@ -78,7 +78,7 @@ class _Registry:
         return pages
 
     def _drop(self, fd: int) -> None:
-        """The last tensor is gone; the pages are still mapped, so nobody else has their address yet."""
+        """Called after the last tensor is gone. The pages are still mapped, so their address is not reused yet."""
         with self._lock:
             address = next(a for a, s in self._segments.items() if s.fd == fd)
             del self._segments[address]
@@ -109,23 +109,22 @@ _arena: list[tuple[weakref.ref[Pages], int]] = []
 
 
 def find(address: int, nbytes: int) -> tuple[str, int] | None:
-    """(segment id, byte offset) of ``nbytes`` at ``address`` if they lie inside one segment."""
+    """(segment id, byte offset) of ``nbytes`` at ``address`` if they lie inside one segment, otherwise None."""
     found = _registry.find(address, nbytes) if nbytes else None
     return None if found is None else (found[0].id, found[1])
 
 
 def segment(id: str) -> SharedSegment | None:
-    """The living segment with this id: its ``fd`` is what an agent is sent."""
+    """The living segment with this id, if any. Its ``fd`` is sent to an agent."""
     return _registry.get(id)
 
 
 def segments() -> tuple[SharedSegment, ...]:
-    """All living segments of this process."""
     return _registry.all()
 
 
 def storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-    """Zeroed storages of these many bytes (each > 0) in one segment, each keeping it alive."""
+    """Zeroed storages of these sizes in bytes (each > 0) in one segment, which each of them keeps alive."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -137,7 +136,7 @@ def storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
 
 
 def storage(nbytes: int) -> torch.UntypedStorage:
-    """One zeroed storage of ``nbytes`` > 0; small ones share an arena."""
+    """One zeroed storage of ``nbytes`` > 0. Small ones share an arena."""
     if nbytes >= SMALL:
         return storages([nbytes])[0]
     with _arena_lock:
@@ -156,5 +155,5 @@ def _storage(memory: Pages, offset: int, nbytes: int) -> torch.UntypedStorage:
 def strided(
     storage: torch.UntypedStorage, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, offset: int = 0
 ) -> torch.Tensor:
-    """A base tensor (no view of another) over ``storage``; ``offset`` and ``strides`` in elements."""
+    """A base tensor (not a view of another) over ``storage``; ``offset`` and ``strides`` are in elements."""
     return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(strides))

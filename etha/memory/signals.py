@@ -1,4 +1,4 @@
-"""The order of work between a worker's streams and its agent: interprocess CUDA events.
+"""The order of work between a worker's streams and its agent, by interprocess CUDA events.
 
 worker: Signals  stream -> event, its handle --(with each call)--> agent: Waits  handle -> done, or the worker died
 """
@@ -16,9 +16,9 @@ from etha.errors import RegistrationError
 log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
-#: Events of one worker: one for each of its calls in flight.
+#: Most events of one worker: one for each of its calls in flight.
 MOST_EVENTS = 1024
-#: Seconds between two looks at an event: from the first to the longest.
+#: Seconds between two queries of an event: the first pause, and the longest.
 _SOON, _LATE = 20e-6, 1e-3
 
 #: A worker's process: pid and start time.
@@ -26,18 +26,19 @@ Process = tuple[int, int]
 
 
 class Signals:
-    """In a worker: what its streams have queued so far, as an interprocess event of GPU ``uuid`` for each call."""
+    """In a worker: for each call, an interprocess event of GPU ``uuid`` behind what its stream has queued so far."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
         self._driver, self._uuid = driver, uuid
-        self._lock = threading.RLock()  # a finalizer may release while this very thread holds it
+        self._lock = threading.RLock()  # a finalizer may release while its own thread holds it
         self._handles: dict[int, bytes] = {}
-        # The one that was released last is taken first: an agent opens each that it sees, and keeps it open.
+        # Last in, first out, because an agent opens each event that it sees, and keeps it open.
         self._free: list[int] = []
         self._closed = self._kept = False
 
     def record(self) -> tuple[int, bytes]:
-        """(event, its handle), recorded on the caller's current stream, and nobody else's until ``release``."""
+        """(event, its handle), recorded on the caller's current stream. Nobody else uses the event until
+        ``release``."""
         stream = self._driver.current_stream(self._uuid)
         with self._lock:
             event = self._free.pop() if self._free else self._made()
@@ -50,15 +51,15 @@ class Signals:
         return event, handle
 
     def release(self, event: int) -> None:
-        """Its call has ended: the next one may record it again."""
+        """The event's call has ended, so the next call may record it again."""
         with self._lock:
             self._free.append(event)
             self._drop()
 
     def wait(self, event: int, stop: threading.Event) -> bool:
-        """Block until the recording is done; False if ``stop`` is set before."""
+        """Block until the recording is done. False if ``stop`` is set first."""
         pause = _SOON
-        # Not cudaEventSynchronize: nothing ends that when the call is cancelled or its deadline has come.
+        # Not cudaEventSynchronize, because nothing ends that when the call is cancelled or its deadline comes.
         while not self._driver.reached(event):
             if stop.wait(pause):
                 return False
@@ -66,7 +67,8 @@ class Signals:
         return True
 
     def close(self, *, keep: bool = False) -> None:
-        """Destroy the events, those of calls with their ``release``; ``keep``: an agent may still look at them."""
+        """Destroy the events; those of running calls with their ``release``. ``keep``: an agent may still query
+        them."""
         with self._lock:
             if not self._closed:
                 self._closed, self._kept = True, keep
@@ -87,13 +89,13 @@ class Signals:
             del self._handles[event]
             try:
                 self._driver.drop_event(event)
-            except DeviceError as error:  # a lost context: it goes with the process
+            except DeviceError as error:  # a lost context: the event goes with the process
                 log.warning("destroying an event: %s", error)
 
 
 @dataclass(slots=True)
 class _Worker:
-    """The open events of one process by handle; ``waiting`` threads look at them."""
+    """The open events of one process by handle; ``waiting`` counts the threads that query them."""
 
     events: dict[bytes, int] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -101,7 +103,7 @@ class _Worker:
 
 
 class Waits:
-    """In an agent: workers' events, each opened once. A worker that dies never completes what it recorded."""
+    """In an agent: workers' events, each opened once. Events that a dead worker recorded never complete."""
 
     def __init__(
         self, driver: Driver, uuid: str, on_sticky: Callable[[DeviceError], None] = lambda error: None
@@ -111,23 +113,23 @@ class Waits:
         self._workers: dict[Process, _Worker] = {}
 
     def open(self, pid: int, started: int, handle: bytes) -> int:
-        """The event here; RegistrationError if the handle is none."""
+        """The event in this process. RegistrationError if the handle is invalid."""
         with self._lock:
             return self._event(pid, started, handle)[1]
 
     def reached(self, pid: int, started: int, handle: bytes) -> bool:
-        """Whether the worker's newest recording is done; RegistrationError as ``open``."""
+        """Whether the worker's newest recording is done. RegistrationError as for ``open``."""
         with self._lock:
             return self._look(self._event(pid, started, handle)[1])
 
     def wait(self, pid: int, started: int, handle: bytes) -> None:
-        """Block until the recording is done; DeviceError as soon as ``release`` says that the worker is gone."""
+        """Block until the recording is done. DeviceError as soon as ``release`` says that the worker is gone."""
         with self._lock:
             worker, event = self._event(pid, started, handle)
             worker.waiting += 1
         try:
             pause = _SOON
-            # Not cudaEventSynchronize: nothing ends that when the worker's process dies with its work.
+            # Not cudaEventSynchronize, because nothing ends that when the worker's process dies with its work.
             while not self._look(event):
                 if worker.ended.wait(pause):
                     raise DeviceError("cudaErrorNotReady", f"process {pid} went before the work on its GPU was done")
@@ -139,7 +141,7 @@ class Waits:
                     self._drop(worker)
 
     def release(self, pid: int, started: int) -> None:
-        """Forget a worker's events: its session has ended. Who waits for one is told."""
+        """Forget a worker's events, because its session has ended. Threads that wait for one get an error."""
         with self._lock:
             worker = self._workers.pop((pid, started), None)
             if worker is not None:
@@ -148,7 +150,6 @@ class Waits:
                     self._drop(worker)
 
     def close(self) -> None:
-        """Forget all; idempotent."""
         for pid, started in list(self._workers):
             self.release(pid, started)
 

@@ -1,11 +1,11 @@
-"""The link port: accepts other agents' connections, bounds them, and passes what they say on to the ROUTER.
+"""The link port: accepts other agents' connections, bounds them, and passes their bytes on to the ROUTER.
 
     agent == TCP ==> Passage == private AF_UNIX connection ==> libzmq (CURVE, the gate)
 
-libzmq accepts whoever comes, without a bound, and ends the process when it is out of descriptors. So it listens where
-only this process can connect, and meets nobody who has not begun to speak ZMTP. A connection is proven by libzmq's
-own words: its READY, which it says in clear once the gate has let the key in. Of unproven ones there is a bounded
-number, each for a bounded time; when there are too many the oldest goes, first of all one that has said nothing.
+libzmq accepts every connection, without a bound, and ends the process when it runs out of descriptors. So it listens
+where only this process can connect, and gets only connections that have begun to speak ZMTP. A connection is proven
+when libzmq sends READY on it, in clear, once the gate has let the key in. Unproven connections are bounded in number
+and in time. When there are too many, the oldest is closed, preferably one that has sent nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from etha import limits
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which nothing is accepted when the process is out of descriptors all the same.
+#: Seconds for which nothing is accepted after the process has run out of descriptors.
 ACCEPT_PAUSE = 0.5
-#: Most bytes of a connection that has proven nothing: greeting, HELLO and INITIATE of CURVE have less.
+#: Most bytes from an unproven connection. CURVE's greeting, HELLO and INITIATE need less.
 MAX_UNPROVEN_BYTES = 4096
 _READ = 1 << 16
 _GREETING_BYTES = 64
@@ -32,7 +32,7 @@ _SIGNATURE_BYTES = 10
 
 
 class Private:
-    """An AF_UNIX listener that has no name in any file system; only this process can connect to it."""
+    """An AF_UNIX listener without a name in any file system. Only this process can connect to it."""
 
     def __init__(self) -> None:
         directory = tempfile.mkdtemp(prefix="etha-")
@@ -52,7 +52,7 @@ class Private:
                 os.rmdir(directory)  # noqa: PTH106
 
     def connect(self) -> socket.socket:
-        """A connection to whoever accepts there; OSError."""
+        """A connection to the listener. Raises OSError."""
         conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             conn.connect(f"/proc/self/fd/{self._name}")
@@ -62,14 +62,14 @@ class Private:
         return conn
 
     def close(self) -> None:
-        """Nobody can connect any more; the listener is whose it was given to. Idempotent."""
+        """Let nobody connect any more. The listener belongs to whoever it was given to. Idempotent."""
         if self._name >= 0:
             os.close(self._name)
             self._name = -1
 
 
 class Answers:
-    """What libzmq says on a connection until it has said READY; pure."""
+    """Parses what libzmq sends on a connection until it has sent READY; pure."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -77,12 +77,12 @@ class Answers:
         self.ready = False
 
     def feed(self, data: bytes) -> bool:
-        """Whether the connection is proven, after ``data`` as well."""
+        """Parse ``data``. Whether the connection is proven now."""
         self._data += data
         if not self._greeted and len(self._data) >= _GREETING_BYTES:
             del self._data[:_GREETING_BYTES]
             self._greeted = True
-        # Commands of a handshake are short frames: flags, one byte of size, one of the name's size, the name.
+        # Commands of a handshake are short frames: flags, one byte of size, one byte of the name's size, the name.
         while self._greeted and not self.ready and len(self._data) >= 2 and len(self._data) >= 2 + self._data[1]:
             self.ready = self._data[2 : 2 + self._data[1]].startswith(b"\x05READY")
             del self._data[: 2 + self._data[1]]
@@ -90,7 +90,7 @@ class Answers:
 
 
 class Passage:
-    """One connection of another agent, or of a stranger, and what it says, both ways."""
+    """One connection of another agent or of a stranger, and the bytes that it passes in both directions."""
 
     def __init__(self, front: Front, outer: socket.socket) -> None:
         self._front, self._outer = front, outer
@@ -98,14 +98,14 @@ class Passage:
         self._to_inner, self._to_outer = bytearray(), bytearray()
         self._answers = Answers()
         self._taken = 0
-        #: Whether libzmq has been met and has answered.
+        #: Whether libzmq has accepted the connection and has answered.
         self.answered = False
         self.proven = False
         self.closed = False
         outer.setblocking(False)
         for option, value in (
             (socket.TCP_NODELAY, 1),
-            # A host that vanished must not keep its connections here for ever; beats tell of it much sooner.
+            # The connections of a host that vanished must not stay for ever. Beats report it much sooner.
             (socket.TCP_KEEPIDLE, 15),
             (socket.TCP_KEEPINTVL, 5),
             (socket.TCP_KEEPCNT, 3),
@@ -120,13 +120,13 @@ class Passage:
         return self._taken > 0
 
     def enter(self, inner: socket.socket) -> None:
-        """Let libzmq hear it, over ``inner``."""
+        """Connect it to libzmq, over ``inner``."""
         self._inner = inner
         self._front.loop.add_reader(inner.fileno(), self._inner_readable)
         self._flush(inner, self._to_inner)
 
     def close(self) -> None:
-        """Close both ends at once; idempotent, nobody is told."""
+        """Close both ends at once, without an error to anybody. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -181,13 +181,13 @@ class Passage:
         self._flush(self._outer, self._to_outer)
 
     def _flush(self, conn: socket.socket, pending: bytearray) -> None:
-        """Send what ``conn`` takes; while something is left, whoever says it is not read."""
+        """Send what ``conn`` takes. While something is left, its source is not read."""
         try:
             sent = conn.send(pending, socket.MSG_NOSIGNAL) if pending else 0
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return  # it has gone, which is told when it is read
+            return  # it is closed, which the next read reports
         del pending[:sent]
         if self._inner is None:
             return
@@ -211,9 +211,9 @@ class Front:
         self._listener, self._private = listener, private
         self._address, self._patience = address, patience
         self._all: set[Passage] = set()
-        #: In the order in which they came; a proven one leaves it.
+        #: In the order of their arrival. A proven connection is removed.
         self._unproven: dict[Passage, asyncio.TimerHandle] = {}
-        #: Those that libzmq has not accepted yet: each will take one more descriptor, out of the reserve if need be.
+        #: Those that libzmq has not accepted yet. Each will take one more descriptor, from the reserve if need be.
         self._meeting: set[Passage] = set()
         self._queue: deque[Passage] = deque()
         self._strangers = limits.WarningLimit(log)
@@ -222,11 +222,11 @@ class Front:
 
     @property
     def unproven(self) -> int:
-        """Connections that have proven nothing yet."""
+        """Number of connections that have proven nothing yet."""
         return len(self._unproven)
 
     def close(self) -> None:
-        """Close the port and every connection; idempotent."""
+        """Close the port and every connection. Idempotent."""
         if self._listener.fileno() >= 0:
             if self._pause is not None:
                 self._pause.cancel()
@@ -238,7 +238,7 @@ class Front:
         self._strangers.close()
 
     def admit(self, passage: Passage) -> None:
-        """It speaks ZMTP: connect it to libzmq, as soon as that has accepted enough of those before it."""
+        """It speaks ZMTP: connect it to libzmq once libzmq has accepted enough of those before it."""
         self._queue.append(passage)
         self._admit_next()
 
@@ -254,13 +254,12 @@ class Front:
             timer.cancel()
 
     def ended(self, passage: Passage, why: str) -> None:
-        """One end has closed, or it is no agent."""
+        """One end has closed, or it is not an agent's connection."""
         if not passage.proven:
             self._strangers.warn("dropped a connection to %s that does not speak as agents do: %s", self._address, why)
         passage.close()
 
     def forget(self, passage: Passage) -> None:
-        """It is closed."""
         self._all.discard(passage)
         self.prove(passage)
         if passage in self._meeting:
@@ -285,7 +284,7 @@ class Front:
             passage.enter(inner)
 
     def _accept(self) -> None:
-        for _ in range(64):  # the loop gets its turn in a flood, too
+        for _ in range(64):  # bounded, so that the loop gets its turn in a flood, too
             try:
                 conn, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

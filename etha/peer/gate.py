@@ -1,7 +1,7 @@
 """Who may link: a ZAP handler on the hub's own loop that admits the keys of the namespace's agents.
 
-Without one, CURVE lets in anybody who knows the server's public key. ZeroMQ asks it once a connection,
-before any message; ``User-Id`` of an admitted connection's messages is what it said, never a peer's claim.
+Without one, CURVE admits anybody who knows the server's public key. ZeroMQ asks the handler once per connection, before
+any message. ``User-Id`` of an admitted connection's messages is the handler's answer, never a peer's claim.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ log = logging.getLogger(__name__)
 DOMAIN = b"etha"
 #: Where ZeroMQ looks for the handler of a context.
 _ENDPOINT = "inproc://zeromq.zap.01"
-#: Unknown keys that may wait for a refresh; more are refused at once.
+#: Unknown keys that may wait for a refresh. More are refused at once.
 MAX_WAITING = 64
-#: Seconds between refreshes, however many strangers knock.
+#: Seconds between refreshes, however many strangers try to connect.
 REFRESH_GAP = 0.2
-#: Seconds that a refresh may take: less than a connection has to prove its key.
+#: Seconds that a refresh may take, less than a connection has to prove its key.
 REFRESH_TIMEOUT = 3.0
 
 
 def identify(user_id: str) -> tuple[str, str]:
-    """(agent id, public key) of an admitted connection's ``User-Id``."""
+    """(agent id, public key) from an admitted connection's ``User-Id``."""
     agent, _, key = user_id.partition(" ")
     return agent, key
 
 
 class Gate:
-    """Asks ``known`` for the agent behind a public key; a miss waits for one ``refresh``, then is asked again."""
+    """Asks ``known`` for the agent behind a public key. If it does not know, one ``refresh`` follows, and it is asked
+    again."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Gate:
         self._socket = LoopSocket(handler, self._asked)
 
     async def run(self) -> None:
-        """Refresh for those who wait, one refresh at a time; ends by cancellation."""
+        """Refresh for the waiting requests, one refresh at a time, until cancelled."""
         loop = asyncio.get_running_loop()
         while self._refresh is not None:
             await self._wanted.wait()
@@ -75,7 +76,7 @@ class Gate:
             await asyncio.sleep(max(0.0, earliest - loop.time()))
 
     def close(self) -> None:
-        """Answer nobody any more; idempotent."""
+        """Stop answering. Idempotent."""
         self._socket.close()
         self._refusals.close()
 
@@ -110,7 +111,7 @@ class Gate:
             self._answer(request, b"400", b"not an agent of this namespace", b"")
 
     def _answer(self, request: Sequence[bytes], status: bytes, text: bytes, user_id: bytes) -> None:
-        # One that has hung up meanwhile has no pipe any more, and a full one belongs to nobody who reads.
+        # A peer that has hung up meanwhile has no pipe any more, and nobody reads a full one.
         if not self._socket.closed:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send(request[0], b"", b"1.0", request[3], status, text, user_id, b"")

@@ -1,9 +1,9 @@
-"""An agent's links to all others, on its event loop: open, send, hear, and be told of a loss.
+"""An agent's links to all others, on its event loop: open, send, receive, and report losses.
 
-Each agent speaks on links that it opened and hears on those that others opened to it, so two that open
-each other at once never collide. Whoever is heard by ``on_message`` is reported by ``on_agent_lost``: what
-comes from an agent that this one has no open link to is held until it has. A loss is a loss for both:
-who loses a link says so on the other's, and nothing more is heard on that.
+Each agent sends on links that it opened and receives on those that others opened to it, so two agents that open links
+to each other at once never collide. Messages from an agent are held until this one has an open link to it, so every
+agent that ``on_message`` has named is reported by ``on_agent_lost`` when it is lost. A loss holds for both agents: the
+one that loses a link says so on the other's, and nothing more is received on that.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ log = logging.getLogger(__name__)
 #: Seconds between beats, and how many of them in a row may go unanswered.
 BEAT = 1.0
 MISSES = 3
-#: Seconds for others to hear a goodbye.
+#: Seconds for other agents to receive a goodbye.
 LEAVE_TIMEOUT = 1.0
 #: Descriptors that a link takes: its connection, and what libzmq needs for the socket and for its events.
 LINK_DESCRIPTORS = 5
-#: Seconds from which on a timeout is none.
+#: From this many seconds on, a timeout means no timeout.
 _FOREVER = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """One link as ``status`` shows it: seconds since it was begun, since it was heard, of its last round trip."""
+    """One link as ``status`` shows it.
+
+    ``age`` and ``silent`` are seconds since it was begun and since it was last heard; ``round_trip`` is that of its
+    last beat.
+    """
 
     agent: str
     address: str
@@ -58,13 +62,13 @@ class PeerStatus:
 
 
 class Hub:
-    """Listens while entered; loop thread only.
+    """Listens while entered. Call it on the loop's thread only.
 
-    ``known``: public key -> agent id, from what the namespace's agents have published; on a miss one
-    ``refresh`` is awaited and ``known`` asked again. ``on_message(agent, scope, message)`` in order for
-    each agent, from the moment that the link to it is open. ``on_agent_lost(agent, text)`` once for each link
-    that was open, except those that this hub drops itself; then nothing more is heard of that agent
-    until ``open`` has succeeded again. ``data`` listens on PORT+1 for whoever accepts there.
+    ``known``: public key -> agent id, from what the namespace's agents have published. If a key is unknown, one
+    ``refresh`` is awaited, and ``known`` is asked again. ``on_message(agent, scope, message)`` is called in order for
+    each agent, from the moment that the link to it is open. ``on_agent_lost(agent, text)`` is called once for each link
+    that was open, except for those that this hub drops itself. Then nothing more is received from that agent until
+    ``open`` has succeeded again. ``data`` listens on PORT+1 for whoever accepts there.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class Hub:
 
     @property
     def warning(self) -> str:
-        """What may be wrong with these addresses; or nothing."""
+        """What may be wrong with these addresses; empty if nothing."""
         return self._ports.warning
 
     @property
     def data(self) -> socket.socket:
-        """The listening, non-blocking socket of ``data_address``; the hub closes it."""
+        """The listening, non-blocking socket of ``data_address``. The hub closes it."""
         return self._ports.data
 
     async def __aenter__(self) -> Hub:
@@ -134,20 +138,20 @@ class Hub:
             await self.close()
         finally:
             self._gatekeeper.cancel()
-            # The body's error is not the group's: it leaves as it is, not in an ExceptionGroup.
+            # The body's error is raised as it is, not in the group's ExceptionGroup.
             await self._tasks.__aexit__(None, None, None)
 
     async def open(self, agent: str, address: str, public_key: str, timeout: float) -> None:
         """Return once messages can be sent to ``agent``; at once if they can already.
 
-        An open link to another life of it (another address or key) is lost first. Raises
-        AgentUnavailableError that says why when it cannot be linked within ``timeout`` seconds.
+        If the open link leads to another life of the agent (another address or key), that link is lost first.
+        AgentUnavailableError says why the agent cannot be linked within ``timeout`` seconds.
         """
         link = self._links.get(agent)
         if link is not None and (link.address, link.public_key) != (address, public_key):
             link.end("it came back with another address or key")
         while (link := self._links.get(agent)) is not None and link.state is State.CLOSED:
-            await link.over.wait()  # its end is told before another begins
+            await link.over.wait()  # its end is reported before another link begins
         if self._closing:
             raise AgentUnavailableError(f"agent {agent} is not linked: this agent is leaving")
         if link is None:
@@ -190,15 +194,15 @@ class Hub:
     def send(self, agent: str, scope: Scope, message: Said) -> None:
         """Send on the open link to ``agent``, in order.
 
-        Raises PeerLostError when there is none (``on_agent_lost`` tells or has told), ProtocolError for what
-        cannot travel.
+        PeerLostError if there is none (``on_agent_lost`` reports it, too), ProtocolError for what cannot be encoded.
         """
         link = self._links.get(agent)
         if link is None or not link.send(scope, message):
             raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
 
     def drop(self, agent: str) -> None:
-        """End the links with ``agent`` both ways, without ``on_agent_lost`` here. Nothing if there are none."""
+        """End the links with ``agent`` in both directions, without ``on_agent_lost`` here. Does nothing if there are
+        none."""
         self._sessions.drop(agent, "the other agent dropped the link")
         link = self._links.pop(agent, None)
         if link is not None:
@@ -229,7 +233,8 @@ class Hub:
         )
 
     async def close(self) -> None:
-        """Say goodbye after everything that was sent, wait up to a second, close; idempotent, no ``on_agent_lost``."""
+        """Say goodbye after everything sent, wait at most a second, close. Idempotent; does not call
+        ``on_agent_lost``."""
         if self._closing:
             return
         self._closing = self._sessions.closing = True
@@ -269,7 +274,7 @@ class Hub:
         self._sessions.opened(link)
 
     def _ended(self, link: Link, text: str) -> None:
-        # Told in the loop's next turn: not inside a send, and after what had arrived before the end.
+        # In the loop's next turn: not inside a send, and after everything that arrived before the end.
         self._loop.call_soon(self._lost, link, text)
 
     def _lost(self, link: Link, text: str) -> None:
@@ -280,7 +285,7 @@ class Hub:
         link.over.set()
         self._sessions.lost(link, text)
         self._settle()
-        if link.opened.result() is not None:  # never stood, and its openers are told
+        if link.opened.result() is not None:  # it was never open, and its openers know
             return
         self._losses[agent] = self._losses.get(agent, 0) + 1
         if not self._closing:

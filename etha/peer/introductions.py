@@ -1,11 +1,11 @@
-"""What agents say to each other around transfers; pure. Scopes: a pair's epoch, or one of its batches.
+"""What agents say to each other around transfers; pure. The scope is a pair's epoch, or one of its batches.
 
-Meet  -->  here I am in this epoch; find this token in my memory if you can
-<--  Met   I hold this epoch too, and I can (or cannot) read your host's processes
+Meet  -->  I am in this epoch; find this token in my memory if you can
+<--  Met   I am in this epoch, too, and I can (or cannot) read your host's processes
 Exhibits   where a worker of mine has its tensors, for you to copy from
-AskTokens, GiveTokens: what opens data connections
-Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers have been told
-Copied, Sums: how far a copy is, and what was copied or sent, for who verifies it
+AskTokens, GiveTokens: tokens that open data connections
+Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers know
+Copied, Sums: how far a copy is, and checksums of what was copied or sent, for verification
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from etha.bus.schema import Blob, Items, StrictStruct, Text
 from etha.memory.handles import TensorHandle
 from etha.peer.messages import message
 
-#: Data connections that are asked for at once.
+#: Most data connections that are asked for at once.
 MAX_TOKENS = 64
-#: Tensors in one Exhibits: some 1.5 MB.
+#: Most tensors in one Exhibits, about 1.5 MB.
 MAX_TENSORS = 8192
-#: Checksums in one Sums: a megabyte.
+#: Most checksums in one Sums, a megabyte.
 MAX_SUMS = 1 << 17
 
 
 @message("meet")
 class Meet(StrictStruct, frozen=True, kw_only=True):
-    """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.host.Claim``.
+    """Process ``pid``, started at tick ``started``, has ``token`` at ``address``: see ``transport.copy.host.Claim``.
 
-    ``certificate``: SHA-256 of the one that its data port shows; b"": data connections are not encrypted.
+    ``certificate`` is the SHA-256 of the one that its data port shows; b"": data connections are not encrypted.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Meet(StrictStruct, frozen=True, kw_only=True):
 
 @message("met")
 class Met(StrictStruct, frozen=True, kw_only=True):
-    """The answer to Meet: this epoch stands here as well; ``reads``: the token was found and echoed."""
+    """The answer to Meet: the sender is in this epoch, too. ``reads``: it found the token and echoed it."""
 
     reads: bool
 
@@ -60,10 +60,10 @@ class ShownSegment(StrictStruct, frozen=True, kw_only=True):
 
 @message("exhibits")
 class Exhibits(StrictStruct, frozen=True, kw_only=True):
-    """Tensors of ``side`` ``rank``, whose worker is process ``pid``; ``last`` of all ranks of the sender.
+    """Tensors of rank ``rank`` of ``side``, whose worker is process ``pid``. ``last`` of all ranks of the sender.
 
-    ``pid`` 0: this rank's worker cannot be shown, its memory is to be sent. A rank may come in several parts.
-    ``snapshot``: where this one rank sets them aside, shown when it first does; ``last`` of its parts.
+    ``pid`` 0: this rank's worker cannot be read, so its data must be sent. A rank may come in several parts.
+    ``snapshot``: where this one rank keeps its snapshot, sent when it takes the first one; ``last`` of its parts.
     """
 
     side: Annotated[str, Meta(max_length=100)]
@@ -79,7 +79,7 @@ class Exhibits(StrictStruct, frozen=True, kw_only=True):
 
 @message("ask_tokens")
 class AskTokens(StrictStruct, frozen=True, kw_only=True):
-    """Give me ``count`` tokens for your data port; ``request`` comes back with them."""
+    """Give me ``count`` tokens for your data port. ``request`` comes back with them."""
 
     request: int
     count: int
@@ -87,15 +87,13 @@ class AskTokens(StrictStruct, frozen=True, kw_only=True):
 
 @message("give_tokens")
 class GiveTokens(StrictStruct, frozen=True, kw_only=True):
-    """The tokens of ``request``."""
-
     request: int
     tokens: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TOKENS)]
 
 
 @message("copied")
 class Copied(StrictStruct, frozen=True, kw_only=True):
-    """Of what I do in transfer ``seq``, which copies from your workers too, this share (0.0 to 1.0) is done."""
+    """The share (0.0 to 1.0) that is done of my part in transfer ``seq``, which copies from your workers, too."""
 
     seq: int
     share: float
@@ -103,9 +101,9 @@ class Copied(StrictStruct, frozen=True, kw_only=True):
 
 @message("sums")
 class Sums(StrictStruct, frozen=True, kw_only=True):
-    """Checksums ``first``, first + 1, ... of the chunks that I have given you in transfer ``seq``, 8 bytes each.
+    """Checksums ``first``, first + 1, ... of the chunks that I gave you in transfer ``seq``, 8 bytes each.
 
-    Little-endian, in the order of ``transport.checks``; several messages where there are many.
+    They are little-endian, in the order of ``transport.verify.chunks``. Many checksums take several messages.
     """
 
     seq: int
@@ -115,7 +113,7 @@ class Sums(StrictStruct, frozen=True, kw_only=True):
 
 @message("unique_id")
 class UniqueId(StrictStruct, frozen=True, kw_only=True):
-    """The id of the NCCL communicator that runs after failed transfer ``edition``, of the agent that makes them."""
+    """The id of the NCCL communicator to use after failed transfer ``edition``, from the agent that makes the ids."""
 
     edition: int
     id: Annotated[bytes, Meta(max_length=128)]
@@ -131,7 +129,7 @@ class AskMissing(StrictStruct, frozen=True, kw_only=True):
 
 @message("tell_missing")
 class TellMissing(StrictStruct, frozen=True, kw_only=True):
-    """(side, rank) of those whose agent has not said READY as this direction needs it."""
+    """The (side, rank) of those whose agent has not said READY as this direction needs it."""
 
     request: int
     missing: Items[tuple[Text, int]]
@@ -139,7 +137,7 @@ class TellMissing(StrictStruct, frozen=True, kw_only=True):
 
 @message("forsaken")
 class Forsaken(StrictStruct, frozen=True, kw_only=True):
-    """A worker of mine cannot take part in this batch, which stands; ``text`` says who and why. -> Noted."""
+    """A worker of mine cannot take part in this batch, which is registered; ``text`` says who and why. -> Noted."""
 
     request: int
     text: Annotated[str, Meta(max_length=4096)]
@@ -147,7 +145,7 @@ class Forsaken(StrictStruct, frozen=True, kw_only=True):
 
 @message("noted")
 class Noted(StrictStruct, frozen=True, kw_only=True):
-    """The answer to Forsaken: the registration is over here, and what was said to my workers says so first."""
+    """The answer to Forsaken: the registration is over here, and my workers will learn this before anything else."""
 
     request: int
 

@@ -1,6 +1,6 @@
 """The CURVE key pair of an agent: fresh in every life, its public half in the agent's Redis record.
 
-Whoever holds the secret half *is* the agent; it never leaves the process. Both halves are z85 text.
+Whoever holds the secret half *is* the agent, so it never leaves the process. Both halves are z85 text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """``public``: 40 characters of z85, as published; ``secret`` is not shown."""
+    """``public``: 40 characters of z85, as published. ``secret`` is left out of the repr."""
 
     public: str
     secret: str = field(repr=False)
@@ -32,7 +32,7 @@ class Keys:
 
 
 def check_public_key(text: str) -> str:
-    """``text`` itself, or ProtocolError when it is not the z85 text of 32 bytes."""
+    """``text`` itself. ProtocolError if it is not the z85 text of 32 bytes."""
     if _Z85.fullmatch(text) is not None:
         try:
             if len(z85.decode(text)) == 32:

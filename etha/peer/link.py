@@ -1,9 +1,9 @@
-"""Our end of one link: the DEALER on which this agent speaks to one other, and how it ends.
+"""Our end of one link: the DEALER on which this agent sends to one other, and how it ends.
 
     we: Hello --> they: Welcome      we: messages, Beat n --> they: Beat n      either: Bye
 
-The link is authenticated both ways before Hello: we know their key, their gate knows ours. It never
-reconnects: a connection that closes is an event, and what comes after it is another link.
+The link is authenticated both ways before Hello: we know their key, and their gate knows ours. It never reconnects. A
+connection that closes is an event, and what comes after it is another link.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Where a link stands; it only ever goes forward."""
+    """The state of a link. It only moves forward."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -34,9 +34,9 @@ class State(Enum):
 
 
 class Link:
-    """One connection to ``agent``; ``on_open`` and ``on_end(text)`` are called once each at most.
+    """One connection to ``agent``. ``on_open`` and ``on_end(text)`` are called at most once each.
 
-    ``opened`` is done when the link stands (None) or cannot (the reason as text).
+    ``opened`` is done when the link is open (None) or has failed (the reason as text).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Link:
         on_open: Callable[[Link], None],
         on_end: Callable[[Link, str], None],
     ) -> None:
-        """Start to connect; ConfigError for a bad ``address``, ProtocolError for a bad key."""
+        """Start to connect. ConfigError for a bad ``address``, ProtocolError for a bad key."""
         host, port = parse_address(address)
         self.agent, self.address, self.public_key = agent, address, check_public_key(public_key)
         self.state = State.OPENING
@@ -60,7 +60,7 @@ class Link:
         self.opened: asyncio.Future[str | None] = self._loop.create_future()
         #: Set when the owner has dealt with the end of this link.
         self.over = asyncio.Event()
-        #: Openers that wait for ``opened``.
+        #: Number of openers that wait for ``opened``.
         self.waiting = 0
         self.since = self.heard = self._loop.time()
         self.missed = self.sent = self._beats = 0
@@ -79,15 +79,16 @@ class Link:
         return f"link to agent {self.agent} at {self.address}"
 
     def send(self, scope: Scope, message: Said) -> bool:
-        """Send in order; False when the link does not stand. ProtocolError for what cannot travel."""
+        """Send in order. False if the link is not open. ProtocolError for what cannot be encoded."""
         data = encode(scope, message)
         return self.state is State.OPEN and self._post(data)
 
     def beat(self, misses: int) -> None:
-        """One beat's time has passed: count silence, end the link at ``misses`` of it, else ask again.
+        """Called once per beat: count the silence, end the link after ``misses`` beats of it, otherwise send another
+        beat.
 
-        Silence is counted in beats sent, not in seconds: an agent that was stopped itself, and wakes up,
-        has heard nobody for long and yet must not take all others for dead.
+        Silence is counted in beats sent, not in seconds. An agent that was stopped itself and wakes up has heard nobody
+        for long, and yet must not take all others for dead.
         """
         if self.state is not State.OPEN:
             return
@@ -102,12 +103,12 @@ class Link:
         self._post(encode(None, Beat(number=self._beats)))
 
     def leave(self, text: str) -> None:
-        """Say Bye after everything that was sent; they answer with theirs, which ends the link."""
+        """Say Bye after everything that was sent. The other end answers with its own, which ends the link."""
         if self.state is State.OPEN:
             self._post(encode(None, Bye(text=text)))
 
     def end(self, text: str) -> None:
-        """The link is over, whatever ended it; idempotent."""
+        """End the link, whatever the reason. Idempotent."""
         if self.state is State.CLOSED:
             return
         self.close()
@@ -117,7 +118,7 @@ class Link:
         self._on_end(self, text)
 
     def close(self) -> None:
-        """Close at once without telling anybody; idempotent."""
+        """Close at once, without an event. Idempotent."""
         self.state = State.CLOSED
         self._monitor.close()
         self._socket.close()
@@ -136,7 +137,7 @@ class Link:
             return
         match event:
             case zmq.Event.HANDSHAKE_SUCCEEDED:
-                # Asking for the events also takes the new connection in; a send alone may not look for it.
+                # Asking for the events also makes libzmq notice the new connection; a send alone may not.
                 self._dealer.getsockopt(zmq.EVENTS)
                 self._post(encode(None, self._hello))
             case zmq.Event.HANDSHAKE_FAILED_AUTH:

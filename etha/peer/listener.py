@@ -1,7 +1,7 @@
-"""Where other agents speak to this one: a ROUTER behind the gate, on the ports of ``Ports``.
+"""Where other agents connect to this one: a ROUTER behind the gate, on the ports of ``Ports``.
 
-Knows connections, not agents' states: hands on each decoded message with whom the gate said it is from
-and the connection that it came on, and answers on connections. Who may say what is the hub's.
+It knows connections, not agents' states. It passes each decoded message on with the agent that the gate named and with
+its connection, and it answers on connections. The hub decides who may say what.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnEnvelope = Callable[[str, str, bytes, Envelope | Malformed], None]
 
 
 class Listener:
-    """Takes links that come in at the front of ``ports.links``; made after the gate and closed before it."""
+    """Takes links that come in at the front of ``ports.links``. It is made after the gate and closed before it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, ports: Ports, on_envelope: OnEnvelope
@@ -36,7 +36,7 @@ class Listener:
         router = link_socket(context, zmq.ROUTER, keys, ipv6=":" in ports.host)
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no gate: nobody comes in, instead of everybody
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody comes in, instead of everybody
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.USE_FD, private.listener.detach())  # ZeroMQ closes it
         router.bind("ipc://private")  # the name of a socket that is bound already
@@ -44,7 +44,7 @@ class Listener:
         self._front = Front(ports.links, private, ports.address, HANDSHAKE / 1000)
 
     def answer(self, connection: bytes, message: Control) -> None:
-        """Say ``message`` on a connection; one that is gone or does not read is not waited for."""
+        """Send ``message`` on a connection, without waiting for a peer that is gone or does not read."""
         if self._socket.closed:
             return
         try:
@@ -53,7 +53,7 @@ class Listener:
             log.debug("%s not answered: %s", type(message).__name__, error)
 
     def close(self) -> None:
-        """Close the port and every connection; idempotent."""
+        """Close the port and every connection. Idempotent."""
         self._front.close()
         self._socket.close()
 

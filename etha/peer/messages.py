@@ -1,11 +1,11 @@
 """What the agents of a batch say to each other while they agree on a transfer.
 
     participant -> coordinator   Ready Unready Booked Recall Done Failed Committed Declined
-    coordinator -> participant   Offer Stood Refused Book Unbook Go Abort Commit
-    participant -> participant   Question Answer (their coordinator is lost)
+    coordinator -> participant   PeerOffer WithdrawAcknowledged Refused Book Unbook Go Abort Commit
+    participant -> participant   Question VerdictAnswer (their coordinator is lost)
 
-The coordinator of a direction is the agent of source rank 0. Every message belongs to one batch
-generation of one pair epoch; the link carries that beside it. Order on a link is kept.
+The coordinator of a direction is the agent of source rank 0. Every message belongs to one batch generation of one pair
+epoch; the link carries these beside it. A link keeps the order of messages.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 Verb = Literal["send", "recv"]
 Version = int | Text | None
-#: Whose booking comes first, the smaller the sooner: (start in ns, coordinator's agent, batch).
+#: Decides whose booking comes first: the smaller ticket. (start in ns, coordinator's agent, batch).
 Ticket = tuple[int, Text, Text]
 #: What an agent says of a transfer: its end, or that it will take no COMMIT any more.
 Known = Literal["committed", "aborted", "fenced"]
 
-#: Message class -> the name of its operation, as it travels.
+#: Message class -> the name of its operation on the wire.
 OPS: dict[type, str] = {}
 
 
 def message(op: str) -> Callable[[type[T]], type[T]]:
-    """Give the decorated ``StrictStruct`` the operation ``op``, which travels and stays when the class is renamed."""
+    """Give the decorated ``StrictStruct`` the wire operation ``op``, which stays when the class is renamed."""
 
     def register(cls: type[T]) -> type[T]:
         if not issubclass(cls, StrictStruct):
@@ -45,10 +45,10 @@ def message(op: str) -> Callable[[type[T]], type[T]]:
 
 @message("ready")
 class Ready(StrictStruct, frozen=True, kw_only=True):
-    """All of my ranks of ``side`` wait with ``verb``; ``digest`` is the plan's in that direction.
+    """All of my ranks of ``side`` wait with ``verb``. ``digest`` is that of the plan in that direction.
 
-    ``edition`` names the snapshot that they send, "" what their tensors hold; only equal ones go together.
-    ``lane``: what this needs of me was free and is booked already, as young as can be; see ``held_number``.
+    ``edition`` names the snapshot that they send, "" for their tensors; only equal editions go together. ``lane``: what
+    this transfer needs of me was free, and is booked already with the youngest ticket (see ``held_number``).
     """
 
     side: Text
@@ -61,13 +61,13 @@ class Ready(StrictStruct, frozen=True, kw_only=True):
 
     @property
     def held_number(self) -> int:
-        """What the booking that comes with READY is called: below all that a coordinator gives."""
+        """The number of the booking that comes with READY, below all numbers that a coordinator gives."""
         return -1 - 2 * self.attempt - (self.verb == "send")
 
 
 @message("unready")
 class Unready(StrictStruct, frozen=True, kw_only=True):
-    """Take READY ``attempt`` of ``side`` back; answered by Stood, or overtaken by Go."""
+    """Take back READY ``attempt`` of ``side``. Answered by WithdrawAcknowledged, or overtaken by Go."""
 
     side: Text
     attempt: int
@@ -75,7 +75,7 @@ class Unready(StrictStruct, frozen=True, kw_only=True):
 
 @message("stood")
 class WithdrawAcknowledged(StrictStruct, frozen=True, kw_only=True):
-    """The withdrawal of ``attempt`` stands; ``missing`` are the ranks that were not ready, by side."""
+    """``attempt`` is withdrawn; ``missing`` are the ranks that were not ready, by side."""
 
     side: Text
     attempt: int
@@ -84,7 +84,7 @@ class WithdrawAcknowledged(StrictStruct, frozen=True, kw_only=True):
 
 @message("refused")
 class Refused(StrictStruct, frozen=True, kw_only=True):
-    """The coordinator cannot let these calls meet (both sides send, labels or plans disagree)."""
+    """The coordinator cannot let these calls meet (both sides send, or labels or plans disagree)."""
 
     side: Text
     attempt: int
@@ -102,7 +102,7 @@ class PeerOffer(StrictStruct, frozen=True, kw_only=True):
 
 @message("book")
 class Book(StrictStruct, frozen=True, kw_only=True):
-    """All of the direction from ``side`` are ready: book what it needs of you. ``number`` is never used twice."""
+    """All ranks of the direction from ``side`` are ready: book what it needs of you. ``number`` is never used twice."""
 
     side: Text
     number: int
@@ -111,7 +111,7 @@ class Book(StrictStruct, frozen=True, kw_only=True):
 
 @message("booked")
 class Booked(StrictStruct, frozen=True, kw_only=True):
-    """It is booked until Go and the end of its transfer, or Unbook."""
+    """It is booked until Go and the end of its transfer, or until Unbook."""
 
     side: Text
     number: int
@@ -127,7 +127,7 @@ class Recall(StrictStruct, frozen=True, kw_only=True):
 
 @message("unbook")
 class Unbook(StrictStruct, frozen=True, kw_only=True):
-    """I want what is booked under ``number`` no longer."""
+    """I no longer want what is booked under ``number``."""
 
     side: Text
     number: int
@@ -137,9 +137,9 @@ class Unbook(StrictStruct, frozen=True, kw_only=True):
 class Go(StrictStruct, frozen=True, kw_only=True):
     """Transfer ``seq`` from ``side``: take each rank's oldest waiting call and move.
 
-    ``snapshot``: out of the snapshots that the source ranks have taken, not out of their tensors.
-    ``attempts`` names the READYs it consumes, (agent, side, attempt) each, so that the other
-    direction's coordinator can forget just these.
+    ``snapshot``: read the snapshots that the source ranks have taken instead of their tensors. ``attempts`` names the
+    READYs that it consumes, (agent, side, attempt) each, so that the other direction's coordinator can forget exactly
+    these.
     """
 
     seq: int
@@ -151,14 +151,14 @@ class Go(StrictStruct, frozen=True, kw_only=True):
 
 @message("done")
 class Done(StrictStruct, frozen=True, kw_only=True):
-    """My part of ``seq`` is moved: my vote to commit."""
+    """My part of ``seq`` has moved: my vote to commit."""
 
     seq: int
 
 
 @message("failed")
 class Failed(StrictStruct, frozen=True, kw_only=True):
-    """My part of ``seq`` cannot be finished, or one of my workers wants it ended."""
+    """My part of ``seq`` cannot be finished, or one of my workers wants to end it."""
 
     seq: int
     cause: EthaError
@@ -166,7 +166,7 @@ class Failed(StrictStruct, frozen=True, kw_only=True):
 
 @message("abort")
 class Abort(StrictStruct, frozen=True, kw_only=True):
-    """``seq`` ends without a result for anybody; ``cause`` is the first one."""
+    """``seq`` ends without a result for anybody. ``cause`` is the first one."""
 
     seq: int
     cause: EthaError
@@ -174,7 +174,7 @@ class Abort(StrictStruct, frozen=True, kw_only=True):
 
 @message("commit")
 class Commit(StrictStruct, frozen=True, kw_only=True):
-    """Everybody's part of ``seq`` is done: the result stands."""
+    """Everybody's part of ``seq`` is done: the result is valid."""
 
     seq: int
 
@@ -188,7 +188,7 @@ class Committed(StrictStruct, frozen=True, kw_only=True):
 
 @message("declined")
 class Declined(StrictStruct, frozen=True, kw_only=True):
-    """I take no COMMIT of ``seq``, now or later: survivors have asked, or it has ended here."""
+    """I take no COMMIT of ``seq``, now or later, because survivors have asked, or because it has ended here."""
 
     seq: int
     cause: EthaError
@@ -203,7 +203,7 @@ class Question(StrictStruct, frozen=True, kw_only=True):
 
 @message("answer")
 class VerdictAnswer(StrictStruct, frozen=True, kw_only=True):
-    """What I know of ``seq``; "fenced": I have voted, know no more, and take no COMMIT from now on."""
+    """What I know of ``seq``. "fenced": I have voted, know nothing more, and take no COMMIT from now on."""
 
     seq: int
     verdict: Known

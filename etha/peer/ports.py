@@ -1,7 +1,7 @@
 """An agent's two TCP ports: links on PORT, data on PORT+1, both held from the moment they are known.
 
-Both sockets listen at once: Linux lets two sockets bind one port as long as neither listens. Connections
-to the data port wait in its backlog until the tcp transport accepts them.
+Both sockets listen at once, because Linux lets two sockets bind one port as long as neither listens. Connections to the
+data port wait in its backlog until the tcp transport accepts them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from etha.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BACKLOG = 512
-#: Free ports tried until the next one is free as well.
+#: Free ports tried until the port after one is free, too.
 ATTEMPTS = 256
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Two listening, non-blocking sockets on ``host`` (numeric): ``links`` on ``port``, ``data`` on the next."""
+    """Two listening, non-blocking sockets on ``host`` (numeric): ``links`` on ``port``, ``data`` on the next port."""
 
     host: str
     port: int
     links: socket.socket
     data: socket.socket
-    #: What may be wrong with the address that was asked for; or nothing.
+    #: What may be wrong with the requested address; empty if nothing.
     warning: str = ""
 
     @classmethod
     def bind(cls, listen: str | None = None, *, advertised: bool = False) -> Ports:
-        """Take the ports of HOST:PORT, or any two free ones for port 0; None: any of the loopback.
+        """Bind the ports of HOST:PORT, or any two free ones for port 0. None: any two of the loopback.
 
-        Raises ConfigError when they are taken, or for an address that says nothing to other hosts, which is fine
-        where another one is ``advertised`` to them.
+        ConfigError if they are taken, or for an address that means nothing to other hosts, unless another address is
+        ``advertised`` to them.
         """
         name, port = (LOOPBACK, 0) if listen is None else parse_address(listen, what="ETHA_LISTEN=")
         asked = "" if listen is None else f" (ETHA_LISTEN={listen})"
@@ -76,7 +76,7 @@ class Ports:
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the links, for who is on this host; for all others, too, if nothing else is advertised."""
+        """HOST:PORT of the links for this host, and for all others unless another address is advertised."""
         return format_address(self._reached, self.port)
 
     @property
@@ -86,21 +86,21 @@ class Ports:
 
     @property
     def _reached(self) -> str:
-        """The host that a connection can be made to."""
+        """The host to which a connection can be made."""
         bound = ipaddress.ip_address(self.host.partition("%")[0])
         if not bound.is_unspecified:
             return self.host
         return LOOPBACK if bound.version == 4 else "::1"
 
     def close(self) -> None:
-        """Give both up; idempotent."""
+        """Close both. Idempotent."""
         for listener in (self.links, self.data):
             with contextlib.suppress(OSError):
                 listener.close()
 
 
 def _loopback(name: str, host: str) -> str:
-    """A warning where a host's name leads to its loopback, as Debian's /etc/hosts has it; "" where that was meant."""
+    """A warning if a host's name leads to its loopback, as in Debian's /etc/hosts; "" if that was intended."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
         return ""
@@ -117,7 +117,7 @@ def _loopback(name: str, host: str) -> str:
 def _listen(family: int, host: str, port: int, *, fixed: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        if fixed:  # an agent that is started again does not wait for the connections of its former life
+        if fixed:  # a restarted agent need not wait for the connections of its former life
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)

@@ -1,7 +1,7 @@
-"""What other agents opened to this one: whose connection is whose, and what may be heard on it.
+"""What other agents opened to this one: whose connection is whose, and what may be received on it.
 
-A session is *paired* with the open link to the same agent: only then is it heard, and they end together.
-What comes before that is held, in order and within bounds; what comes after is answered with Bye.
+A session is *paired* with the open link to the same agent. Only then are its messages delivered, and the two end
+together. Messages before that are held, in order and within bounds. Messages after that are answered with Bye.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from etha.version import __version__
 
 log = logging.getLogger(__name__)
 
-#: Messages held of an agent until this one has opened its link to it.
+#: Most messages held of an agent until this one has opened its link to it.
 MAX_HELD = 1000
 
 
 @dataclass(slots=True, eq=False)
 class PeerSession:
-    """One connection that agent ``agent``, admitted with ``key``, opened to us; ``losses`` as in its Hello."""
+    """One connection that agent ``agent``, admitted with ``key``, opened to us. ``losses`` as in its Hello."""
 
     agent: str
     key: str
@@ -34,7 +34,7 @@ class PeerSession:
 
 
 class Sessions:
-    """At most one session an agent, the newest. ``link_to(agent)`` is our own link to it, whatever its state."""
+    """At most one session per agent, the newest. ``link_to(agent)`` is our own link to it, in any state."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Sessions:
         self.closing = False
 
     def received(self, link: Link) -> int:
-        """Messages heard from the agent of ``link`` since they belong together."""
+        """Messages received from the agent of ``link`` since the two were paired."""
         return self._paired[link].received if link in self._paired else 0
 
     def opened(self, link: Link) -> None:
-        """Our link stands: hear what its agent has said so far."""
+        """Our link is open: deliver what its agent has sent so far."""
         session = self._sessions.get(link.agent)
         if session is None:
             return
@@ -65,13 +65,13 @@ class Sessions:
             self._receive(session, scope, message)
 
     def lost(self, link: Link, text: str) -> None:
-        """Our link is over: so is the session that belongs to it."""
+        """Our link is over, and so is the session that belongs to it."""
         session = self._paired.pop(link, None)
         if session is not None:
             self._fence(session, f"the other agent lost its link: {text}")
 
     def drop(self, agent: str, text: str) -> None:
-        """End what ``agent`` has opened; our link to it is its owner's."""
+        """End what ``agent`` has opened. The caller ends our link to it."""
         link, session = self._link_to(agent), self._sessions.get(agent)
         if link is not None:
             self._paired.pop(link, None)
@@ -79,7 +79,7 @@ class Sessions:
             self._fence(session, text)
 
     def heard(self, agent: str, key: str, connection: bytes, envelope: Envelope | Malformed) -> None:
-        """A message on ``connection``, from whom the gate said."""
+        """Handle a message on ``connection``, from the agent that the gate named."""
         session = self._sessions.get(agent)
         if session is not None and session.connection != connection:
             session = None
@@ -114,7 +114,7 @@ class Sessions:
         if session.key != link.public_key:
             return link.end("another life of it has come")
         if old is not None and old.key == session.key and old.losses != session.losses:
-            # It has lost us since: then we have lost it, and both begin again.
+            # It has lost us since. Then we have lost it, too, and both begin again.
             return link.end("it lost its link and opened another")
         self._paired[link] = session
 
@@ -135,20 +135,20 @@ class Sessions:
             self._on_message(session.agent, scope, message)
         except ProtocolError as error:
             log.warning("dropped from agent %s: %s of %s: %s", session.agent, type(message).__name__, scope, error)
-        except Exception:  # a mistake here is no reason to lose what comes behind it
+        except Exception:  # a mistake here must not lose the messages that follow
             log.exception("%s of %s from agent %s could not be handled", type(message).__name__, scope, session.agent)
 
     def _break(self, agent: str, session: PeerSession | None, connection: bytes, text: str) -> None:
-        """They leave, or speak nonsense: what is between us ends."""
+        """The other agent leaves or sends nonsense: end everything between us."""
         if session is None:
             return self._answer(connection, Bye(text=text))
-        self._fence(session, text)  # at once: what follows on it must not be heard without what was dropped
+        self._fence(session, text)  # at once, because messages after a dropped one must not be delivered
         link = self._link_to(agent)
         if link is not None and self._paired.pop(link, None) is not None:
             link.end(text)
 
     def _fence(self, session: PeerSession, text: str) -> None:
-        """Hear nothing more on ``session``, and tell its other end."""
+        """Receive nothing more on ``session``, and tell its other end."""
         if self._sessions.get(session.agent) is session:
             del self._sessions[session.agent]
         self._answer(session.connection, Bye(text=text))

@@ -1,4 +1,4 @@
-"""What both ends of a link have in common: socket options, and the monitor that turns events into calls."""
+"""What both ends of a link share: socket options, and the monitor that turns events into calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etha.bus.socket import LoopSocket
 from etha.peer.keys import Keys
 from etha.peer.wire import MAX_MESSAGE
 
-#: Messages that may wait for one agent that does not read, and from one agent.
+#: Most messages that may wait for one agent that does not read, and from one agent.
 HIGH_WATER = 10_000
 #: Milliseconds in which a connection has to prove its key.
 HANDSHAKE = 5_000
@@ -33,7 +33,7 @@ _numbers = itertools.count(1)
 def link_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, keys: Keys, *, ipv6: bool
 ) -> zmq.Socket[bytes]:
-    """A socket of ``kind`` that is ``keys`` and is bounded in everything."""
+    """A socket of ``kind`` with the identity ``keys``, bounded in everything."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
@@ -42,7 +42,7 @@ def link_socket(
         (zmq.MAXMSGSIZE, MAX_MESSAGE),
         (zmq.HANDSHAKE_IVL, HANDSHAKE),
         (zmq.IPV6, int(ipv6)),
-        # A host that vanished must not keep its connections here for ever; beats tell of it much sooner.
+        # The connections of a host that vanished must not stay for ever. Beats report it much sooner.
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 15),
         (zmq.TCP_KEEPALIVE_INTVL, 5),
@@ -55,7 +55,7 @@ def link_socket(
 
 
 class Monitor:
-    """Calls ``on_event(event, value)`` for each of EVENTS of ``socket``, in order; loop thread only."""
+    """Calls ``on_event(event, value)`` for each of EVENTS of ``socket``, in order, on the loop's thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Monitor:
     ) -> None:
         self._watched = socket
         self._on_event = on_event
-        # Not pyzmq's own get_monitor_socket: its names are reused before ZeroMQ has forgotten them.
+        # Not pyzmq's own get_monitor_socket, because it reuses names before ZeroMQ has forgotten them.
         endpoint = f"inproc://monitor-{next(_numbers)}"
         socket.monitor(endpoint, EVENTS)
         pair = context.socket(zmq.PAIR)
@@ -74,7 +74,7 @@ class Monitor:
         self._socket = LoopSocket(pair, self._frames)
 
     def close(self) -> None:
-        """Stop watching, before the watched socket is closed; idempotent."""
+        """Stop watching, before the watched socket is closed. Idempotent."""
         if not self._socket.closed:
             self._watched.disable_monitor()
             self._socket.close()

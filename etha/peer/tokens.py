@@ -1,7 +1,7 @@
-"""Tokens that open data connections: given over an authenticated link, shown first on a bare socket.
+"""Tokens that open data connections: given over an authenticated link, then shown first on a bare socket.
 
-Pure; the caller brings the time. A token is a selector, by which it is found, and a secret, which is
-compared in constant time. Each opens one connection, once, within its life.
+Pure; the caller passes the time. A token is a selector, by which it is found, and a secret, which is compared in
+constant time. Each opens one connection, once, within its life.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from etha.errors import ProtocolError
 
 _SELECTOR = 8
 _SECRET = 32
-#: Bytes of a token: what the accepting end reads before anything else.
+#: Bytes of a token, which the accepting end reads before anything else.
 TOKEN_BYTES = _SELECTOR + _SECRET
-#: Seconds that a token is good for.
+#: Seconds for which a token is valid.
 LIFE = 30.0
-#: Tokens outstanding at once, over all agents.
+#: Most tokens outstanding at once, over all agents.
 MAX_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """Whom a token was given to and what for."""
+    """Whom a token was given to, and what for."""
 
     agent: str
     use: str
@@ -51,7 +51,7 @@ class Tokens:
         return len(self._issued)
 
     def issue(self, agent: str, use: str, now: float) -> bytes:
-        """TOKEN_BYTES that let ``agent`` open one connection for ``use``; ProtocolError when too many stand."""
+        """TOKEN_BYTES that let ``agent`` open one connection for ``use``. ProtocolError if too many are outstanding."""
         self.expire(now)
         if len(self._issued) >= MAX_TOKENS:
             raise ProtocolError(f"{MAX_TOKENS} data connections are announced and not opened: are agents stopped?")
@@ -60,12 +60,12 @@ class Tokens:
         return selector + secret
 
     def redeem(self, token: bytes, now: float) -> Purpose | None:
-        """What ``token`` was given for, and never again; None for a wrong, used or expired one."""
+        """What ``token`` was given for; then it is used up. None for a wrong, used or expired token."""
         if len(token) != TOKEN_BYTES:
             return None
         selector, secret = bytes(token[:_SELECTOR]), bytes(token[_SELECTOR:])
         issued = self._issued.get(selector)
-        # An unknown selector is compared with something too, so that both take the same time.
+        # An unknown selector is compared with something, too, so that both cases take the same time.
         right = hmac.compare_digest(secret, issued.secret if issued is not None else self._nobody)
         if issued is None or not right:
             return None
@@ -73,12 +73,12 @@ class Tokens:
         return issued.purpose if now < issued.expires else None
 
     def revoke(self, agent: str, use: str | None = None) -> None:
-        """Forget what was given to ``agent``, for ``use`` or for anything."""
+        """Forget what was given to ``agent``, for ``use`` or for any use."""
         self._keep(lambda issued: issued.purpose.agent != agent or use not in (None, issued.purpose.use))
 
     def expire(self, now: float) -> None:
-        """Forget what nobody came with in time."""
-        # Lives are equal, so the oldest is first: nothing is looked at that need not be.
+        """Forget tokens that were not used in time."""
+        # All lives are equally long, so the oldest token comes first, and only expired ones and one more are examined.
         while self._issued and (oldest := next(iter(self._issued))) and self._issued[oldest].expires <= now:
             del self._issued[oldest]
 

@@ -1,9 +1,9 @@
-"""Peer messages <-> bytes: one msgpack map per message, decoded strictly and within bounds.
+"""Peer messages <-> bytes: one msgpack map per message, decoded strictly and within bounds. Pure.
 
     {"v": 1, "op": "ready", "scope": [pair, epoch, batch, generation] | null, "args": {...}}
 
-Pure; messages are structs as in the bus's ``schema``, errors inside messages travel as code, text and data.
-What is ``Said`` has a scope; Hello, Welcome, Beat and Bye are the link's own, without.
+Messages are structs as in the bus's ``schema``. Errors inside messages travel as code, text and data. What is ``Said``
+has a scope. Hello, Welcome, Beat and Bye belong to the link itself and have none.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 PROTOCOL = 1
-#: Bytes of one message; both ends give it to their sockets as well.
+#: Most bytes of one message. Both ends set this limit on their sockets, too.
 MAX_MESSAGE = 1 << 23
-#: Of an error: characters of its text and of its remote traceback, bytes of its data; more is cut off.
+#: Of an error: most characters of its text and of its remote traceback, and most bytes of its data. More is cut off.
 MAX_TEXT = 1 << 15
 MAX_DATA = 1 << 20
 _MAX_INT = (1 << 53) - 1
@@ -50,9 +50,9 @@ _MAX_INT = (1 << 53) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What a message is about: one registration of a batch in one forming of a pair.
+    """What a message is about: one registration of a batch in one epoch of a pair.
 
-    ``batch`` "" with ``generation`` 0 is the pair itself.
+    ``batch`` "" with ``generation`` 0 stands for the pair itself.
     """
 
     pair: str
@@ -75,7 +75,7 @@ class Scope:
 
 @message("hello")
 class Hello(StrictStruct, frozen=True, kw_only=True):
-    """First on every link. ``losses``: how often the sender has lost this peer, so that both lose alike."""
+    """First on every link. ``losses``: how often the sender has lost this peer, so that both agree on losses."""
 
     version: Annotated[str, Meta(max_length=100)]
     losses: int
@@ -83,40 +83,40 @@ class Hello(StrictStruct, frozen=True, kw_only=True):
 
 @message("welcome")
 class Welcome(StrictStruct, frozen=True, kw_only=True):
-    """The answer to Hello: the link stands."""
+    """The answer to Hello: the link is open."""
 
     version: Annotated[str, Meta(max_length=100)]
 
 
 @message("beat")
 class Beat(StrictStruct, frozen=True, kw_only=True):
-    """Beat ``number`` of the one who opened the link; comes back as it is."""
+    """Beat ``number`` of the agent that opened the link; it comes back unchanged."""
 
     number: int
 
 
 @message("bye")
 class Bye(StrictStruct, frozen=True, kw_only=True):
-    """The sender takes part in this link no more; ``text`` says why."""
+    """The sender takes no further part in this link; ``text`` says why."""
 
     text: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 Control = Hello | Welcome | Beat | Bye
-#: What agents say over a link that stands; it has a scope.
+#: What agents say over an open link; it has a scope.
 Said = Message | Introduction
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message and what it is about; ``scope`` is None exactly for the link's own messages."""
+    """A message and what it is about. ``scope`` is None exactly for the link's own messages."""
 
     scope: Scope | None
     message: Said | Control
 
 
 class _Error(StrictStruct, frozen=True, kw_only=True):
-    """An EthaError as it travels."""
+    """An EthaError on the wire."""
 
     code: Annotated[str, Meta(max_length=100)]
     text: Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -142,7 +142,7 @@ def _error_to_wire(error: EthaError) -> dict[str, Any]:
 
 
 def _sound(text: str) -> str:
-    """``text`` without lone surrogates, which have no UTF-8."""
+    """``text`` without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -154,7 +154,7 @@ class _Wire(StrictStruct, frozen=True, kw_only=True):
 
 
 def _decoder(cls: type) -> tuple[Decoder[Any], frozenset[str]]:
-    """The decoder of ``cls``, and the fields that hold errors: they are decoded as ``_Error``."""
+    """The decoder of ``cls``, and the fields that hold errors, which are decoded as ``_Error``."""
     hints = typing.get_type_hints(cls, include_extras=True)
     errors = frozenset(name for name, hint in hints.items() if hint is EthaError)
     if not errors:
@@ -177,7 +177,7 @@ _ENCODER = Encoder(enc_hook=_default)
 
 
 def encode(scope: Scope | None, message: Said | Control) -> bytes:
-    """The bytes of ``message``; ProtocolError for what cannot travel or is larger than MAX_MESSAGE."""
+    """The bytes of ``message``. ProtocolError for what cannot be encoded or is larger than MAX_MESSAGE."""
     op = OPS.get(type(message))
     if op is None or (scope is None) is not (type(message) in _CONTROLS):
         raise ProtocolError(f"{type(message).__name__} with scope {scope} is no message between agents")
@@ -192,7 +192,7 @@ def encode(scope: Scope | None, message: Said | Control) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Envelope:
-    """The message in ``data``; Malformed (a ProtocolError that names the field) for anything else than one."""
+    """The message in ``data``. Malformed (a ProtocolError that names the field) for anything else."""
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
     try:
@@ -224,7 +224,7 @@ def _message(cls: type, args: Raw) -> Any:
     decoder, errors = _DECODERS[cls]
     try:
         found = decoder.decode(args)
-    except EthaError as error:  # of the message's own __post_init__
+    except EthaError as error:  # raised by the message's own __post_init__
         raise ValueError(str(error)) from None
     if not errors:
         return found

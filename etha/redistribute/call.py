@@ -19,25 +19,25 @@ def redistribute(
 ) -> DTensor:
     """The same tensor with ``placements`` over ``device_mesh`` (default: its own), in memory of its own.
 
-    Called with the same arguments by all ranks of both meshes, like a collective; other ranks may call and
-    take no part. Where the meshes are one, over its process group; else over WORLD. A rank that is not in
-    the source mesh passes a DTensor on that mesh all the same, as torch makes it there: from
-    ``distribute_tensor``, or ``DTensor.from_local(torch.empty(0, dtype=...), mesh, placements, shape=...,
-    stride=...)``. A rank that is not in the target mesh gets one with an empty local tensor.
+    All ranks of both meshes call it with the same arguments, like a collective. Other ranks may call it and take no
+    part. If the meshes are one mesh, it runs over that mesh's process group, otherwise over WORLD. A rank that is not
+    in the source mesh also passes a DTensor on that mesh, as torch makes it there: from ``distribute_tensor``, or from
+    ``DTensor.from_local(torch.empty(0, dtype=...), mesh, placements, shape=..., stride=...)``. A rank that is not in
+    the target mesh gets one with an empty local tensor.
 
-    Everything moves in one exchange, straight from who holds an element to who needs it; nothing is
-    exchanged where all ranks hold what they need. Axes that are Partial are reduced together, once and in
-    one order: replicas are equal to the bit. For large tensors that reduction takes a second exchange
-    where that is less to send (``etha/redistribute/route.py`` says when). An axis may stay Partial.
+    Everything moves in one exchange, directly from a rank that holds an element to each rank that needs it. Nothing is
+    exchanged if all ranks hold what they need. Partial axes are reduced together, once and in one order, so replicas
+    are equal to the bit. For large tensors that reduction takes a second exchange if that sends less
+    (``etha/redistribute/route.py`` says when). An axis may stay Partial.
 
-    A sub-mesh such as ``mesh["dp"]`` redistributes in each row of its own; together with another mesh,
-    its rows are replicas of one tensor. ``_StridedShard`` is made as ``DTensor.redistribute`` makes it.
-    Point to point over an NCCL world (no group has exactly these ranks) needs a communicator that stands:
-    ``init_process_group(device_id=...)``, or any collective before.
+    A sub-mesh such as ``mesh["dp"]`` redistributes in each of its rows separately. Together with another mesh, its rows
+    are replicas of one tensor. ``_StridedShard`` means what ``DTensor.redistribute`` makes of it. Point-to-point
+    messages over an NCCL world (if no group has exactly these ranks) need an existing communicator:
+    ``init_process_group(device_id=...)``, or any earlier collective.
 
-    LayoutError: no DTensor, placements that do not fit the mesh or the tensor, a Partial that cannot be
-    made or reduced, a local tensor of another size than the layout gives it. ConfigError: a tensor that
-    requires grad under grad mode (this is not differentiable), a mesh of another device.
+    Raises LayoutError for what is not a DTensor, for placements that do not fit the mesh or the tensor, for a Partial
+    that cannot be made or reduced, and for a local tensor of another size than the layout gives it. Raises ConfigError
+    for a tensor that requires grad in grad mode (this is not differentiable), and for a mesh of another device.
     """
     request = read_request(dtensor, device_mesh, placements)
     order = memory_order(dtensor.stride())
@@ -57,7 +57,8 @@ def redistribute(
 
 
 def memory_order(stride: Sequence[int]) -> list[int]:
-    """Dims from the slowest to the fastest in memory; as they are where an expanded one says nothing."""
+    """Dims from the slowest to the fastest in memory; unchanged if a stride is 0, because an expanded dim tells
+    nothing."""
     dims = list(range(len(stride)))
     return dims if 0 in stride else sorted(dims, key=lambda d: -stride[d])
 

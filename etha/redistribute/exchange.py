@@ -1,8 +1,8 @@
-"""The wire: one buffer out, one in. A collective where a group has exactly these ranks, else point to point.
+"""The wire: one buffer out, one in. A collective if a group has exactly these ranks, otherwise point to point.
 
-Sizes are never sent: both ends have them from the same plan. Point-to-point messages carry the plan's
-number as their tag, so that on Gloo, which aborts a process that gets more than it asked for, ranks that
-were called with different arguments wait for each other instead.
+Sizes are never sent, because both ends have them from the same plan. Gloo aborts a process that gets more than it asked
+for. Point-to-point messages therefore carry the plan's number as their tag, so that ranks which were called with
+different arguments wait for each other instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """Between ``ranks`` of the torch world; ``group`` is one of exactly these, None if there is none."""
+    """An exchange between ``ranks`` of the torch world. ``group`` has exactly these ranks, or is None."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None

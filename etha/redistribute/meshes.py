@@ -1,4 +1,4 @@
-"""What a DeviceMesh says of ranks: a sub-mesh shows its caller one row of many, a plan needs them all."""
+"""The ranks of a DeviceMesh. A sub-mesh shows its caller one row of many, but a plan needs them all."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Row = tuple[tuple[int, ...], tuple[int, ...]]  # (shape, ranks in C-order)
 
 @dataclass(frozen=True)
 class MeshTables:
-    """The rank tables of a mesh: its own, or those of all equal slices of its root, by their lowest rank."""
+    """The rank tables of a mesh: its own, or those of all equal slices of its root, sorted by lowest rank."""
 
     tables: tuple[Row, ...]
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshTables:
-        """The same on every rank, whichever row ``mesh`` shows it."""
+        """The tables of ``mesh``, the same on every rank, whichever row the mesh shows it."""
         found = _KNOWN.get(mesh)
         if found is None:
             found = _KNOWN[mesh] = cls(tuple(sorted(map(_row, _tables(mesh)), key=lambda row: min(row[1]))))
@@ -33,16 +33,15 @@ class MeshTables:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All ranks of all rows."""
         return frozenset(rank for _, ranks in self.tables for rank in ranks)
 
     def row_of(self, rank: int) -> MeshTables | None:
-        """The row of ``rank`` alone, None when it is in none."""
+        """The row of ``rank`` alone; None if it is in no row."""
         return next((MeshTables((row,)) for row in self.tables if rank in row[1]), None)
 
     def layouts(self, placements: Sequence[Placement], strided: str) -> tuple[Layout, ...]:
-        """The layout of each row; LayoutError for placements that do not fit the mesh."""
-        # By type, too: torch's kinds of Partial may be equal to each other.
+        """The layout of each row. LayoutError for placements that do not fit the mesh."""
+        # By type, too, because torch's kinds of Partial may compare equal.
         return _layouts(self, tuple((type(p), p) for p in placements), strided)
 
 
@@ -52,13 +51,13 @@ def _layouts(rows: MeshTables, placements: tuple[tuple[type, Placement], ...], s
     return tuple(Layout(table, [p for _, p in placements], strided=strided) for table in tables)
 
 
-#: A mesh does not change, and reading its layout costs more than a small exchange.
+#: Cached, because a mesh does not change, and reading its layout costs more than a small exchange.
 _KNOWN: WeakKeyDictionary[DeviceMesh, MeshTables] = WeakKeyDictionary()
 
 
 def _tables(mesh: DeviceMesh) -> Iterable[torch.Tensor]:
     layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is None or ranks is None:  # a torch that keeps them elsewhere: the row that is shown
+    if layout is None or ranks is None:  # a torch that keeps them elsewhere: use the row that is shown
         return [mesh.mesh]
     tables: torch.Tensor = layout.remap_to_tensor(ranks)
     return tables.unbind()
@@ -69,7 +68,7 @@ def _row(table: torch.Tensor) -> Row:
 
 
 def group_of(ranks: frozenset[int], mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The process group of exactly ``ranks``: WORLD, or that of ``mesh`` if it has one axis; None without one."""
+    """The process group of exactly ``ranks``: WORLD, or that of ``mesh`` if it has one axis; otherwise None."""
     world = dist.group.WORLD
     if world is not None and ranks == frozenset(dist.get_process_group_ranks(world)):
         return world

@@ -1,7 +1,7 @@
-"""A region of a local tensor to or from a dense buffer, on any device.
+"""A region of a local tensor, copied to or from a dense buffer on any device.
 
-Few boxes are copied one by one; many are gathered and scattered by index, one call for all of them.
-Values travel as bits: nothing here does arithmetic, and integers of the same width have every kernel.
+Few boxes are copied one by one. Many are gathered and scattered by index, in one call. Values travel as bits, because
+nothing here does arithmetic, and integers of the same width have every kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from etha.plan import Region
 
-#: Boxes up to which one copy each is cheaper than an index.
+#: Up to this number of boxes, copying each is cheaper than an index.
 FEW = 16
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,12 +25,12 @@ Run = tuple[int, int, int]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width; 16-byte complex numbers as they are."""
+    """The same memory as integers of the same width; 16-byte complex numbers stay as they are."""
     return tensor.view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else tensor
 
 
 class LocalRegion:
-    """One region at one end: ``end`` 0 are offsets in the source's local tensor, 1 in the target's."""
+    """One region at one end: offsets in the local tensor of the source (``end`` 0) or of the target (``end`` 1)."""
 
     def __init__(self, region: Region, end: int) -> None:
         self.shape = region.shape
@@ -39,7 +39,7 @@ class LocalRegion:
         for runs in region.dims:
             starts, lengths = runs[:, end].tolist(), runs[:, 2].tolist()
             self._runs.append(list(zip(itertools.accumulate(lengths, initial=0), starts, lengths, strict=False)))
-        #: Dims of several runs, the one of most runs last: that one is indexed where boxes are many.
+        #: Dims with several runs, the one with most runs last, because that one is indexed if there are many boxes.
         self._many = sorted((d for d, r in enumerate(self._runs) if len(r) > 1), key=lambda d: len(self._runs[d]))
         self._few = prod(len(r) for r in self._runs) <= FEW
 
@@ -48,7 +48,7 @@ class LocalRegion:
         return self.shape == tuple(shape)
 
     def pack(self, tensor: torch.Tensor, dense: torch.Tensor) -> None:
-        """Copy the region of ``tensor`` into ``dense``, both as bits, ``dense`` of the piece's shape."""
+        """Copy the region of ``tensor`` into ``dense``, both as bits; ``dense`` has the piece's shape."""
         if not self.numel:
             return
         if self._few:

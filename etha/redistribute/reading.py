@@ -1,8 +1,8 @@
-"""Which reading of ``_StridedShard`` a tensor's real local sizes show, where the two differ.
+"""Which reading of ``_StridedShard`` a tensor's real local sizes show, if the two differ.
 
-DTensor writes both: ``distribute_tensor`` the literal one, FSDP2 and ``redistribute`` the order of shards.
-Only some ranks can see it in their own size, so they tell the others: one byte each, and only for the
-uneven sizes at which the readings differ.
+DTensor writes both: ``distribute_tensor`` the literal one, FSDP2 and ``redistribute`` the order of shards. Only some
+ranks can see it in their own size, so they tell the others. This takes one byte each, and is done only for the uneven
+sizes at which the readings differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etha.plan import Layout
 from etha.redistribute.exchange import GroupExchange
 from etha.redistribute.stage import Layouts
 
-_TAG = 0x5D  # of its own: no plan is made yet
+_TAG = 0x5D  # a tag of its own, because there is no plan yet
 
 
 @lru_cache(maxsize=512)
@@ -30,7 +30,7 @@ def ambiguous(layout: Layout, shape: tuple[int, ...]) -> bool:
 
 
 def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int, wire: GroupExchange) -> Layouts:
-    """``layouts`` in the reading that fits all ranks; LayoutError on all of them when none does."""
+    """``layouts`` in the reading that fits all ranks. LayoutError on all of them if none does."""
     if not any(ambiguous(layout, shape) for layout in layouts):
         return tuple(layout.with_reading("order") for layout in layouts)
     holders = sorted(r for layout in layouts for r in layout.ranks.reshape(-1).tolist())
@@ -53,7 +53,7 @@ def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: i
 
 
 def misfit(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int) -> str:
-    """Why the local tensor of ``rank`` is not what its layout gives it; empty where it is, or holds none."""
+    """Why the local tensor of ``rank`` is not what its layout gives it; empty if it is, or if the rank holds none."""
     for layout in layouts:
         if rank in layout:
             planned = layout.local_shape(shape, rank)

@@ -1,4 +1,4 @@
-"""What a call of redistribute asks for, checked: a tensor, two layouts in ranks of the torch world, a wire."""
+"""A call of redistribute, checked: a tensor, two layouts in ranks of the torch world, and a wire."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etha.redistribute.stage import Layouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedistributeRequest:
-    """One call. ``source`` and ``target`` are layouts over disjoint ranks that each hold the whole tensor."""
+    """One call. ``source`` and ``target`` are layouts over disjoint ranks, each of which holds the whole tensor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class RedistributeRequest:
 
 
 def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> RedistributeRequest | None:
-    """Check and read a call; None for a rank that is in neither mesh. ConfigError and LayoutError say what is wrong."""
+    """Check and read a call; None for a rank that is in neither mesh. ConfigError or LayoutError say what is wrong."""
     check_tensor(dtensor)
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
     if not isinstance(mesh, DeviceMesh):
@@ -70,7 +70,7 @@ def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Redistribut
 
 
 def check_tensor(dtensor: Any) -> None:
-    """ConfigError or LayoutError for what is no DTensor, or would be differentiated."""
+    """Raise ConfigError or LayoutError for what is not a DTensor, or would be differentiated."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(
             f"a {type(dtensor).__name__} has no layout: redistribute takes a DTensor (DTensor.from_local makes one)"
@@ -83,7 +83,7 @@ def check_tensor(dtensor: Any) -> None:
 
 
 def local_of(dtensor: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The local tensor, plain, waited for; ConfigError when it cannot be moved to ``mesh``."""
+    """The plain local tensor, after waiting for it. ConfigError if it cannot be moved to ``mesh``."""
     local: torch.Tensor = dtensor._local_tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
@@ -97,7 +97,7 @@ def local_of(dtensor: DTensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def check_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """One placement for each axis of ``mesh``, dims counted from the front; LayoutError otherwise."""
+    """One placement for each axis of ``mesh``, dims counted from the front. LayoutError otherwise."""
     if placements is None or isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise LayoutError(f"placements is a sequence with one placement for each mesh axis, not {placements!r}")
     if len(placements) != mesh.ndim:
@@ -115,7 +115,7 @@ def check_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> tuple[Plac
 
 
 def source_placements(dtensor: DTensor) -> tuple[Placement, ...]:
-    """The placements of a DTensor; another order of shards than from left to right as ``_StridedShard``."""
+    """The placements of a DTensor. Shards in another order than left to right become ``_StridedShard``."""
     spec: Any = dtensor._spec
     order = getattr(spec, "shard_order", None)
     if order is None or spec.is_default_device_order(order):
@@ -124,7 +124,8 @@ def source_placements(dtensor: DTensor) -> tuple[Placement, ...]:
 
 
 def _without_kept(source: Layouts, target: Layouts, rank: int, *, same: bool) -> tuple[Layouts, Layouts]:
-    """Partial on both sides of a mesh axis stays as it is: each coordinate of such axes is on its own."""
+    """Drop mesh axes that are Partial on both sides and stay so: each coordinate on such axes is redistributed
+    alone."""
     kept = [i for i, axis in enumerate(target[0].axes) if axis.partial]
     if not kept:
         return source, target

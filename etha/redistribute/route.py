@@ -1,13 +1,13 @@
-"""From a source to a target layout in one exchange, or two: a reduction for replicas, where that is less.
+"""The route from a source to a target layout: one exchange, or two if the source is Partial and two send less.
 
-K contributions of a target cell of B bytes that r ranks hold. In one exchange each of them gets all
-contributions and reduces for itself: K B bytes into a rank, less what it holds. In two, each reduces 1/r
-of the cell and hands the result to the others: (K + r - 1) B / r. One is never more with r = 1
-(reduce-scatter), or with K = 2 where each holds a whole contribution. Else it saves a round of latency at
-the price of bytes, and is taken up to ``ONE_EXCHANGE`` bytes into a rank.
+Take K contributions of a target cell of B bytes that r ranks hold. With one exchange each of these ranks gets all
+contributions and reduces for itself: K B bytes into a rank, less what it holds. With two, each reduces 1/r of the cell
+and hands the result to the others: (K + r - 1) B / r bytes. One exchange never takes more if r = 1 (reduce-scatter), or
+if K = 2 and each rank holds a whole contribution. Otherwise it saves a round of latency at the price of bytes, and is
+used up to ``ONE_EXCHANGE`` bytes into a rank.
 
-Either way an element's contributions are combined 0 .. K-1, in C-order of the coordinates over the
-Partial axes, so the bits do not depend on the way.
+Either way an element's contributions are combined 0 .. K-1, in C-order of the coordinates over the Partial axes, so the
+bits do not depend on the route.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE_EXCHANGE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """The exchanges of one rank, in order; the first one's parts become one by ``reduction``."""
+    """The exchanges of one rank, in order. ``reduction`` combines the parts of the first one."""
 
     stages: tuple[ExchangeStage, ...]
     reduction: Slot | None
@@ -41,7 +41,7 @@ class Route:
 
 @lru_cache(maxsize=512)
 def make_route(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, target: Layouts, rank: int) -> Route:
-    """Plan one tensor; LayoutError for what cannot be reduced or moved. Cached: a step of training repeats itself."""
+    """Plan one tensor. LayoutError for what cannot be reduced or moved. Cached, because training steps repeat."""
     if not any(axis.partial for axis in source[0].axes):
         return Route(stages=(make_stage(shape, dtype, (source,), target, rank),), reduction=None)
     reduction = _reduction(shape, dtype, source[0])
@@ -57,7 +57,7 @@ def make_route(shape: tuple[int, ...], dtype: torch.dtype, source: Layouts, targ
 def in_one(
     shape: tuple[int, ...], dtype: torch.dtype, contributions: Sequence[Layouts], middle: Layouts, target: Layouts
 ) -> bool:
-    """Whether contributions go to all holders of their element at once: by the bytes into the busiest rank."""
+    """Whether contributions go to all holders of their element at once, judged by the bytes into the busiest rank."""
     own = {r: layout for layouts in contributions for layout in layouts for r in layout.ranks.reshape(-1).tolist()}
     count, one, two = len(contributions), 0, 0
     for cells, parts in zip(target, middle, strict=True):
@@ -70,12 +70,12 @@ def in_one(
     return one * dtypes.itemsize(dtype) <= ONE_EXCHANGE or one <= two
 
 
-#: What a rank owns: per dim ascending (start, stop) runs, None when nothing.
+#: What a rank owns: ascending (start, stop) runs per dim; None if nothing.
 Owned = list[list[tuple[int, int]]] | None
 
 
 def _common(a: Owned, b: Owned) -> int:
-    """Elements that are in both."""
+    """Number of elements that are in both."""
     if a is None or b is None:
         return 0
     return math.prod(_overlap(left, right) for left, right in zip(a, b, strict=True))
@@ -113,7 +113,7 @@ def _reduction(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> Sl
 
 
 def contributions_of(layout: Layout) -> list[Layout]:
-    """Of each contribution, ascending, the layout over the ranks that hold it."""
+    """The layout of each contribution, in order, over the ranks that hold it."""
     partial = [i for i, axis in enumerate(layout.axes) if axis.partial]
     return [
         at_coordinates(layout, dict(zip(partial, place, strict=True)))
@@ -122,7 +122,7 @@ def contributions_of(layout: Layout) -> list[Layout]:
 
 
 def at_coordinates(layout: Layout, where: dict[int, int]) -> Layout:
-    """The layout over the ranks with coordinate ``where[axis]`` on these axes, which then are of size 1."""
+    """The layout over the ranks with coordinate ``where[axis]`` on these axes, whose size becomes 1."""
     table = layout.ranks[
         tuple(slice(where[i], where[i] + 1) if i in where else slice(None) for i in range(len(layout.axes)))
     ]
@@ -131,19 +131,19 @@ def at_coordinates(layout: Layout, where: dict[int, int]) -> Layout:
 
 
 def divided(layout: Layout, shape: Sequence[int]) -> Layout:
-    """``layout`` with each cell divided among its replicas: who reduces what before all of them get it."""
+    """``layout`` with each cell divided among its replicas: who reduces what before all replicas get it."""
     sharded = [i for i, axis in enumerate(layout.axes) if axis.sharded]
     rest = [i for i in range(len(layout.axes)) if i not in sharded]
     placements: list[Placement] = [layout.axes[i].to_placement() for i in sharded]
-    # The rank at the origin: no cell is larger than its.
+    # The rank at the origin, because no cell is larger than its cell.
     extent = list(layout.local_shape(shape, int(layout.ranks.reshape(-1)[0])))
     for i in rest if extent else ():
         size = layout.mesh_shape[i]
-        # The first dim that gives everybody a fair share keeps rows whole; else the longest.
+        # The first dim that gives each rank a fair share keeps rows whole; if there is none, the longest dim.
         long = [d for d, n in enumerate(extent) if n >= 8 * size]
         dim = long[0] if long else max(range(len(extent)), key=extent.__getitem__)
         placements.append(Shard(dim))
         extent[dim] = -(-extent[dim] // size)
-    # Replicated axes last: plain shards apply in order, so they cut what the others have left.
+    # Replicated axes come last: plain shards apply in order, so they cut what the other axes have left.
     placements += [Replicate()] * (len(layout.axes) - len(placements))  # a scalar is not divided
     return Layout(layout.ranks.transpose(sharded + rest), placements, strided=layout.strided)

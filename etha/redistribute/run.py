@@ -1,4 +1,4 @@
-"""A route on real tensors: pack, exchange, lay down or reduce, for each stage."""
+"""Run a route on real tensors: for each stage pack, exchange, and write or reduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etha.redistribute.stage import Arrival, ExchangeStage
 
 
 def run(route: Route, wire: GroupExchange, local: torch.Tensor, result: torch.Tensor | None) -> None:
-    """Redistribute ``local`` into ``result`` (None on a rank that is no target); they share no memory."""
+    """Redistribute ``local`` into ``result`` (None on a rank that is not a target). They share no memory."""
     *before, last = route.stages
     for stage in before:
         middle = None if stage.shape is None else local.new_empty(stage.shape)
@@ -75,7 +75,7 @@ def _reduce(parts: list[list[tuple[Arrival, torch.Tensor]]], result: torch.Tenso
         if total is None:
             total = part
         elif how.op in ("sum", "avg"):
-            total.add_(part)  # combine's own addition, in a buffer that is ours
+            total.add_(part)  # combine's addition, in place in our own buffer
         else:
             total = combine(total, part, how)
     assert total is not None  # there is at least one contribution

@@ -1,8 +1,8 @@
-"""One exchange, as one rank sees it: rows of the planner as pieces for each peer.
+"""One exchange, as one rank sees it: the planner's rows as pieces for each peer.
 
-The contributions of a Partial tensor are so many tensors of the plan, "0" .. "K-1": a rank holds one of
-them and every target holder gets all. A tensor that is not Partial is one contribution. So the planner's
-balance among replicas and its proof hold for reductions, too.
+The K contributions of a Partial tensor are K tensors of the plan, "0" .. "K-1": a rank holds one of them, and every
+target holder gets all. A tensor that is not Partial is one contribution. So the planner's balance among replicas, and
+its proof, hold for reductions, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A piece that comes to this rank: of contribution ``part``, to be laid where ``piece`` says."""
+    """A piece that comes to this rank: it belongs to contribution ``part``, and ``piece`` says where it goes."""
 
     part: int
     piece: LocalRegion
@@ -33,9 +33,9 @@ class Arrival:
 class ExchangeStage:
     """What one rank packs for each peer, what it gets from each, and what it has already.
 
-    Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send.
-    ``shape`` is that of the local result, None where this rank is no target. ``kept`` pairs a piece of
-    the local source with its place in the local result.
+    Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send. ``shape`` is
+    that of the local result, None if this rank is not a target. ``kept`` pairs a piece of the local source with its
+    place in the local result.
     """
 
     parts: int
@@ -50,13 +50,13 @@ class ExchangeStage:
 def make_stage(
     shape: tuple[int, ...], dtype: torch.dtype, contributions: Sequence[Layouts], target: Layouts, rank: int
 ) -> ExchangeStage:
-    """Plan ``contributions`` into ``target``; the same call on every rank but for ``rank``."""
+    """Plan ``contributions`` into ``target``. Every rank makes the same call, except for ``rank``."""
     width = len(str(len(contributions)))
     names = [f"{k:0{width}}" for k in range(len(contributions))]
     there = TensorSpec(shape, dtype, target)
     here = {name: TensorSpec(shape, dtype, layouts) for name, layouts in zip(names, contributions, strict=True)}
     top = max(int(layout.ranks.max()) for layouts in (*contributions, target) for layout in layouts)
-    # A rank is its own agent on both sides: what it holds it copies.
+    # Every rank is its own agent on both sides, so that it copies what it holds.
     places = [str(r) for r in range(top + 1)]
     plan = build_plan(here, dict.fromkeys(names, there), source_agents=places, target_agents=places, fan_out="direct")
     if plan.violations:

@@ -1,7 +1,7 @@
 """Batches: what each rank registers, stored once by digest, and the roster that says who has come.
 
-A registration is one generation of a batch. A rank that comes while it is open belongs to it; one that comes
-after it was completed (it closed early and registers again) waits for the others in the next.
+A registration is one generation of a batch. A rank that comes while it is open belongs to it. A rank that comes after
+it was completed (it closed early and registers again) waits for the others in the next one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BatchRecords:
         self._session, self._keys = session, session.keys
 
     async def put_layouts(self, layouts: Mapping[str, str], *, timeout: float | None = None) -> None:
-        """Store layouts, digest -> JSON; those that are there only get their lease renewed."""
+        """Store layouts, digest -> JSON. Those that exist only get their lease renewed."""
         keys = {self._keys.layout(digest): text for digest, text in layouts.items()}
 
         async def write(client: Client) -> None:
@@ -42,7 +42,7 @@ class BatchRecords:
         self._session.owned.registration_keys.update(keys)
 
     async def layouts(self, digests: Iterable[str], *, timeout: float | None = None) -> dict[str, str]:
-        """Layouts by digest, as JSON; those that are not there are missing from the result."""
+        """Layouts by digest, as JSON. Digests without a layout are missing from the result."""
         wanted = list(dict.fromkeys(digests))
 
         async def read(client: Client) -> list[str | None]:
@@ -61,7 +61,7 @@ class BatchRecords:
         return found
 
     async def put_manifest(self, digest: str, fields: Mapping[str, str], *, timeout: float | None = None) -> None:
-        """Store what a rank registers, name -> short JSON, under the digest of it all; once for all ranks."""
+        """Store what a rank registers, name -> short JSON, under the digest of all of it; once for all ranks."""
         key = self._keys.manifest(digest)
         part = f"{key}:part:{uuid.uuid4().hex}"
         names = list(fields)
@@ -69,7 +69,7 @@ class BatchRecords:
         async def write(client: Client) -> None:
             if not fields or await client.pexpire(key, _LEASE_MS):
                 return
-            # A key under its digest is whole: written aside, then renamed.
+            # A key under its digest is always complete: it is written under another name, then renamed.
             pipe = client.pipeline(transaction=False)
             for at in range(0, len(names), _CHUNK):
                 pipe.hset(part, mapping={name: fields[name] for name in names[at : at + _CHUNK]})
@@ -81,7 +81,7 @@ class BatchRecords:
         self._session.owned.registration_keys.add(key)
 
     async def manifest(self, digest: str, *, timeout: float | None = None) -> dict[str, str]:
-        """What ``put_manifest`` stored; empty when it is not there (or was empty)."""
+        """What ``put_manifest`` stored. Empty if it is not there (or was empty)."""
         key = self._keys.manifest(digest)
 
         async def read(client: Client) -> dict[str, str]:
@@ -110,10 +110,10 @@ class BatchRecords:
         expected: int,
         timeout: float | None = None,
     ) -> int:
-        """Register one rank with its ``record`` (short JSON); the generation in which it waits for the others.
+        """Register one rank with its ``record`` (short JSON). Returns the generation in which it waits for the others.
 
-        ``expected`` is the number of ranks of both sides; the one that completes it sets state ``registered``.
-        PeerLostError when the pair has formed a later epoch.
+        ``expected`` is the number of ranks of both sides. The one that completes it sets state ``registered``.
+        PeerLostError if the pair has formed a later epoch.
         """
         if len(record) > MAX_FIELD:
             raise ConfigError(f"batch {batch}: record of {len(record)} characters, at most {MAX_FIELD}")
@@ -139,9 +139,9 @@ class BatchRecords:
     async def unenroll(
         self, pair: str, batch: str, generation: int, side: str, rank: int, *, timeout: float | None = None
     ) -> bool:
-        """Take a registration back (deadline, refusal) or say that the batch is closed.
+        """Take a registration back (deadline, refusal), or say that the batch is closed.
 
-        True: it was open still, so nobody counts on this rank. False: all had come, it is marked closed.
+        True: it was still open, so nobody counts on this rank. False: all had come, and this rank is marked closed.
         """
         if self._session.owned.enrolled.get((pair, batch, side, rank)) == generation:
             del self._session.owned.enrolled[pair, batch, side, rank]
@@ -159,7 +159,8 @@ class BatchRecords:
         return bool(await self._session.script("unenroll", keys, request, timeout))
 
     async def roster(self, pair: str, batch: str, generation: int, *, timeout: float | None = None) -> Roster:
-        """Who has come in this generation and what the agents computed; readable until all have come to the next."""
+        """Who has come in this generation, and what the agents computed. Readable until all have come to the next
+        one."""
         key = self._keys.roster(pair, batch, generation)
 
         async def read(client: Client) -> Roster:
@@ -187,9 +188,9 @@ class BatchRecords:
     async def set_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float | None = None
     ) -> None:
-        """Set fields of ``BatchView``; generation, epoch and seq never go back, whoever writes last.
+        """Set fields of ``BatchView``. Generation, epoch and seq never go back, whoever writes last.
 
-        With ``generation`` and ``seq`` among them, a writer that is behind changes nothing of what is newer.
+        With ``generation`` and ``seq`` among them, a writer that is behind changes nothing that is newer.
         """
         text = batch_text(fields)
         self._session.owned.remember_batch(pair, batch, text)
@@ -198,15 +199,15 @@ class BatchRecords:
     async def report_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float
     ) -> None:
-        """As ``set_fields``, after ``note_fields``, over the connection for reports, which nothing else waits for."""
+        """Like ``set_fields``, after ``note_fields``, over the connection for reports, which nothing else waits for."""
         await self.write(pair, batch, batch_text(fields), timeout, self._session.reporter)
 
     def note_fields(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
-        """As ``set_fields`` without writing: what this agent knows, should Redis ever lose it."""
+        """Like ``set_fields`` without writing: remember what this agent knows, in case Redis ever loses it."""
         self._session.owned.remember_batch(pair, batch, batch_text(fields))
 
     async def get(self, pair: str, batch: str, *, timeout: float | None = None) -> BatchView | None:
-        """The batch, or None when nobody has registered it."""
+        """The batch; None if nobody has registered it."""
         key = self._keys.batch(pair, batch)
         values = await self._session.connection.call(
             f"read {key}",
@@ -235,7 +236,7 @@ class BatchRecords:
         return found
 
     async def names(self, pair: str, *, timeout: float | None = None) -> set[str]:
-        """Ids of all batches of a pair; of some the hash may be gone."""
+        """Ids of all batches of a pair. The hash of some may be gone."""
         names = await self._session.connection.call(
             f"read {self._keys.batches}",
             lambda client: client.smembers(self._keys.batches),
@@ -245,7 +246,7 @@ class BatchRecords:
         return {name for name in found if NAME.fullmatch(name)}
 
     async def registering(self, pair: str, batch: str, *, timeout: float | None = None) -> dict[str, list[int]]:
-        """The ranks, by side, that wait for others to register this batch, too."""
+        """The ranks, by side, that wait for others to register this batch."""
         view = await self.get(pair, batch, timeout=timeout)
         found: dict[str, list[int]] = {}
         if view is not None and view.state == "registering":
@@ -261,7 +262,7 @@ class BatchRecords:
 
 
 def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]:
-    """Fields of a batch as Redis holds them; ValueError for one that the key table does not have."""
+    """Fields of a batch as Redis holds them. ValueError for one that is not in the key table."""
     unknown = set(fields) - BATCH_FIELDS
     if unknown:
         raise ValueError(f"a batch has no fields {sorted(unknown)}")

@@ -1,7 +1,7 @@
-"""The edge to Redis: client options, retries until a deadline, and errors of our own.
+"""The edge to Redis: client options, retries until a deadline, and Etha's own errors.
 
-``from_url`` retries nothing and knows no keep-alive; here they are explicit, and every try has its limit.
-A password never leaves this file: whatever is shown or logged is ``redact(url)``.
+``from_url`` retries nothing and sets no keep-alive, so both are explicit here, and every try has its limit. A password
+never leaves this file: whatever is shown or logged is ``redact(url)``.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ T = TypeVar("T")
 #: redis-py's own annotations differ from version to version, and mix str and bytes.
 Client = Any
 
-#: Seconds: to connect, for one try, of a pause between tries.
+#: Seconds: to connect, for one try, and of the longest pause between tries.
 CONNECT_TIMEOUT = 3.0
 TRY_TIMEOUT = 8.0
 MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
-#: Times that a cluster may send one try from node to node.
+#: How often a cluster may send one try from node to node.
 MAX_MOVES = 5
-#: Of a server that takes what it is sent and says nothing, or of a network that drops it.
+#: Said of a server that accepts data and does not answer, or of a network that drops it.
 NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
 
 
 def with_host(url: str, host: str, port: int) -> str:
-    """``url`` with another host and port; "" for the host that it has."""
+    """``url`` with another host and port. "" keeps the host."""
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
     host = host or parts.hostname or "localhost"
@@ -59,20 +59,20 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
     common: dict[str, Any] = {
         "protocol": 2,  # plain replies in every version of redis-py; 3 turns pub/sub into push messages
         "decode_responses": True,
-        "encoding_errors": "replace",  # foreign bytes are for ``records`` to refuse, not for the parser to die of
+        "encoding_errors": "replace",  # ``records`` refuses foreign bytes; the parser must not fail on them
         "socket_connect_timeout": CONNECT_TIMEOUT,
-        # With a number redis-py sends under asyncio.wait_for, which swallows cancellations on Python 3.11; every
-        # try has its limit here (``RedisConnection.call``) and in ``watch``.
+        # With a number, redis-py sends under asyncio.wait_for, which swallows cancellations on Python 3.11. Every try
+        # has its limit here (``RedisConnection.call``) and in ``watch``.
         "socket_timeout": None,
-        # A server that wants a password makes redis-py before 7 recurse in its own health check. The lease's
-        # renewal every 3 s, keep-alive and the limit of each try tell the same.
+        # If a server wants a password, redis-py before 7 recurses in its own health check. The lease's renewal every 3
+        # s, keep-alive and the limit of each try notice the same outages.
         "health_check_interval": 0,
         "retry": Retry(ExponentialBackoff(cap=0.2, base=0.01), 1),
         **options,
     }
     if not url.startswith("unix:"):
         common["socket_keepalive"] = True
-        # A dead host is noticed after 10 + 3 x 3 s, where the platform can tell it so.
+        # A dead host is noticed after 10 + 3 x 3 s if the platform has these options.
         wanted = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
         common["socket_keepalive_options"] = {
             getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)
@@ -81,10 +81,10 @@ def _options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def make_pool(url: str, **options: Any) -> Any:
-    """Connections to ``url`` with explicit options; ConfigError when it cannot be read."""
+    """A pool of connections to ``url`` with explicit options. ConfigError if the URL cannot be read."""
     try:
         pool = aioredis.ConnectionPool.from_url(url, max_connections=2 * MAX_CONNECTIONS, **_options(url, **options))
-        pool.connection_class(**pool.connection_kwargs)  # connects to nothing; refuses options that it does not know
+        pool.connection_class(**pool.connection_kwargs)  # connects to nothing, but refuses unknown options
     except (TypeError, ValueError) as error:
         raise bad_redis_url(url, f"cannot be read ({error})") from None
     _check_certificates(url, pool.connection_kwargs)
@@ -92,7 +92,7 @@ def make_pool(url: str, **options: Any) -> Any:
 
 
 def _check_certificates(url: str, given: dict[str, Any]) -> None:
-    """Read the files that the URL names: what is not there now is a mistake and no outage."""
+    """Read the files that the URL names, because a missing file is a mistake, not an outage."""
     authorities = {"cafile": given.get("ssl_ca_certs"), "capath": given.get("ssl_ca_path")}
     own = {"certfile": given.get("ssl_certfile"), "keyfile": given.get("ssl_keyfile")}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -101,7 +101,7 @@ def _check_certificates(url: str, given: dict[str, Any]) -> None:
         if not files:
             continue
         if names is own:
-            files["password"] = given.get("ssl_password") or ""  # never asked for on a terminal
+            files["password"] = given.get("ssl_password") or ""  # so that it is never asked for on a terminal
         try:
             load(**files)
         except (OSError, TypeError, ValueError) as error:
@@ -109,7 +109,7 @@ def _check_certificates(url: str, given: dict[str, Any]) -> None:
             raise ConfigError(f"Redis URL {redact(url)}: {shown} cannot be read as certificates: {error}") from None
 
 
-#: What passes when the server is back, has loaded, has failed over or has memory again.
+#: Errors that pass when the server is back, has loaded, has failed over or has memory again.
 _PASSING = (
     redis_errors.ConnectionError,
     redis_errors.TimeoutError,
@@ -122,14 +122,15 @@ _PASSING = (
 )
 
 
-#: How servers word a refusal to log in; redis-py raises a plain ConnectionError for some of them.
+#: How servers word a refusal to log in. redis-py raises a plain ConnectionError for some of them.
 _CREDENTIALS = ("username-password", "invalid password", "authentication required", "wrongpass", "noauth")
-#: How they word that a user may not do something, also inside of a script.
+#: How servers word that a user may not do something, also inside of a script.
 _PERMISSION = ("noperm", "acl failure", "no permissions", "can't access", "has no permission")
 
 
 class Unreachable(Exception):
-    """This try failed, a later one may not. ``settled``: it was answered by a refusal, and not by silence."""
+    """This try failed, a later one may succeed. ``settled``: the server or the system refused, instead of not
+    answering."""
 
     def __init__(self, text: str, *, settled: bool = False) -> None:
         super().__init__(text)
@@ -137,7 +138,7 @@ class Unreachable(Exception):
 
 
 class ClusterMoved(Exception):
-    """In a Redis Cluster, another node holds the namespace; ``host`` "": the same host."""
+    """Another node of a Redis Cluster holds the namespace. ``host`` "" means the same host."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(f"the namespace is at {host}:{port}")
@@ -145,7 +146,7 @@ class ClusterMoved(Exception):
 
 
 def _unreachable(url: str, error: BaseException) -> Unreachable:
-    """Why no connection was made, in words that tell what to look at; other failures as they are."""
+    """Why no connection was made, in words that say what to look at. Other failures keep their text."""
     place = urlsplit(url)
     port = f"port {place.port or 6379}"
     text, chain = f"{error}".lower(), [error, error.__cause__, error.__context__]
@@ -158,7 +159,7 @@ def _unreachable(url: str, error: BaseException) -> Unreachable:
         return Unreachable("no such socket: is the server running?", settled=True)
     if any(isinstance(cause, PermissionError) for cause in chain):
         return Unreachable("this user may not open the socket", settled=True)
-    # For a name of several addresses asyncio says all refusals in one text and gives no number.
+    # For a name with several addresses, asyncio puts all refusals into one text without an errno.
     if any(isinstance(cause, ConnectionRefusedError) for cause in chain) or f"errno {errno.ECONNREFUSED}]" in text:
         if url.startswith("unix:"):
             return Unreachable("the socket is there, but no server listens: is it running?", settled=True)
@@ -170,7 +171,7 @@ def _unreachable(url: str, error: BaseException) -> Unreachable:
 
 @contextmanager
 def translated(url: str, what: str) -> Iterator[None]:
-    """Foreign errors become ours; those that pass with time become ``Unreachable``."""
+    """Translate foreign errors into Etha's. Those that pass with time become ``Unreachable``."""
     try:
         yield
     except EthaError:
@@ -179,7 +180,7 @@ def translated(url: str, what: str) -> Iterator[None]:
         raise _refused(url, what, error) from None
     except redis_errors.MovedError as error:
         raise ClusterMoved(str(error.host), int(error.port)) from None
-    except redis_errors.AskError as error:  # its slot is on the way to another node
+    except redis_errors.AskError as error:  # its slot is moving to another node
         raise Unreachable(str(error)) from error
     except redis_errors.InvalidResponse as error:
         raise ProtocolError(f"{redact(url)} does not speak the Redis protocol: {error}") from None
@@ -210,10 +211,10 @@ def _refused(url: str, what: str, error: Exception) -> ConfigError:
 
 
 class RedisConnection:
-    """Commands to one Redis: each is tried until its deadline, through outages.
+    """Commands to one Redis. Each is tried until its deadline, through outages.
 
-    ``revive`` is called before a try that follows a failed one (the embedded server may have to be started);
-    ``on_trouble`` hears the cause of a failed try. While it is not ``patient``, a refusal is an error at once.
+    ``revive`` is called before a try that follows a failed one (the embedded server may have to be started).
+    ``on_trouble`` is called with the cause of a failed try. While it is not ``patient``, a refusal is an error at once.
     """
 
     def __init__(
@@ -231,23 +232,23 @@ class RedisConnection:
         self._prefix = prefix
         self._revive = revive
         self._reviving = asyncio.Lock()
-        #: By URL: that of the user, and those of a cluster's nodes to which it has sent us.
+        #: By URL: the user's own, and those of a cluster's nodes to which it has redirected us.
         self._clients: dict[str, Client] = {}
         self._use(url)
-        # Calls queue here, in order, and not in the pool: a try's limit begins when it has a connection.
+        # Calls queue here, in order, and not in the pool, because a try's limit begins when it has a connection.
         self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
 
     def _use(self, url: str) -> None:
-        """Talk to ``url`` from now on; what runs elsewhere ends there."""
+        """Talk to ``url`` from now on. Commands that run elsewhere end there."""
         self._at = url
         if url not in self._clients:
             self._clients[url] = aioredis.Redis(connection_pool=make_pool(url))
         self._client: Client = self._clients[url]
 
     async def call(self, what: str, work: Callable[[Client], Awaitable[T]], timeout: float) -> T:
-        """``work`` with the client, again and again until it gets through; it must bear being repeated.
+        """Call ``work`` with the client again and again until it gets through. It must be repeatable.
 
-        ``timeout`` in seconds, ``math.inf`` waits for ever; then RedisUnavailableError.
+        ``timeout`` is in seconds; ``math.inf`` waits for ever. After that, RedisUnavailableError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -265,14 +266,14 @@ class RedisConnection:
                 cause, moves = str(moved), moves + 1
                 self._use(with_host(self._at, moved.host, moved.port))
                 if moves <= MAX_MOVES:
-                    continue  # at once: the cluster has said where
+                    continue  # at once, because the cluster has said where
             except Unreachable as error:
                 cause = str(error)
-                self._use(self.url)  # if that was another node of a cluster: the user's own knows who has taken over
+                self._use(self.url)  # the user's own node knows which node has taken over
                 if error.settled and not self.patient:
                     raise RedisUnavailableError(f"Redis at {redact(self.url)}: {cause}") from error
             except TimeoutError:
-                # A try that had less than its time tells less than what an earlier one has met.
+                # A try that was cut short tells less than the cause that an earlier one met.
                 if loop.time() - began >= TRY_TIMEOUT or not cause:
                     cause = NO_ANSWER
                 self._use(self.url)
@@ -288,7 +289,7 @@ class RedisConnection:
             await self._try_to_revive(deadline)
 
     def settle(self) -> None:
-        """The server has been reached: from now on calls wait for it through outages, and tell nobody."""
+        """The server has been reached: from now on calls wait through outages, without reporting them."""
         self.patient, self._on_trouble = True, None
 
     async def _try_to_revive(self, deadline: float) -> None:
@@ -301,7 +302,7 @@ class RedisConnection:
             log.warning("the Redis server at %s could not be started again: %s", redact(self.url), error)
 
     async def script(self, name: str, keys: Sequence[str], request: dict[str, Any], timeout: float) -> Any:
-        """Run ``name``.lua; its answer without the envelope, or the error that it describes."""
+        """Run ``name``.lua. Returns its answer without the envelope, or raises the error that it describes."""
         text = await self.raw_script(name, keys, request, timeout)
         answer = json.loads(text)
         if "error" in answer:
@@ -324,14 +325,13 @@ class RedisConnection:
         return await self.call(name.replace("_", " "), lambda c: script(keys=keys, args=[argument], client=c), timeout)
 
     async def close(self) -> None:
-        """Close all connections."""
         for client in self._clients.values():
             await client.aclose()
             await client.connection_pool.disconnect()
 
 
 class ScriptRefused(Exception):
-    """What a script answered instead of doing it; ``held`` are members that the caller is to look at first."""
+    """A script's refusal. ``held`` are members that the caller must look at before it tries again."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         super().__init__(answer["text"])
@@ -340,7 +340,7 @@ class ScriptRefused(Exception):
         self.code, self.text, self.reason = str(answer["error"]), str(answer["text"]), str(answer.get("reason", ""))
 
     def as_error(self) -> EthaError:
-        """The error that the caller is to see."""
+        """The error to raise to the caller."""
         if self.code == "config":
             return ConfigError(self.text)
         if self.code == "peer_lost":
@@ -350,6 +350,6 @@ class ScriptRefused(Exception):
 
 @cache
 def script_text(name: str) -> str:
-    """The text of ``name``.lua behind the functions that all scripts share."""
+    """The text of ``name``.lua, after the functions that all scripts share."""
     here = Path(__file__).parent
     return (here / "common.lua").read_text() + (here / f"{name}.lua").read_text()

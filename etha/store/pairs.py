@@ -1,7 +1,7 @@
 """Pairs: who holds which rank of which side, and whether both sides are complete.
 
-Every change is one Lua script; what a script cannot know (does a process of this host live, has an agent renewed
-its lease since we asked) is found out here, and the script is asked again.
+Every change is one Lua script. A script cannot know whether a process of this host lives, or whether an agent has
+renewed its lease since a question. That is found out here, and then the script is called again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class PairRecords:
         takeover: bool = False,
         timeout: float | None = None,
     ) -> PairView:
-        """Take ``rank`` of ``side`` for ``member``; the view tells whether that completed the pair.
+        """Take ``rank`` of ``side`` for ``member``. The view tells whether that completed the pair.
 
-        Does not wait for the others: watch ``keys.pair(pair)`` and read ``state``. A repeated call of the same
+        It does not wait for the others: watch ``keys.pair(pair)`` and read ``state``. A repeated call of the same
         worker changes nothing. ConfigError: names or sizes disagree, or the rank's holder is alive.
-        PeerLostError("relaunched"): ``launch`` was superseded. ``run``: torchrun's run id, if ``launch`` is made of it:
-        another launch that lives is refused to it, unless it has that run id, too, or ``takeover`` is given.
+        PeerLostError("relaunched"): ``launch`` was superseded. ``run`` is torchrun's run id, if ``launch`` is made from
+        it. Then a join is refused while another launch lives, unless that has the same run id, or ``takeover`` is
+        given.
         """
         if side == remote:
             raise ConfigError(f"pair {pair}: local and remote name are both {side!r}, a pair links two sides")
@@ -102,7 +103,7 @@ class PairRecords:
     async def leave(
         self, pair: str, side: str, rank: int, member: RankHolder, reason: Reason, *, timeout: float | None = None
     ) -> bool:
-        """Give the rank up if it is still ``member``'s; a formed pair is lost by that. True if it was."""
+        """Give the rank up if ``member`` still holds it, and return whether it did. A formed pair is lost by that."""
         mine = self._session.owned.memberships.get((pair, side, rank))
         if mine is not None and mine.member.is_same(member):
             del self._session.owned.memberships[pair, side, rank]
@@ -112,12 +113,12 @@ class PairRecords:
             return bool(await self._session.script("leave", keys, request, timeout))
 
     async def sever(self, pair: str, epoch: int, reason: Reason, text: str, *, timeout: float | None = None) -> bool:
-        """A formed pair is lost because its agents have lost each other; True if ``epoch`` still stood."""
+        """A formed pair is lost because its agents have lost each other. True if ``epoch`` was still formed."""
         request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000]}
         return bool(await self._session.script("sever", [self._keys.pair(pair)], request, timeout))
 
     async def get(self, pair: str, *, timeout: float | None = None) -> PairView | None:
-        """The pair and all its members, read at one moment; None when there is none."""
+        """The pair and all its members, read at one moment; None if there is none."""
         key = self._keys.pair(pair)
 
         async def read(client: Client) -> PairView | None:
@@ -183,7 +184,7 @@ class PairRecords:
         return found
 
     async def names(self, *, timeout: float | None = None) -> set[str]:
-        """Names of all pairs of the namespace; of some the hash may be gone."""
+        """Names of all pairs of the namespace. The hash of some may be gone."""
         names = await self._session.connection.call(
             f"read {self._keys.pairs}", lambda client: client.smembers(self._keys.pairs), self._session.limit(timeout)
         )
@@ -194,7 +195,8 @@ class PairRecords:
         return max(seen, default=0)
 
     async def _dead(self, held: list[dict[str, Any]], host: str, deadline: float) -> tuple[dict[str, bool], str | None]:
-        """The holders as the script names dead processes, or the first that lives, as messages name it."""
+        """The holders that are dead, as the script names processes; or the first one that lives, as messages name
+        it."""
         found: dict[str, bool] = {}
         verdicts: dict[str, bool] = {}
         for holder in held:
@@ -213,10 +215,10 @@ class PairRecords:
         return found, None
 
     async def _agent_died(self, agent: str, deadline: float) -> bool:
-        """Wait until the lease of ``agent`` is renewed (False) or ends (True); False when the deadline comes first.
+        """Wait until the lease of ``agent`` is renewed (False) or ends (True). False if the deadline comes first.
 
-        A lease tells only that its agent lived up to ten seconds ago. An agent that lives reports the death of
-        its workers itself, so a renewal after we asked vouches for them.
+        A lease only says that its agent lived up to ten seconds ago. A living agent reports the death of its workers
+        itself, so a renewal after the question vouches for them.
         """
         loop = asyncio.get_running_loop()
         key = self._keys.agent(agent)
@@ -243,7 +245,7 @@ class PairRecords:
         return True
 
     async def restore(self, pair: str, side: str, rank: int, timeout: float) -> None:
-        """Put one of our ranks back after Redis has lost it; a rank that still waited joins again."""
+        """Put one of our ranks back after Redis has lost it. A rank that was still waiting joins again."""
         async with self._session.changing:
             mine = self._session.owned.memberships.get((pair, side, rank))
             if mine is None:

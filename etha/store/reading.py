@@ -1,7 +1,7 @@
 """Strict reading of what Redis holds, field by field; pure.
 
-Redis is shared with people and other programs, so whatever is read is checked like a stranger's: a value that
-is not what the key table says raises ProtocolError naming the key and the field. Sizes are bounded.
+Redis is shared with people and other programs, so nothing in it is trusted. A value that does not match the key table
+raises ProtocolError with the key and the field. Sizes are bounded.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from etha.config import NAME
 from etha.errors import ProtocolError
 
-#: Bytes of one field: more is somebody's mistake.
+#: Most bytes of one field. More are a mistake.
 MAX_FIELD = 64 << 10
 _MAX_INT = (1 << 63) - 1
 
 
 class FieldReader:
-    """One hash, or one JSON object inside it, read field by field; ProtocolError names what is wrong."""
+    """One hash, or one JSON object inside it, read field by field. ProtocolError names what is wrong."""
 
     def __init__(self, key: str, values: Mapping[str, Any]) -> None:
         self.key, self.values = key, values
@@ -46,7 +46,7 @@ class FieldReader:
         return value
 
     def integer(self, name: str, *, least: int = 0, most: int = _MAX_INT, default: int | None = None) -> int:
-        """A whole number, also as decimal text."""
+        """A whole number, possibly as decimal text."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -70,21 +70,20 @@ class FieldReader:
         return number
 
     def one_of(self, name: str, choices: tuple[str, ...], default: str | None = None) -> str:
-        """One of ``choices``."""
         value = self.values.get(name, default)
         if value not in choices:
             raise self.wrong(name, "one of " + ", ".join(map(repr, choices)))
         return str(value)
 
     def json(self, name: str, default: str) -> Any:
-        """Whatever JSON the field holds."""
+        """The field's JSON value."""
         try:
             return json.loads(self.text(name, default=default))
         except (ValueError, RecursionError):  # RecursionError: thousands of brackets
             raise self.wrong(name, "JSON") from None
 
     def json_object(self, name: str) -> FieldReader:
-        """A JSON object, to be read in turn."""
+        """A reader of the JSON object in the field."""
         value = self.json(name, "{}")
         if not isinstance(value, dict):
             raise self.wrong(name, "a JSON object")

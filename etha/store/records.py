@@ -17,10 +17,10 @@ Reason = Literal["relaunched", "closed", "died"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecord:
-    """One live agent; ``address`` is HOST:PORT of its links, empty when it takes none.
+    """One live agent. ``address`` is HOST:PORT of its links; empty if it takes none.
 
-    ``data_address``: of its data port; "": PORT+1. ``bound``: HOST:PORT of its links for agents of its own host, data
-    on PORT+1; "": ``address``.
+    ``data_address`` is that of its data port; "" stands for PORT+1. ``bound`` is HOST:PORT of its links for agents on
+    its own host (data on PORT+1); "" stands for ``address``.
     """
 
     id: str
@@ -33,12 +33,12 @@ class AgentRecord:
     version: str
     data_address: str = ""
     bound: str = ""
-    #: Name of its host, for people; ``host`` tells hosts apart.
+    #: Name of its host, for people. ``host`` tells hosts apart.
     host_name: str = ""
 
     @property
     def shown_host(self) -> str:
-        """Its host, as messages name it."""
+        """Name of its host in messages."""
         return self.host_name or self.host
 
     def to_redis(self) -> dict[str, str]:
@@ -47,7 +47,7 @@ class AgentRecord:
 
     @classmethod
     def from_redis(cls, key: str, agent: str, values: Mapping[str, str]) -> AgentRecord:
-        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        """From the hash at ``key``. ProtocolError names the field that is wrong."""
         read = FieldReader(key, {**values, "id": agent})
         return cls(
             id=read.name("id"),
@@ -68,7 +68,7 @@ class AgentRecord:
 class RankHolder:
     """A worker that holds a rank. ``start`` is in clock ticks after boot (see ``process``).
 
-    ``launch`` and ``epoch`` (which one it waits for or is in) are given by the join.
+    The join sets ``launch`` and ``epoch`` (the one that it waits for or is in).
     """
 
     agent: str
@@ -82,15 +82,15 @@ class RankHolder:
 
     @property
     def shown_host(self) -> str:
-        """Its host, as messages name it."""
+        """Name of its host in messages."""
         return self.name or self.host
 
     def is_same(self, other: RankHolder | None) -> bool:
-        """The same process behind the same agent, whatever launch and epoch."""
+        """Whether it is the same process behind the same agent, whatever its launch and epoch."""
         return other is not None and self.holder() == other.holder()
 
     def holder(self) -> dict[str, Any]:
-        """Who it is, without launch and epoch."""
+        """The fields that identify it, without launch and epoch."""
         return {"agent": self.agent, "host": self.host, "pid": self.pid, "start": self.start, "name": self.name}
 
     @classmethod
@@ -111,7 +111,7 @@ class RankHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideView:
-    """One side of a pair; ``world_size`` and ``launch`` are None before its first rank came."""
+    """One side of a pair. ``world_size`` and ``launch`` are None before its first rank has come."""
 
     world_size: int | None = None
     launch: str | None = None
@@ -120,7 +120,7 @@ class SideView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairState:
-    """The cheap part of a pair: read this on every nudge, and the whole view when it has changed."""
+    """The cheap part of a pair. Read this at every wake-up, and the whole view only if it has changed."""
 
     name: str
     state: PairStatus
@@ -129,12 +129,12 @@ class PairState:
     error: str = ""
 
     def same_as(self, other: PairState) -> bool:
-        """Whether both stand at the same place; members are not compared."""
+        """Whether state, epoch and reason are the same; members are not compared."""
         return (self.state, self.epoch, self.reason) == (other.state, other.epoch, other.reason)
 
     @classmethod
     def from_redis(cls, key: str, name: str, values: Mapping[str, str]) -> PairState:
-        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        """From the hash at ``key``. ProtocolError names the field that is wrong."""
         read = FieldReader(key, values)
         reason = read.one_of("reason", ("", "relaunched", "closed", "died"), "")
         return cls(
@@ -148,7 +148,7 @@ class PairState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairView(PairState):
-    """A pair with its members; ``sides`` maps the two side names, sorted."""
+    """A pair with its members. ``sides`` maps the two side names, sorted."""
 
     sides: Mapping[str, SideView] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class PairView(PairState):
         return self.sides[side].members.get(rank) if side in self.sides else None
 
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """Ranks that the next epoch still waits for; rank 0 stands for a side of which nobody has come."""
+        """Ranks for which the next epoch still waits. Rank 0 stands for a side of which nobody has come."""
         if self.state == "formed":
             return {}
         found = {}
@@ -170,7 +170,7 @@ class PairView(PairState):
 
     @classmethod
     def read(cls, key: str, name: str, values: Mapping[str, str], members: Mapping[str, Mapping[str, str]]) -> PairView:
-        """From the pair's hash and, per side, the side's hash."""
+        """From the pair's hash and, for each side, the side's hash."""
         state = PairState.from_redis(key, name, values)
         names = side_names(key, values)
         read = FieldReader(key, values)

@@ -1,4 +1,4 @@
-"""The store: what agents read and write in Redis to find each other. Metadata only, no tensor goes through it.
+"""The store: what agents read and write in Redis to find each other. Metadata only; no tensor passes through it.
 
 async with await Store.open(url, namespace, timeout=30) as store:
     await store.agents.publish(record)
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """One agent's view of one namespace in one Redis; ``pairs``, ``batches`` and ``agents`` have the calls.
+    """One agent's view of one namespace in one Redis. The calls are in ``pairs``, ``batches`` and ``agents``.
 
-    Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). Through an
-    outage calls wait and try again until it has passed, then raise RedisUnavailableError. What Redis holds is
-    checked when read: ProtocolError names the key.
+    Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). During an outage
+    calls wait and try again; when the timeout is over, they raise RedisUnavailableError. What Redis holds is checked
+    when it is read: ProtocolError names the key.
     """
 
     def __init__(self, session: StoreSession) -> None:
@@ -55,17 +55,17 @@ class Store:
         patient: bool = True,
         on_trouble: Callable[[EthaError], None] | None = None,
     ) -> Store:
-        """Connect and start the task that keeps leases and subscriptions; ``close`` ends it.
+        """Connect, and start the task that keeps leases and subscriptions. ``close`` ends it.
 
-        ``revive`` is awaited between tries while the server does not answer: the embedded one is started again.
-        ``on_trouble`` hears why a try has failed. Not ``patient``: a server that refuses connections, or whose name is
-        unknown, is an error at once; afterwards every call is patient.
-        ConfigError: the URL, user or password is wrong. RedisUnavailableError: nobody answered in time.
+        ``revive`` is awaited between tries while the server does not answer; it starts the embedded server again.
+        ``on_trouble`` is called with the cause of a failed try. Without ``patient``, a server that refuses connections
+        or whose name is unknown is an error at once; after that, every call is patient. ConfigError: the URL, user or
+        password is wrong. RedisUnavailableError: nobody answered in time.
         """
         keys = RedisKeys(namespace)
         connection = RedisConnection(url, keys.prefix, revive, patient=patient, on_trouble=on_trouble)
         keeper = RedisConnection(url, keys.prefix, revive)
-        reporter = RedisConnection(url, keys.prefix)  # the others revive what it needs
+        reporter = RedisConnection(url, keys.prefix)  # the others revive the server
         store = cls(StoreSession(connection, keeper, reporter, keys, Watches(url), timeout))
         try:
             store._session.identity = await _identify(connection, keys, timeout)
@@ -91,11 +91,11 @@ class Store:
 
     @property
     def url(self) -> str:
-        """Where it is connected to, fit to be shown: without the password."""
+        """The URL of the connection without its password."""
         return redact(self._session.connection.url)
 
     async def close(self) -> None:
-        """End the tasks and connections; what was published stays until it is withdrawn or its lease ends."""
+        """End the tasks and connections. What was published stays until it is withdrawn or its lease ends."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -110,7 +110,7 @@ class Store:
     def watch(
         self, key: str, callback: Callback, *, ticks: Callable[[], bool] = lambda: True
     ) -> AbstractContextManager[None]:
-        """While entered, call ``callback()`` once subscribed, when ``key`` changes, and every 2 s if ``ticks()``."""
+        """In this context, call ``callback()`` once subscribed, when ``key`` changes, and every 2 s if ``ticks()``."""
         return self._session.watches.watch(key, callback, ticks=ticks)
 
     def changes(self, key: str) -> AbstractAsyncContextManager[Callable[[], Any]]:
@@ -118,7 +118,7 @@ class Store:
         return self._session.watches.changes(key)
 
     async def event(self, kind: str, *, timeout: float | None = None, **fields: object) -> None:
-        """Add a line to the stream of events."""
+        """Add an entry to the stream of events."""
         key = self.keys.events
         line: dict[Any, Any] = {"kind": kind, **{name: str(value) for name, value in fields.items()}}
 
@@ -133,7 +133,7 @@ class Store:
     async def events(
         self, count: int = 100, *, after: str = "-", timeout: float | None = None
     ) -> list[tuple[str, dict[str, str]]]:
-        """The last ``count`` events as (id, fields), oldest first; ``after`` an id: only later ones."""
+        """The last ``count`` events as (id, fields), oldest first. ``after`` an id: only later ones."""
         least = after if after == "-" else f"({after}"
         found = await self._session.connection.call(
             f"read {self.keys.events}",
@@ -168,7 +168,7 @@ async def _identify(connection: RedisConnection, keys: RedisKeys, timeout: float
 
 
 async def identify(url: str, namespace: str, *, timeout: float) -> str:
-    """The ``identity`` of the Redis at ``url``, to tell whether it is the one that a store is open at."""
+    """The ``identity`` of the Redis at ``url``, to compare with that of an open store."""
     keys = RedisKeys(namespace)
     connection = RedisConnection(url, keys.prefix)
     try:
@@ -181,7 +181,7 @@ async def identify(url: str, namespace: str, *, timeout: float) -> str:
 async def opened(
     url: str, namespace: str, *, timeout: float, revive: Callable[[], Awaitable[None]] | None = None
 ) -> AsyncIterator[Store]:
-    """``Store.open`` and ``close`` in one."""
+    """``Store.open`` and ``close`` as a context."""
     store = await Store.open(url, namespace, timeout=timeout, revive=revive)
     try:
         yield store

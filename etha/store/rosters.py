@@ -1,4 +1,4 @@
-"""Batches as the store holds them: the batch itself and the roster of one registration; pure."""
+"""Batches as the store holds them: the batch itself, and the roster of one registration; pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from etha.config import MAX_WORLD, NAME
 from etha.store.reading import FieldReader
 
-#: Tensors of one manifest, bytes of one layout: more is somebody's mistake.
+#: Most tensors of one manifest, and bytes of one layout. More are a mistake.
 MAX_NAMES = 200_000
 MAX_LAYOUT = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchView:
-    """A batch on one pair; ``bytes`` of all targets, ``last_seconds`` of the last transfer (0.0: none yet)."""
+    """A batch on one pair.
+
+    ``bytes`` counts all targets. ``last_seconds`` is the duration of the last transfer (0.0: none yet).
+    """
 
     pair: str
     batch: str
@@ -34,7 +37,7 @@ class BatchView:
 
     @classmethod
     def from_redis(cls, key: str, pair: str, batch: str, values: Mapping[str, str]) -> BatchView:
-        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        """From the hash at ``key``. ProtocolError names the field that is wrong."""
         read = FieldReader(key, values)
         return cls(
             pair=pair,
@@ -58,7 +61,7 @@ BATCH_FIELDS = frozenset(BatchView.__dataclass_fields__) - {"pair", "batch"}
 
 
 def version_to_text(version: int | str | None) -> str:
-    """A version label as people read it; text that could be taken for a number is quoted as JSON."""
+    """A version label in readable form. Text that could be taken for a number is quoted as JSON."""
     if version is None:
         return ""
     if isinstance(version, int):
@@ -82,7 +85,7 @@ def version_from_text(text: str) -> int | str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """One registration: per (side, rank) its record, per agent the digest of the plan that it computed."""
+    """One registration: the record of each (side, rank), and for each agent the digest of the plan that it computed."""
 
     generation: int
     entries: Mapping[tuple[str, int], str]
@@ -91,7 +94,7 @@ class Roster:
 
     @classmethod
     def from_redis(cls, key: str, generation: int, values: Mapping[str, str]) -> Roster:
-        """From the hash at ``key``; ProtocolError names the field that is wrong."""
+        """From the hash at ``key``. ProtocolError names the field that is wrong."""
         read = FieldReader(key, values)
         entries, verdicts, closed = {}, {}, set()
         for name in values:

@@ -1,6 +1,6 @@
-"""What the parts of the store share: the connection, the key names, the wake-ups, and what this agent owns.
+"""What the parts of the store share: connections, key names, wake-ups, and what this agent owns.
 
-Owned is what must be put back when Redis has lost it: the agent's record, its ranks' memberships, its batches.
+What an agent owns must be put back if Redis has lost it: its record, its ranks' memberships, its batches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from etha.store.keys import AGENT_LEASE, RedisKeys
 from etha.store.records import AgentRecord, PairView, RankHolder
 from etha.store.watch import Watches
 
-#: Batches that this agent has closed but whose seq it still remembers.
+#: Most closed batches of which this agent still remembers the seq.
 MAX_CLOSED = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class HeldRank:
-    """One rank that a worker of this agent holds, as it was last seen; ``view`` is None before the pair formed."""
+    """One rank that a worker of this agent holds, as last seen. ``view`` is None before the pair has formed."""
 
     request: dict[str, Any]
     member: RankHolder
@@ -39,7 +39,7 @@ class Owned:
     registration_keys: set[str] = field(default_factory=set)
 
     def see(self, view: PairView) -> None:
-        """Remember what a read of a pair told about our ranks."""
+        """Remember what a read of a pair says about our ranks."""
         for side, members in view.sides.items():
             for rank, member in members.members.items():
                 mine = self.memberships.get((view.name, side, rank))
@@ -63,7 +63,7 @@ class Owned:
 
 
 class StoreSession:
-    """What the store's parts work with; ``identity`` is the id of the Redis that has this agent's record."""
+    """Shared by the store's parts. ``identity`` is the id of the Redis that has this agent's record."""
 
     identity: str = ""
     #: Redis has shown that it lost our data; the next beat puts it back.
@@ -81,9 +81,9 @@ class StoreSession:
         self.keys = keys
         self.timeout = timeout
         self.connection = connection
-        # The lease has its own: it must not wait behind a thousand calls.
+        # The lease has its own connection, because it must not wait behind a thousand calls.
         self.keeper = keeper
-        # And what is written for people to read: a rendezvous must not wait behind that.
+        # So have reports for people, because a rendezvous must not wait behind them.
         self.reporter = reporter
         self.watches = watches
         self.owned = Owned()
@@ -91,7 +91,6 @@ class StoreSession:
         self.changing = asyncio.Lock()
 
     def limit(self, timeout: float | None) -> float:
-        """Seconds for a call: what it was given, or the store's default."""
         return self.timeout if timeout is None else timeout
 
     async def script(
@@ -102,14 +101,14 @@ class StoreSession:
         timeout: float | None,
         over: RedisConnection | None = None,
     ) -> Any:
-        """Run a script with retries; what it refuses is raised as Etha's error."""
+        """Run a script with retries. A refusal is raised as Etha's error."""
         try:
             return await (over or self.connection).script(name, keys, request, self.limit(timeout))
         except ScriptRefused as refusal:
             raise refusal.as_error() from None
 
     async def write_agent(self, act: str, record: AgentRecord, timeout: float) -> bool:
-        """Publish, renew or withdraw this agent's record; whether it was there."""
+        """Publish, renew or withdraw this agent's record. Returns whether it was there."""
         keys = [self.keys.agent(record.id), self.keys.agents, self.keys.server]
         request = {
             "act": act,
@@ -124,5 +123,5 @@ class StoreSession:
         return bool(done["here"])
 
     async def prune(self, key: str, name: str, timeout: float | None) -> None:
-        """Remove a name from an index whose hash is gone; whoever writes that hash adds it again."""
+        """Remove a name from an index because its hash is gone. Whoever writes that hash adds it again."""
         await self.connection.call(f"prune {key}", lambda client: client.srem(key, name), self.limit(timeout))

@@ -1,13 +1,13 @@
-"""The small process above the embedded Redis server: starts it, holds the lock, leaves when nobody needs it.
+"""The small process above the embedded Redis server: starts it, holds the lock, ends when nobody needs the server.
 
     python supervisor.py RUNTIME_DIR --binary PATH [--grace S] [--timeout S] [--report FD]
 
-It also leaves as soon as its socket is not found at its path any more, because whoever comes next would start another
-server there: agents that lose this one find that one, so that there are never two for long.
+It also ends as soon as its socket is no longer at its path, because the next agent would start another server there.
+Agents that lose this server find that one, so there are never two for long.
 
-One line goes to FD, then it is closed: ``running PID`` or ``failed TEXT``. Two locks: ``redis.start`` is held
-while somebody starts a server, so late comers block until that is decided; ``redis.lock`` for as long as a
-supervisor lives, its pid inside. Standard library only, and run by its path: no import of the package.
+One line goes to FD, which is then closed: ``running PID`` or ``failed TEXT``. There are two locks. ``redis.start`` is
+held while somebody starts a server, so that others block until that is decided. ``redis.lock`` is held as long as a
+supervisor lives, and contains its pid. It uses only the standard library and is run by its path, without the package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 
 SOCKET, LOCK, START = "redis.sock", "redis.lock", "redis.start"
 _PR_SET_PDEATHSIG = 1
-#: Of inotify: what may end or replace an entry of a directory, or the directory.
+#: inotify events that may end or replace an entry of a directory, or the directory.
 _IN_REMOVED = 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 _COUNT_AGENTS = b"""
 local count, cursor = 0, '0'
@@ -43,11 +43,11 @@ return count
 
 
 class StartFailed(Exception):
-    """The server could not be started; the text goes to whoever asked for it."""
+    """The server could not be started. The text goes to whoever asked for it."""
 
 
 def ask(path: Path, *words: bytes, timeout: float) -> bytes:
-    """First line of the server's answer to one command, without the line end; OSError when there is none."""
+    """First line of the server's answer to one command, without the line end. OSError if there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(timeout)
         link.connect(str(path))
@@ -61,7 +61,7 @@ def ask(path: Path, *words: bytes, timeout: float) -> bytes:
 
 
 def answers(path: Path, timeout: float) -> bool:
-    """Does a server answer PING at ``path``?"""
+    """Whether a server answers PING at ``path``."""
     try:
         return ask(path, b"PING", timeout=timeout) == b"+PONG"
     except OSError:
@@ -70,7 +70,7 @@ def answers(path: Path, timeout: float) -> bool:
 
 @contextlib.contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
-    """Break whatever blocks inside after ``seconds`` (SIGALRM: this process has one thread)."""
+    """Interrupt whatever blocks inside after ``seconds`` (by SIGALRM, because this process has one thread)."""
 
     def ring(*_: object) -> None:
         raise StartFailed(f"{what}: not within {seconds:.1f} s")
@@ -84,14 +84,14 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
 
 
 def lock(path: Path) -> int:
-    """Wait for the lock at ``path`` and hold it until the descriptor is closed."""
+    """Wait for the lock at ``path``. It is held until the descriptor is closed."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
     return handle
 
 
 def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], deque[bytes]]:
-    """The server, once it says that it is ready; it dies with this process. Its last lines of log with it."""
+    """Start the server and return it, with the last lines of its log, once it is ready. It dies with this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
@@ -129,13 +129,13 @@ def start_server(binary: str, path: Path) -> tuple[subprocess.Popen[bytes], dequ
 
 
 class ServerSocket:
-    """A server's socket in its directory, told from another that came to the same path."""
+    """A server's socket in its directory, told from another socket that comes to the same path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._own = identity(os.stat(path.name, dir_fd=self._folder))
-        #: Readable when something was removed from the directory, or -1 where the kernel tells no such thing.
+        #: Readable when something was removed from the directory; -1 if the kernel does not report that.
         self.changes = watch(path.parent)
 
     @property
@@ -147,19 +147,19 @@ class ServerSocket:
             return False
 
     def clear(self) -> None:
-        """Remove the socket if it is ours; in a directory that has taken the place of ours nothing is touched."""
+        """Remove the socket if it is ours. In a directory that has taken the place of ours, nothing is touched."""
         with contextlib.suppress(OSError):
             if identity(os.stat(self.path.name, dir_fd=self._folder)) == self._own:
                 os.unlink(self.path.name, dir_fd=self._folder)
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:
-    """What tells a file from any other that lives at the same time."""
+    """What tells a file from any other that exists at the same time."""
     return found.st_dev, found.st_ino
 
 
 def watch(folder: Path) -> int:
-    """A descriptor that is readable when something was removed from ``folder``; -1 where there is none."""
+    """A descriptor that is readable when something was removed from ``folder``; -1 if there is none."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     if handle >= 0 and libc.inotify_add_watch(handle, os.fsencode(folder), ctypes.c_uint32(_IN_REMOVED)) < 0:
@@ -169,10 +169,10 @@ def watch(folder: Path) -> int:
 
 
 def serve(server: subprocess.Popen[bytes], place: ServerSocket, grace: float, ready: Callable[[], None]) -> int:
-    """Stay until told to go (SIGTERM), the server ends or is not found at its path any more, or no agent has had a
-    lease for ``grace`` seconds.
+    """Serve until the end: SIGTERM, the server ends or is no longer at its path, or no agent had a lease for ``grace``
+    s.
 
-    ``ready`` is called as soon as a SIGTERM would be heard.
+    ``ready`` is called as soon as a SIGTERM would be noticed.
     """
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stop = []
@@ -193,7 +193,7 @@ def serve(server: subprocess.Popen[bytes], place: ServerSocket, grace: float, re
         next_look = last_needed + look
         while not stop and server.poll() is None and place.stands:
             for key, _ in inputs.select(max(0.0, next_look - time.monotonic())):
-                # The log is read so that the server never blocks on it; nobody needs it any more.
+                # Read the log so that the server never blocks on it; its content is not needed any more.
                 if not os.read(key.fd, 65536):
                     inputs.unregister(key.fileobj)
             if time.monotonic() < next_look:
@@ -207,7 +207,7 @@ def serve(server: subprocess.Popen[bytes], place: ServerSocket, grace: float, re
 
 
 def needed(path: Path) -> bool:
-    """Has any agent in any namespace a lease? A server too busy to tell is needed."""
+    """Whether any agent in any namespace has a lease. A server too busy to answer counts as needed."""
     try:
         return ask(path, b"EVAL", _COUNT_AGENTS, b"0", timeout=5) != b":0"
     except OSError:
@@ -215,9 +215,9 @@ def needed(path: Path) -> bool:
 
 
 def end(server: subprocess.Popen[bytes], place: ServerSocket) -> int:
-    """Stop the server; 0 when it was running until now.
+    """Stop the server. Returns 0 if it was running until now.
 
-    By SIGKILL: it has nothing to save, and a gentle end would remove whatever is at its path then.
+    It is killed, because it has nothing to save, and a gentle end would remove whatever is at its path then.
     """
     was_running = server.poll() is None
     server.kill()
@@ -227,13 +227,13 @@ def end(server: subprocess.Popen[bytes], place: ServerSocket) -> int:
 
 
 class Report:
-    """Where the one line goes; closed when it is out, or with the process."""
+    """Where the one line goes. Closed once it is written, or with the process."""
 
     def __init__(self, handle: int | None) -> None:
         self._handle = handle
 
     def wanted(self) -> bool:
-        """Does whoever asked still wait? A server for nobody would be in the way of the next."""
+        """Whether whoever asked still waits, because a server for nobody would be in the way of the next."""
         if self._handle is None:
             return True
         poll = select.poll()
@@ -252,7 +252,7 @@ class Report:
 
 
 def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: Report) -> int:
-    """Serve, or find that somebody else does."""
+    """Serve, or find that another supervisor does."""
     os.umask(0o077)
     path = runtime / SOCKET
     until = time.monotonic() + timeout
@@ -285,7 +285,7 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
 
 
 def main(arguments: list[str]) -> int:
-    """Detach from whoever started us, then supervise."""
+    """Detach from the parent process, then supervise."""
     parser = argparse.ArgumentParser(description="Supervisor of the embedded Redis server.")
     parser.add_argument("runtime", type=Path)
     parser.add_argument("--binary", required=True)
@@ -293,7 +293,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds for the start")
     parser.add_argument("--report", type=int, help="descriptor for the one line that says how it went; else detach not")
     given = parser.parse_args(arguments)
-    # Detached, we are nobody's child: no zombie is left in the agent, no Ctrl-C of its terminal reaches us.
+    # Detached, the process is nobody's child: it leaves no zombie in the agent, and no Ctrl-C of its terminal.
     if given.report is not None:
         if os.fork():
             return 0

@@ -1,8 +1,8 @@
 """Wake-ups: somebody changed a key, the subscription was renewed, or two seconds have passed.
 
-One connection for all watched keys of a store. The truth is in the keys; whoever is woken reads them. The first
-call of a callback comes after the server has acknowledged the subscription, so a reader that reads then misses
-nothing. A frozen server is noticed because a ping must be answered; then all is subscribed again elsewhere.
+One connection serves all watched keys of a store. The truth is in the keys, so whoever is woken reads them. A callback
+is first called after the server has acknowledged the subscription, so a reader that reads then misses nothing. A frozen
+server is noticed because it must answer a ping; then everything is subscribed again on a new connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watches:
     def __init__(self, url: str) -> None:
         self._url = url
         self._callbacks: dict[str, list[tuple[Callback, Callable[[], bool]]]] = {}
-        self._wanted = asyncio.Event()  # the set of keys changed
+        self._wanted = asyncio.Event()  # set when the set of keys has changed
         self._acknowledged: set[str] = set()
         self._connected = False
 
@@ -64,7 +64,7 @@ class Watches:
     async def changes(self, key: str) -> AsyncIterator[Callable[[], Any]]:
         """``async with changes(key) as changed:`` read, decide, ``await changed()``, read again.
 
-        The first ``await changed()`` returns when the subscription stands.
+        The first ``await changed()`` returns when the subscription is acknowledged.
         """
         event = asyncio.Event()
 
@@ -92,8 +92,8 @@ class Watches:
             self._call_all()
 
     async def _session(self) -> None:
-        # One writer and one reader share the connection; the first that fails ends both. Not being answered
-        # within PONG_TIMEOUT is a failure of the reader, because the writer pings at every tick.
+        # One writer and one reader share the connection; the first that fails ends both. If there is no answer within
+        # PONG_TIMEOUT, the reader fails, because the writer pings at every tick.
         pool = make_pool(self._url, retry=Retry(NoBackoff(), 0))
         connection = pool.make_connection()
         try:

@@ -79,6 +79,7 @@ class LowerBounds:
 
     @property
     def reason(self) -> str:
+        """Which bound is the largest, in words."""
         named = {
             "what a host must take in": self.nic_ingress,
             "what its holders must give out once": self.nic_egress,
