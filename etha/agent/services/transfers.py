@@ -190,7 +190,8 @@ class Movers:
         current = live.current = RunningProgram(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
-        self.offers.tell(live, going=start.source)
+        if live.offers:  # workers that wait for this side's offer
+            self.offers.tell(live, going=start.source)
         part = live.parts.get((start.source, start.snapshot))
         if part is not None:
             self._submit(live, current, part)
