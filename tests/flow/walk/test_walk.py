@@ -49,6 +49,9 @@ class Line(NamedTuple):
     file: str
     function: str
 
+    def __str__(self) -> str:
+        return " ".join(self)
+
 
 def numbered() -> list[Line]:
     """The numbered list of docs/architecture.md."""
