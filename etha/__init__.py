@@ -1,6 +1,6 @@
-"""Etha: tensors between two PyTorch jobs, from any layout to any layout. Public names, nothing else.
+"""Etha: moves tensors between two PyTorch jobs, from any layout to any layout. This module has the public names only.
 
-A name's module is imported when the name is first used, because most of them import torch, which takes seconds, and the
+A name's module is imported when the name is first used, because most of them import torch. That takes seconds, and the
 command line answers without it.
 """
 
@@ -68,7 +68,7 @@ __all__ = [
     "share_module",
 ]
 
-#: Module -> public names that it has.
+#: Module -> its public names.
 _NAMES = {
     "etha.client.aio": ("AsyncTensorBusClient",),
     "etha.client.future": ("TransferFuture",),
@@ -95,12 +95,12 @@ _NAMES = {
     "etha.redistribute": ("redistribute",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-#: What ``import etha`` alone gives as attributes, too.
+#: Submodules that are attributes after ``import etha`` alone.
 _MODULES = frozenset({"bus", "client", "config", "cuda", "errors", "memory", "plan", "testing", "version"})
 
 
 class _Package(ModuleType):
-    """``etha.redistribute`` is the function, also after the package of the same name has been imported."""
+    """Keeps ``etha.redistribute`` the function, even after the package of the same name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -1,4 +1,4 @@
-"""``python -m etha``: the ``etha`` command, where no script is on the path."""
+"""``python -m etha``: the ``etha`` command if no script is on the path."""
 
 from etha.cli import main
 

@@ -1,6 +1,6 @@
-"""Addresses that users write: HOST:PORT of an agent, URLs of Redis. Read and checked here, without any I/O.
+"""Addresses that users write, HOST:PORT of an agent and URLs of Redis, read and checked without I/O.
 
-A client checks them before it starts an agent, which would find the same mistake seconds later and end by it.
+A client checks them before it starts an agent, which would find the same mistake seconds later and end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _HOW = (
 
 
 def parse_address(text: str, most: int = 65534, *, what: str = "address ") -> tuple[str, int]:
-    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to 65534 or ``most``.
+    """HOST:PORT or [IPv6]:PORT as (host, port), port 0 to ``most``.
 
-    ConfigError for anything else; ``what`` is what its text begins with, such as "ETHA_LISTEN=".
+    ConfigError for anything else. Its text begins with ``what``, such as "ETHA_LISTEN=".
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -39,14 +39,14 @@ def format_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advertised:
-    """Where others reach an agent: ``address`` and ``data_address`` are HOST:PORT each."""
+    """Where others reach an agent. ``address`` and ``data_address`` are HOST:PORT each."""
 
     address: str
     data_address: str
 
     @classmethod
     def parse(cls, text: str, *, what: str = "ETHA_ADVERTISE=") -> Advertised:
-        """HOST:PORT[,DATAPORT], by default PORT+1; ConfigError for anything else."""
+        """Read HOST:PORT[,DATAPORT]; DATAPORT defaults to PORT+1. ConfigError for anything else."""
         address, comma, data = text.partition(",")
         host, port = parse_address(address, what=what)
         fine = not comma or (data.isascii() and data.isdigit() and len(data) <= 5 and 0 < int(data) < 65536)
@@ -56,26 +56,26 @@ class Advertised:
         return cls(address=format_address(host, port), data_address=format_address(host, number))
 
     def after(self, ports: int) -> str:
-        """What ``parse`` reads, for an agent whose own ports lie ``ports`` further."""
+        """The text for an agent whose own ports are ``ports`` higher, as ``parse`` reads it."""
         host, port = parse_address(self.address)
         return f"{format_address(host, port + ports)},{parse_address(self.data_address, 65535)[1] + ports}"
 
 
 def check_redis_url(what: str, url: str) -> str:
-    """``url`` itself, or ConfigError that names ``what`` (an argument or a variable) and what is wrong with it."""
+    """``url`` itself. ConfigError names ``what`` (an argument or a variable), and what is wrong with the URL."""
     if why := _wrong_in(url):
         raise bad_redis_url(url, why, what=what)
     return url
 
 
 def bad_redis_url(url: str, why: str, *, what: str = "") -> ConfigError:
-    """The error of a URL that cannot be read; the password is not shown."""
+    """The error for a URL that cannot be read. The password is not shown."""
     return ConfigError(f"{what or 'Redis URL'}{'=' if what else ' '}{redact(url)!r} {why}: {_HOW}")
 
 
 def redact(url: str) -> str:
-    """``url`` with the password, wherever it stands, replaced by ``***``."""
-    if "://" not in url:  # no URL: what stands before an @ may be a password all the same
+    """``url`` with the password replaced by ``***``, wherever it is."""
+    if "://" not in url:  # not a URL, but what is before an @ may still be a password
         _, at, rest = url.partition("?")[0].rpartition("@")
         return f"***@{rest}" if at else rest
     try:
@@ -93,7 +93,7 @@ def redact(url: str) -> str:
 
 
 def _wrong_in(url: str) -> str:
-    """What is wrong with the URL of a Redis; "" where nothing is."""
+    """What is wrong with the URL of a Redis; "" if nothing."""
     if any(character.isspace() or not character.isprintable() for character in url):
         return "has a space or a character that cannot be seen"
     scheme, mark, _ = url.partition("://")

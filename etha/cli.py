@@ -1,6 +1,6 @@
 """The command line: ``etha agent | status | stop | plan | demo | doctor``, or ``python -m etha``.
 
-The only place that prints and configures logging; what a command does lives in the file it calls.
+Only this file prints and configures logging. What a command does is in the file that it calls.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 # Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
 
-#: Under ``etha --help``; typer wants an empty line between paragraphs.
+#: Shown under ``etha --help``; typer wants an empty line between paragraphs.
 EXPLAINED = "\n\n".join(["Environment:", *(f"{name}: {meaning}" for name, meaning in ENVIRONMENT.items())])
-#: Under every command's --help.
+#: Shown under every command's --help.
 EPILOG = f"Environment (`etha --help` says what each is): {', '.join(ENVIRONMENT)}"
-#: For a status call; an agent that takes longer is frozen.
+#: Seconds for a status call. An agent that takes longer is frozen.
 STATUS_SECONDS = 5.0
-#: For an agent that is to stop: its running transfers have half a minute.
+#: Seconds for an agent to stop. Its running transfers have half a minute.
 STOP_SECONDS = 40.0
-#: Events that --watch shows.
+#: Number of events that --watch shows.
 EVENTS_SHOWN = 10
 NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
-#: Of what the doctor finds.
+#: Colours of the doctor's verdicts.
 COLOURS = {"ok": "green", "note": "yellow", "fails": "red"}
-#: Columns where the output is no terminal.
+#: Columns if the output is not a terminal.
 PLAIN_WIDTH = 132
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ err = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
 
 
 def main() -> None:
-    """Entry point of the ``etha`` command; Etha's own errors become one line and status 1."""
+    """Entry point of the ``etha`` command. Etha's own errors become one line and status 1."""
     try:
         app()
     except EthaError as error:
@@ -75,7 +75,6 @@ def main() -> None:
 
 
 def show_version(wanted: bool) -> None:
-    """``etha --version``."""
     if wanted:
         typer.echo(f"etha {__version__}")
         raise typer.Exit
@@ -174,7 +173,7 @@ def stop(
 
 
 def name_of_agent(device: str) -> str:
-    """What the agent of a device is called; ConfigError for a GPU that is not here."""
+    """The name of a device's agent. ConfigError for a GPU that is not here."""
     if device == "cpu" or device.startswith(CUDA_AGENT):
         return device
     from etha.agent.runtime.device import name_of
@@ -183,7 +182,7 @@ def name_of_agent(device: str) -> str:
 
 
 async def watch_status(settings: Settings, as_json: bool) -> None:
-    """Show status and events every second until cancelled; as JSON a line each time, with the new events in it."""
+    """Show status and events every second until cancelled. As JSON, print one line each time, with the new events."""
     import asyncio
 
     from rich.console import Group
@@ -211,7 +210,7 @@ async def watch_status(settings: Settings, as_json: bool) -> None:
 
 
 def none_runs(settings: Settings) -> str:
-    """What a person is told where no agent answers."""
+    """The message if no agent answers."""
     return f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
 
 
@@ -221,7 +220,7 @@ def place(settings: Settings) -> str:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """A line that a reader of a pipe gets at once."""
+    """Print one line of JSON and flush it, so that the reader of a pipe gets it at once."""
     typer.echo(json.dumps(value))
     sys.stdout.flush()
 
@@ -317,7 +316,7 @@ def demo(
 
 @contextmanager
 def demo_progress(ledger: Ledger) -> Iterator[Any]:
-    """A bar on a terminal, a line for each version elsewhere; yields what takes the events."""
+    """A bar on a terminal, a line for each version elsewhere. Yields the function that takes the events."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -343,7 +342,7 @@ def demo_progress(ledger: Ledger) -> Iterator[Any]:
 
 @contextmanager
 def stopped_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the command without a traceback."""
+    """End the command without a traceback on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """Settings: every environment variable that Etha reads, read once, here.
 
-Arguments win over the environment; there are no configuration files.
+Arguments win over the environment. There are no configuration files.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from etha.addresses import Advertised, check_redis_url, parse_address
 from etha.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-#: Names that a namespace cannot have: its directory lies in the runtime directory.
+#: Names that a namespace cannot have, because its directory is in the runtime directory.
 RESERVED = frozenset({".", "..", "redis.sock", "redis.lock", "redis.start"})
 MAX_TENSOR_NAME = 500
-#: The agent of a GPU is called so, and its uuid.
+#: A GPU's agent is named by this and the GPU's uuid.
 CUDA_AGENT = "cuda-"
-#: Staging memory of an agent, in bytes.
+#: Default of an agent's staging memory, in bytes.
 STAGING = 256 << 20
-#: Bytes beyond which the log of an autostarted agent is set aside; one older is kept.
+#: Size in bytes at which the log of an autostarted agent is set aside. One older log is kept.
 MAX_LOG = 1 << 20
-#: Characters of a variable that names something.
+#: Most characters of a variable that names something.
 MAX_TEXT = 500
-#: Ranks of one side.
+#: Most ranks of one side.
 MAX_WORLD = 1 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
 MAX_SOCKET_PATH = 107
 
-#: name -> what it means; shown by ``etha --help`` and every subcommand's help.
+#: name -> what it means; shown by ``etha --help``.
 ENVIRONMENT: dict[str, str] = {
     "ETHA_AGENT": "address of a running agent, ipc:///run/user/1000/etha/default/cpu.sock",
     "ETHA_REDIS_URL": "Redis for rendezvous; default: the embedded server of this host",
@@ -50,7 +50,7 @@ ENVIRONMENT: dict[str, str] = {
 
 
 def check_name(kind: str, name: str) -> str:
-    """``name`` itself, or ConfigError: namespaces, sides, pairs and batches share one alphabet."""
+    """``name`` itself, or ConfigError. Namespaces, sides, pairs and batches share one alphabet."""
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ConfigError(f"{kind} name {name!r} is not allowed: use 1 to 100 of A-Z a-z 0-9 . _ -")
     if kind == "namespace" and name in RESERVED:
@@ -59,7 +59,7 @@ def check_name(kind: str, name: str) -> str:
 
 
 def parse_bytes(what: str, text: str) -> int:
-    """A positive number of bytes, "268435456" or "256MiB" (KiB, MiB, GiB); ConfigError names ``what``."""
+    """A positive number of bytes, "268435456" or "256MiB" (KiB, MiB, GiB). ConfigError names ``what``."""
     found = re.fullmatch(r"([0-9]{1,15})\s*(|KiB|MiB|GiB)", text.strip())
     if found is None or not int(found[1]):
         raise ConfigError(f"{what}={text!r} is not a number of bytes: write 268435456 or 256MiB")
@@ -67,7 +67,7 @@ def parse_bytes(what: str, text: str) -> int:
 
 
 def _text(env: Mapping[str, str], name: str) -> str | None:
-    """A variable that travels as text between processes, None where it is unset or empty."""
+    """A variable that is passed on as text between processes; None if it is unset or empty."""
     text = env.get(name) or None
     if text is not None and len(text) > MAX_TEXT:
         raise ConfigError(f"{name} has {len(text)} characters, at most {MAX_TEXT} are possible")
@@ -90,7 +90,7 @@ def _host_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the environment says; ``runtime_dir`` is created (0700) by ``ensure_runtime_dir``."""
+    """The settings from the environment. ``ensure_runtime_dir`` creates ``runtime_dir`` (0700)."""
 
     agent: str | None
     redis_url: str | None
@@ -106,7 +106,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
-        """Read ``env`` (default: the process's); ConfigError names the variable that is wrong."""
+        """Read ``env`` (default: the process's). ConfigError names the variable that is wrong."""
         env = os.environ if env is None else env
         if env.get("ETHA_RUNTIME_DIR"):
             runtime_dir = Path(env["ETHA_RUNTIME_DIR"]).absolute()
@@ -139,9 +139,9 @@ class Settings:
         )
 
     def check_agent(self) -> None:
-        """ConfigError that names the variable where an agent could not start with these settings.
+        """Raise ConfigError, naming the variable, if an agent could not start with these settings.
 
-        What only the agent can find out (whether an address is this host's, whether a port is free) it says itself.
+        Only the agent itself can find out whether an address is this host's, and whether a port is free.
         """
         if self.listen is not None:
             parse_address(self.listen, what="ETHA_LISTEN=")
@@ -153,19 +153,20 @@ class Settings:
                 )
 
     def redis_of(self, argument: str | None) -> str | None:
-        """The URL of Redis that a client uses, None for the embedded server; ``argument``: its ``redis_url``."""
+        """The URL of Redis that a client uses; None for the embedded server. ``argument`` is the client's
+        ``redis_url``."""
         if argument:
             return check_redis_url("redis_url", argument)
         return None if self.redis_url is None else check_redis_url("ETHA_REDIS_URL", self.redis_url)
 
     @property
     def host_name(self) -> str:
-        """This host as people know it: its name, or the ETHA_HOST_ID that they gave it."""
+        """This host's name for people: its node name, or the ETHA_HOST_ID that the user gave it."""
         return os.uname().nodename if self.host_id == _host_id() else self.host_id
 
     @property
     def wishes(self) -> dict[str, str]:
-        """What was asked for of an agent's settings, by variable; what was left to its default is no wish."""
+        """What was explicitly set among an agent's settings, by variable. Defaults are left out."""
         found = {
             "ETHA_LISTEN": self.listen,
             "ETHA_ADVERTISE": self.advertise,
@@ -175,7 +176,7 @@ class Settings:
         return {name: value for name, value in found.items() if value is not None}
 
     def differ(self, wishes: Mapping[str, str]) -> str:
-        """Which ``wishes`` of others these settings do not meet, "" when they meet all."""
+        """Which ``wishes`` of others these settings do not meet; "" if they meet all."""
         own = {
             "ETHA_LISTEN": self.listen or "no ETHA_LISTEN",
             "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
@@ -194,7 +195,7 @@ class Settings:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 info = path.lstat()
-            except OSError as error:  # a file in its way, no right to write there, a file system that is full
+            except OSError as error:  # a file in the way, no permission to write, or a full file system
                 raise ConfigError(
                     f"the directory {path} for sockets and locks cannot be made: {error.strerror}; "
                     f"set ETHA_RUNTIME_DIR to a directory of yours"
@@ -212,7 +213,7 @@ class Settings:
 
 
 def check_socket_path(path: Path) -> Path:
-    """``path`` itself, or ConfigError when it is longer than an AF_UNIX address can be."""
+    """``path`` itself. ConfigError if it is longer than an AF_UNIX address can be."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -222,7 +223,7 @@ def check_socket_path(path: Path) -> Path:
 
 
 def agent_path(address: str) -> Path:
-    """The socket that ``address`` names; ConfigError when it is no "ipc:///path"."""
+    """The socket that ``address`` names. ConfigError if it is not "ipc:///path"."""
     if not address.startswith("ipc:///"):
         raise ConfigError(f"agent address {address!r} must look like ipc:///run/user/1000/etha/default/cpu.sock")
     return Path(address.removeprefix("ipc://"))
@@ -230,18 +231,18 @@ def agent_path(address: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnv:
-    """What a launcher told this worker: rank and world size of its job, and the launch's id."""
+    """What a launcher set for this worker: rank and world size of its job, and the launch's id."""
 
     rank: int | None
     world_size: int | None
     launch_id: str | None
-    #: torchrun's run id where the launch's id is made of it; None for an explicit one.
+    #: torchrun's run id if the launch's id is made from it; None for an explicit id.
     run_id: str | None = None
     takeover: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> LaunchEnv:
-        """Read ``env`` (default: the process's): etha's own variable first, then torchrun's."""
+        """Read ``env`` (default: the process's): Etha's own variable first, then torchrun's."""
         env = os.environ if env is None else env
 
         def number(name: str) -> int | None:
@@ -254,7 +255,7 @@ class LaunchEnv:
 
         launch = _text(env, "ETHA_LAUNCH_ID")
         run_id = _text(env, "TORCHELASTIC_RUN_ID")
-        # Plain torchrun sets the run id to "none": no id at all, it is the same for every launch.
+        # Plain torchrun sets the run id to "none", which is no id, because it is the same for every launch.
         torchrun = launch is None and bool(run_id) and run_id != "none"
         if torchrun:
             launch = f"{run_id}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-#: Of the error of ``init_pair`` for a rank that another client of the same process has.
+#: Part of the error of ``init_pair`` for a rank that another client of the same process has.
 HELD_HERE = "is held by another client of this process"
 
 
@@ -30,11 +30,10 @@ HELD_HERE = "is held by another client of this process"
 class Violation:
     """One reason why a batch or a plan cannot work.
 
-    ``code`` is stable: ``unknown_name``, ``missing_name``, ``shape_mismatch``, ``uncovered``,
-    ``target_partial``, ``double_write``, ``dtype``, ``plan_mismatch``, ``layout``, ``alias``,
-    ``out_of_source``, ``unsupported``, ``form``, ``pair``. ``side`` is a side's name where names are
-    known (registration), else ``"source"`` or ``"target"``; ``rank`` is the rank in it, None when the
-    whole side is meant.
+    ``code`` is stable: ``unknown_name``, ``missing_name``, ``shape_mismatch``, ``uncovered``, ``target_partial``,
+    ``double_write``, ``dtype``, ``plan_mismatch``, ``layout``, ``alias``, ``out_of_source``, ``unsupported``, ``form``,
+    ``pair``. ``side`` is a side's name if names are known (registration), otherwise ``"source"`` or ``"target"``.
+    ``rank`` is the rank in it; None means the whole side.
     """
 
     code: str
@@ -49,7 +48,7 @@ class Violation:
 
 
 class EthaError(Exception):
-    """Base of all errors of Etha; ``code`` is a stable string, the message says what to do."""
+    """Base of all errors of Etha. ``code`` is a stable string; the message says what to do."""
 
     code: ClassVar[str] = "etha"
     remote_traceback: str | None = None
@@ -60,7 +59,7 @@ class EthaError(Exception):
         self._set(data)
 
     def _set(self, data: Mapping[str, Any]) -> None:
-        """Take the extra fields that this class knows; subclasses with fields override it."""
+        """Take the extra fields that this class knows. Subclasses with fields override it."""
         if data:
             raise TypeError(f"{type(self).__name__} has no fields {sorted(data)}")
 
@@ -69,7 +68,7 @@ class EthaError(Exception):
         return {}
 
     def to_wire(self) -> dict[str, Any]:
-        """code, text and data as msgpack can carry them."""
+        """code, text and data, for msgpack."""
         return {"code": self.code, "text": self.message, "data": self.data()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,9 +88,9 @@ class AgentUnavailableError(EthaError):
 
 
 class AgentLostError(EthaError):
-    """The agent that served this client is gone; its pairs and batches are to be formed again.
+    """The agent that served this client is gone. Its pairs and batches must be formed again.
 
-    Raised by a transfer it carries ``outcome``, ``torn`` and ``quiesced`` as TransferError does: nobody
+    When a transfer raises it, it carries ``outcome``, ``torn`` and ``quiesced`` as TransferError does, because nobody
     can say any more whether the others got a result.
     """
 
@@ -110,7 +109,7 @@ class AgentLostError(EthaError):
 
 
 class RendezvousTimeoutError(EthaError):
-    """Not everybody came; ``missing`` maps each side to the ranks that were not there."""
+    """Not everybody came. ``missing`` maps each side to the ranks that were not there."""
 
     code = "rendezvous_timeout"
     missing: dict[str, tuple[int, ...]]
@@ -140,13 +139,13 @@ class _ViolationError(EthaError):
 
 
 class RegistrationError(_ViolationError):
-    """What was registered cannot work; ``violations`` holds every reason at once."""
+    """What was registered cannot work. ``violations`` holds every reason."""
 
     code = "registration"
 
 
 class PlanError(_ViolationError):
-    """A plan is not right; only ``check()`` and ``simulate()`` raise it."""
+    """A plan is wrong. Only ``check()`` and ``simulate()`` raise it."""
 
     code = "plan"
 
@@ -154,11 +153,10 @@ class PlanError(_ViolationError):
 class TransferError(EthaError):
     """A transfer failed.
 
-    ``outcome`` is ``"aborted"`` (nobody got a result), ``"unknown"`` (this worker's agent or link died
-    after its vote), ``"withdrawn"`` (the call ended before GO and consumed nothing) or ``"committed"``
-    (this worker's tensors hold the new version as all others' do, but its ``on_commit`` did not return
-    by the deadline). ``torn``: this worker's target may be half-written. ``quiesced`` False: a frozen
-    agent could not confirm that it will not write any more.
+    ``outcome`` is ``"aborted"`` (nobody got a result), ``"unknown"`` (this worker's agent or link died after its vote),
+    ``"withdrawn"`` (the call ended before GO and consumed nothing) or ``"committed"`` (this worker's tensors hold the
+    new version as all others' do, but its ``on_commit`` did not return by the deadline). ``torn``: this worker's target
+    may be half-written. ``quiesced`` False: a frozen agent could not confirm that it will not write any more.
     """
 
     code = "transfer"
@@ -176,7 +174,7 @@ class TransferError(EthaError):
 
 
 class PeerLostError(TransferError):
-    """A worker or agent of the pair is gone; ``reason`` is "relaunched", "closed" or "died"."""
+    """A worker or agent of the pair is gone. ``reason`` is "relaunched", "closed" or "died"."""
 
     code = "peer_lost"
     reason: str
@@ -190,13 +188,13 @@ class PeerLostError(TransferError):
 
 
 class TransferTimeoutError(TransferError):
-    """The deadline of a transfer passed; the message says who was not ready."""
+    """The deadline of a transfer passed. The message says who was not ready."""
 
     code = "transfer_timeout"
 
 
 class TransferAbortedError(TransferError):
-    """Somebody cancelled or failed after GO; the message carries the first cause."""
+    """Somebody cancelled or failed after GO. The message carries the first cause."""
 
     code = "transfer_aborted"
 
@@ -221,7 +219,7 @@ _BY_CODE: dict[str, type[EthaError]] = {c.code: c for c in _walk(EthaError) if n
 
 
 def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaError:
-    """The error that ``to_wire`` described; an unknown code becomes a ProtocolError that says so."""
+    """The error that ``to_wire`` described. An unknown code becomes a ProtocolError that says so."""
     code, text = str(wire.get("code")), str(wire.get("text"))
     cls = _BY_CODE.get(code)
     if cls is None:
@@ -231,17 +229,17 @@ def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaErro
     return error
 
 
-#: What a worker does whose pair or agent is lost.
+#: What a worker does after it has lost its pair or its agent.
 AGAIN = "call init_pair and register_tensors again"
 
 
 def with_again(text: str) -> str:
-    """``text`` that ends with what to do after a loss; once, also where its cause says so already."""
+    """``text`` with what to do after a loss at its end, unless it says so already."""
     return text if AGAIN in text else f"{text}; {AGAIN}"
 
 
 def first_of(errors: BaseExceptionGroup[EthaError]) -> EthaError:
-    """Of several things that failed side by side, the first one's error."""
+    """The first error of several that failed side by side."""
     found: BaseException = errors
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]

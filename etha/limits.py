@@ -1,8 +1,8 @@
-"""What strangers may cost this process: descriptors, connections that have proven nothing, lines of its log.
+"""Limits on what strangers cost this process: descriptors, connections that have proven nothing, lines of its log.
 
-The kernel gives a new descriptor the lowest free number. So a process whose listeners give back every connection
-with a number among the last ``reserve()`` keeps these for what must not fail: libzmq ends the process when it gets
-none, and a Redis that comes back has to be connected to.
+The kernel gives a new descriptor the lowest free number. So if listeners close every connection whose number is among
+the last ``reserve()``, those descriptors remain for what must not fail: libzmq ends the process when it gets none, and
+a Redis that comes back must be connected to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import resource
 from typing import Any
 
-#: Connections to one listener that may be unproven at once, at most.
+#: Most connections to one listener that may be unproven at once.
 MAX_UNPROVEN = 256
 #: Seconds between two warnings about strangers.
 WARNING_GAP = 1.0
@@ -25,30 +25,30 @@ def descriptor_limit() -> int:
 
 
 def descriptors_open() -> int:
-    """How many it has open."""
+    """How many descriptors this process has open."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 - one of them reads the directory
-    except OSError:  # there is none left to read it
+    except OSError:  # no descriptor is left to read it with
         return descriptor_limit()
 
 
 def reserve() -> int:
-    """Descriptors that no connection of others may take."""
+    """Number of descriptors that no incoming connection may take."""
     return max(16, min(128, descriptor_limit() // 8))
 
 
 def max_unproven() -> int:
-    """Connections to one listener that may be unproven at once."""
+    """Most connections to one listener that may be unproven at once, within this process's descriptors."""
     return max(8, min(MAX_UNPROVEN, descriptor_limit() // 8))
 
 
 def in_reserve(descriptor: int) -> bool:
-    """Whether a connection that has just been accepted has taken what is kept in reserve."""
+    """Whether a connection that was just accepted has taken a descriptor of the reserve."""
     return descriptor >= descriptor_limit() - reserve()
 
 
 def shortage(wanted: int) -> str | None:
-    """Why ``wanted`` more descriptors cannot be had, in words for a user; None when they can."""
+    """Why ``wanted`` more descriptors cannot be had, in words for a user; None if they can."""
     limit, used = descriptor_limit(), descriptors_open()
     if used + wanted + reserve() <= limit:
         return None
@@ -59,7 +59,7 @@ def shortage(wanted: int) -> str | None:
 
 
 class WarningLimit:
-    """Warnings about strangers: at once, but only one a second; the next one says how many were left out."""
+    """Limits warnings about strangers to one a second. The next one says how many were left out."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -68,7 +68,7 @@ class WarningLimit:
         self._timer: asyncio.TimerHandle | None = None
 
     def warn(self, text: str, *args: object) -> None:
-        """Log a warning, or count it; loop thread only."""
+        """Log a warning, or count it. Call it on the loop's thread only."""
         if self._timer is not None:
             self._left_out += 1
             self._last = (text, args)
@@ -77,7 +77,7 @@ class WarningLimit:
         self._timer = asyncio.get_running_loop().call_later(WARNING_GAP, self._again)
 
     def close(self) -> None:
-        """Say what is still to be said; idempotent."""
+        """Log what was left out so far. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""A look at an agent by who is no worker of it: its status, and what happened. For the command line.
+"""A look at an agent from outside: its status, and what happened. For the command line.
 
     etha status --> Observer --bus--> agent --> its report; events from Redis
 
-An agent does not list an observer and does not stay for it. Nothing here imports torch, which takes seconds.
+An agent neither lists an observer as a worker nor stays alive for it. Nothing here imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Observer:
         self._link, self._timeout = link, timeout
 
     async def status(self) -> dict[str, Any]:
-        """What the agent says of itself, its pairs and batches."""
+        """The agent's report on itself, its pairs and batches."""
         status = await self._link.request(GetStatus(), timeout=self._timeout)
         assert isinstance(status, Status)
         return status.report
 
     async def events(self, after: str = "", count: int = 100) -> list[dict[str, Any]]:
-        """The last ``count`` events after the one with id ``after``, oldest first; RedisUnavailableError."""
+        """The last ``count`` events after the one with id ``after``, oldest first. RedisUnavailableError if Redis is
+        away."""
         events = await self._link.request(GetEvents(after=after, count=count), timeout=self._timeout)
         assert isinstance(events, Events)
         return list(events.events)
@@ -49,7 +50,7 @@ class Observer:
 
 @asynccontextmanager
 async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[Observer]:
-    """Observe the agent at ``address`` while entered; AgentUnavailableError where none listens."""
+    """Observe the agent at ``address`` in this context. AgentUnavailableError if none listens."""
     hello = WorkerHello(
         version=__version__,
         namespace=settings.namespace,
@@ -67,29 +68,29 @@ async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncI
 
 
 def addresses(settings: Settings) -> list[str]:
-    """Addresses of this host's agents in the namespace, or the one that ETHA_AGENT names."""
+    """Addresses of this host's agents in the namespace, or the one in ETHA_AGENT."""
     if settings.agent:
         return [settings.agent]
     return [f"ipc://{path}" for path in sorted((settings.runtime_dir / settings.namespace).glob("*.sock"))]
 
 
 async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
-    """The status of every agent that answers; what is left of others is passed over."""
+    """The status of every agent that answers. Others are skipped."""
     found = []
     for address in addresses(settings):
         try:
             async with observe(address, settings, timeout=timeout) as observer:
                 found.append(await observer.status())
         except (AgentUnavailableError, AgentLostError):
-            continue  # a socket that its agent left behind, or an agent that leaves just now
+            continue  # a socket that its agent left behind, or an agent that is just leaving
     return found
 
 
 async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
-    """End the agent at ``path`` and wait until it has; its pid, None when none was there.
+    """End the agent at ``path`` and wait until it has ended. Returns its pid; None if there was none.
 
-    It lets running transfers finish; ``now``: it does not, and one that does not react is killed. AgentUnavailableError
-    for one that is still there after ``timeout`` seconds.
+    It lets running transfers finish. With ``now`` it does not, and an agent that does not react is killed.
+    AgentUnavailableError if it is still there after ``timeout`` seconds.
     """
     try:
         with dial(path) as connection:
@@ -140,14 +141,15 @@ async def _ends(process: int, timeout: float) -> bool:
 
 
 class Watch:
-    """Looks again and again, and tells each event once."""
+    """Looks repeatedly, and returns each event once."""
 
     def __init__(self, settings: Settings, *, timeout: float) -> None:
         self._settings, self._timeout = settings, timeout
         self._last = ""
 
     async def look(self, before: int = 10) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-        """(status of every agent, new events, why there are none); at first the last ``before`` events."""
+        """(status of every agent, new events, why there are none). The first call returns the last ``before``
+        events."""
         found, events, why = [], [], ""
         for address in addresses(self._settings):
             try:
@@ -160,7 +162,7 @@ class Watch:
                         continue
             except (AgentUnavailableError, AgentLostError):
                 continue
-            if news:  # all agents of a namespace have one Redis: the next one tells only what came since
+            if news:  # all agents of a namespace share one Redis, so the next one is asked only for later events
                 self._last = str(news[-1]["id"])
                 events += news
         return found, events, why

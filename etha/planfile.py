@@ -1,4 +1,4 @@
-"""The two JSON files of ``etha plan``, one a side (etha/plan/analysis/json.py says what is in them). Starts nothing."""
+"""Reads the two JSON files of ``etha plan``, one per side (see etha/plan/analysis/json.py). Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etha.plan import Plan, Side, build_agent_plan, side_from_plain
 
 
 def read_sides(source: Path, target: Path) -> tuple[Side, Side]:
-    """Both sides; ConfigError says which file and tensor is malformed.
+    """Both sides. ConfigError says which file and tensor is malformed.
 
     A target without "tensors" takes the source's names, shapes and dtypes.
     """

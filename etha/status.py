@@ -1,4 +1,4 @@
-"""What ``etha status`` makes of the agents' answers: one status of several, and tables for rich. Pure."""
+"""Formats the agents' answers for ``etha status``: one status of several, and tables for rich. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One agent's status as it is; of several, all pairs and batches together and each alone under "agents"."""
+    """One agent's status unchanged; of several, all pairs and batches together, and each agent alone under "agents"."""
     if len(agents) == 1:
         return agents[0]
     return {
@@ -23,7 +23,7 @@ def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def status_tables(found: dict[str, Any]) -> Group:
-    """Agents, their links, pairs and batches, one table each; what is left out here is in the JSON."""
+    """Agents, their links, pairs and batches, one table each. The JSON has what is left out here."""
     agents = [one["agent"] for one in found.get("agents", [found])]
     links = [link for agent in agents for link in agent.get("links", ())]
     link = ["agent", "host", "address", "state", "silent", "round_trip", "missed", "bytes_sent", "bytes_received"]
@@ -40,7 +40,7 @@ def status_tables(found: dict[str, Any]) -> Group:
 
 
 def events_table(events: list[dict[str, Any]], why: str = "") -> Table:
-    """What happened, oldest first, in local time; ``why`` there is nothing newer."""
+    """What happened, oldest first, in local time. ``why`` says why there is nothing newer."""
     table = Table(title="events", title_justify="left", caption=why or None, caption_justify="left")
     for column in ("time", "event", ""):
         table.add_column(column, overflow="fold")
@@ -53,7 +53,7 @@ def events_table(events: list[dict[str, Any]], why: str = "") -> Table:
 
 
 def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Table:
-    """Rows of plain data under their keys."""
+    """A table of plain data, with its keys as columns."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -63,7 +63,7 @@ def dict_table(title: str, rows: list[dict[str, Any]], columns: list[str]) -> Ta
 
 
 def cell(value: Any) -> Text:
-    """A value as a person reads it; never taken for markup."""
+    """A value in readable form, never taken for markup."""
     if value is None or value in ("", [], {}):
         return Text("-")
     if isinstance(value, bool):
@@ -78,7 +78,7 @@ def cell(value: Any) -> Text:
 
 
 def ranks_text(side: Any) -> str:
-    """How much of a side is there, or the plain value."""
+    """How many ranks of a side are there, or the plain value."""
     if isinstance(side, dict) and "world_size" in side:
         size = "?" if side["world_size"] is None else side["world_size"]
         return f"{len(side.get('ranks', ()))} of {size} ranks"
@@ -86,5 +86,5 @@ def ranks_text(side: Any) -> str:
 
 
 def worker_text(worker: dict[str, Any]) -> str:
-    """One worker of an agent: its pid and where it sits."""
+    """One worker of an agent: its pid and its ranks."""
     return f"{worker.get('pid')} {', '.join(worker.get('ranks', ()))}".rstrip()

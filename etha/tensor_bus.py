@@ -1,4 +1,4 @@
-"""Importing this fails and says what to write instead: another project called Etha has its client here."""
+"""Importing this fails and says what to write instead, because another project called Etha has its client here."""
 
 raise ImportError(
     "sub-etha has no etha.tensor_bus: write `from etha import TensorBusClient` (asyncio: AsyncTensorBusClient). "

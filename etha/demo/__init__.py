@@ -4,7 +4,7 @@
               |  held-out loss, hashes                                         |  the same, of what arrived
               +-----------------> pipes to the launcher <---------------------+
 
-The launcher compares what the two jobs tell it; nothing of the comparison goes through Etha.
+The launcher compares what the two jobs report. Nothing of the comparison goes through Etha.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a job tells the launcher: one JSON object a line, written to a pipe by its rank 0.
+"""What a job reports to the launcher: one JSON object per line, written to a pipe by its rank 0.
 
-This is the channel outside the bus: losses and hashes go here, tensors never.
+This channel is outside the bus: it carries losses and hashes, never tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-#: kind -> what it says; the launcher refuses others.
+#: kind -> what it reports. The launcher refuses other kinds.
 KINDS = {
     "ready": "the job's process group stands and its model is built",
     "progress": "step and steps, or bytes and total, of what the job is doing now",
@@ -20,7 +20,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of one job; ``fields`` are those that ``KINDS`` names."""
+    """One line of one job. ``fields`` are those that ``KINDS`` names."""
 
     job: str
     kind: str
@@ -36,7 +36,7 @@ class Event:
 
     @classmethod
     def from_line(cls, line: str | bytes) -> Event:
-        """The inverse of ``to_line``; ValueError for anything else."""
+        """The inverse of ``to_line``. ValueError for anything else."""
         fields = json.loads(line)
         if not isinstance(fields, dict):
             raise ValueError(f"an event is an object, not {line!r}")
@@ -44,7 +44,7 @@ class Event:
 
 
 class Reporter:
-    """Writes events of one job; silent on ranks that have no pipe."""
+    """Writes events of one job. Silent on ranks without a pipe."""
 
     def __init__(self, job: str, pipe: TextIO | None) -> None:
         self.job = job

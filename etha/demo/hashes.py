@@ -20,7 +20,7 @@ def digest(tensor: torch.Tensor) -> str:
 def digests(tensors: Iterable[tuple[str, torch.Tensor]], *, here: bool) -> dict[str, str]:
     """Name -> ``digest`` of the full tensor, gathered through the tensors' own process groups.
 
-    A collective for DTensors; every rank calls it and only those with ``here`` hash and get a result.
+    For DTensors this is a collective: every rank calls it, and only ranks with ``here`` hash and get a result.
     """
     found: dict[str, str] = {}
     for name, tensor in tensors:

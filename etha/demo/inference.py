@@ -1,6 +1,6 @@
-"""The inference job of the demo: two tensor-parallel asyncio processes with a process group of their own.
+"""The inference job of the demo: two tensor-parallel asyncio processes with their own process group.
 
-Everything about Etha is in ``serve``: one pair, one batch, one awaited transfer a version.
+Everything about Etha is in ``serve``: one pair, one batch, one awaited transfer per version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def serve(options: Options, place: DemoSeat, report: Reporter) -> None:
     report.tell("ready", parameters=sum(p.numel() for p in model.parameters()))
 
     async with AsyncTensorBusClient(device=place.device, timeout=options.timeout) as client:
-        # Linear layers are DTensors and bring their layout; norms and embeddings are plain, whole on each rank.
+        # Linear layers are DTensors and bring their layout. Norms and embeddings are plain, and whole on each rank.
         await client.init_pair("weights", "inference", "trainer", device_mesh=(mesh.size(),), placements=[Replicate()])
         parameters = dict(model.named_parameters())
         async with await client.register_tensors("model", parameters, pair_name="weights", direction="recv") as batch:
@@ -53,13 +53,13 @@ async def serve(options: Options, place: DemoSeat, report: Reporter) -> None:
 def judge(
     number: int, result: TransferResult, model: GPT, corpus: text.Text, place: DemoSeat, report: Reporter
 ) -> None:
-    """Tell the launcher loss, hashes and a sample of the version that the model now holds; collective."""
-    place.take()  # the current device is each thread's own
+    """Report loss, hashes and a sample of the version that the model now holds. Collective."""
+    place.take()  # the current device is per thread
     inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context, place.device)
     with evaluating(model):
         loss = float(model.loss(inputs, targets))
     hashes = digests(model.named_parameters(), here=report.speaks)
-    # A version with holes has no chances to draw from; its loss and hashes say so.
+    # A version with holes has no probabilities to draw from; its loss and hashes show that.
     written = write(model, corpus.encode(PROMPT), SAMPLE, seed=number) if math.isfinite(loss) else torch.empty(0)
     sample = corpus.decode(written)
     nbytes, seconds = whole_transfer(result)
@@ -67,7 +67,7 @@ def judge(
 
 
 def whole_transfer(result: TransferResult) -> tuple[int, float]:
-    """Bytes received by all ranks of this job together, and the longest rank's seconds; collective."""
+    """Bytes received by all ranks of this job together, and the longest rank's seconds. Collective."""
     nbytes = torch.tensor(result.bytes, dtype=torch.int64)
     seconds = torch.tensor(result.seconds, dtype=torch.float64)
     dist.all_reduce(nbytes)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def work(job: str, options: Options, place: DemoSeat) -> Callable[[Reporter], None]:
-    """What a rank of ``job`` runs at its ``place``."""
+    """The function that a rank of ``job`` runs at its ``place``."""
     if job == "trainer":
         send = trainer.train if options.synthetic is None else synthetic.send
         return lambda report: send(options, place, report)
@@ -40,7 +40,7 @@ def work(job: str, options: Options, place: DemoSeat) -> Callable[[Reporter], No
 
 
 def run_rank(job: str, rank: int, options: Options, store: str, report: int, parent: int) -> None:
-    """The whole life of one rank; ``report`` is the pipe to the launcher, which only rank 0 keeps."""
+    """The whole life of one rank. ``report`` is the pipe to the launcher, which only rank 0 keeps."""
     die_with_parent(parent)
     torch.set_num_threads(1)
     if rank != 0:
@@ -64,7 +64,7 @@ def run_rank(job: str, rank: int, options: Options, store: str, report: int, par
 
 
 def run_job(job: str, options: Options, store: str, report: int) -> int:
-    """Run all ranks; the exit status: 0, or 1 when any of them failed (the others are then killed)."""
+    """Run all ranks. Returns the exit status: 0, or 1 if any of them failed (the others are then killed)."""
     context = multiprocessing.get_context("fork")
     parent = os.getpid()
     ranks: list[ForkProcess] = [
@@ -84,7 +84,7 @@ def run_job(job: str, options: Options, store: str, report: int) -> int:
             for process in running:
                 process.kill()
                 process.join()
-            # Said last, below what the ranks themselves have written.
+            # Logged last, below what the ranks themselves have written.
             for process in failed:
                 log.error("%s %s", process.name, describe(process.exitcode))
             return 1

@@ -31,19 +31,19 @@ HERE = Places()
 AGENT_SECONDS = 20.0
 OTHERS_SECONDS = 5.0
 TAIL_LINES = 30
-#: What a surrounding launcher or shell may have set for jobs of its own.
+#: Variables that a surrounding launcher or shell may have set for its own jobs.
 _FOREIGN = ("ETHA_", "TORCHELASTIC_", "MASTER_", "GROUP_", "LOCAL_")
 _FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 
 
 class DemoError(Exception):
-    """The demo could not be run to its end; the message carries the ends of the logs."""
+    """The demo could not be run to its end. The message carries the ends of the logs."""
 
 
 async def run(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
-    """Run both jobs to their end, each in its place, calling ``tell`` with each event; DemoError when a job fails.
+    """Run both jobs to their end, each in its place. Calls ``tell`` with each event; DemoError if a job fails.
 
-    Whatever happens, nothing that was started is left when this returns.
+    Nothing that was started is left when this returns, whatever happens.
     """
     with private_directory() as directory, adopting() as before:
         failures: list[str] = []
@@ -66,7 +66,7 @@ class JobFailed(Exception):
 async def run_job(
     job: str, options: Options, directory: Path, hear: Callable[[Event], None], places: Places = HERE
 ) -> None:
-    """Start one job and follow it to its end; JobFailed unless it ends with status 0. Cancelling kills it."""
+    """Start one job and follow it to its end. JobFailed unless it ends with status 0. Cancelling kills it."""
     pipe_out, pipe_in = os.pipe()
     with (directory / f"{job}.log").open("wb") as output:
         try:
@@ -93,7 +93,7 @@ async def run_job(
 
 
 async def follow(pipe: int, hear: Callable[[Event], None]) -> None:
-    """Hand on events from the read end ``pipe`` until the job says that it is done, or closes it."""
+    """Pass on events from the read end ``pipe`` until the job reports that it is done, or closes the pipe."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=2**24)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
@@ -109,7 +109,7 @@ async def follow(pipe: int, hear: Callable[[Event], None]) -> None:
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory of mode 0700 with a short name, for sockets fit few bytes; removed with all that is in it."""
+    """A directory of mode 0700, removed with its content. Its name is short, because socket paths fit few bytes."""
     directory = Path(tempfile.mkdtemp(prefix="etha-"))
     try:
         yield directory
@@ -118,9 +118,9 @@ def private_directory() -> Iterator[Path]:
 
 
 def environment(directory: Path, base: Mapping[str, str], job: str = "", places: Places = HERE) -> dict[str, str]:
-    """The environment of a job: ``base`` without what other launchers set, one thread a process, gloo on loopback.
+    """The environment of a job: ``base`` without other launchers' variables, one thread per process, gloo on loopback.
 
-    Temporary files go to ``directory``, too: torch's compiler makes a cache there as soon as it is imported.
+    Temporary files go to ``directory``, too, because torch's compiler makes a cache there as soon as it is imported.
     """
     kept = {k: v for k, v in base.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
     folder = directory / places.folder(job)
@@ -139,7 +139,7 @@ def environment(directory: Path, base: Mapping[str, str], job: str = "", places:
 
 
 def stop(before: set[int]) -> None:
-    """End what the jobs left to this process: agents first, which still need the embedded server, then the rest."""
+    """End what the jobs left to this process: first agents, which still need the embedded server, then the rest."""
     end({pid for pid in children() - before if "etha.agent" in command(pid)}, seconds=AGENT_SECONDS)
     while others := children() - before:
         end(others, seconds=OTHERS_SECONDS)
@@ -156,7 +156,7 @@ def tails(directory: Path) -> list[str]:
 
 
 async def run_until_signal(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
-    """``run``, cancelled by SIGTERM as it is by Ctrl-C, so that both leave nothing behind."""
+    """``run``, cancelled by SIGTERM as by Ctrl-C, so that both leave nothing behind."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-#: Llama-3 8B: rows and columns of every tensor in units of these widths.
+#: Llama-3 8B: rows and columns of every tensor are in units of these widths.
 HIDDEN, KEY_VALUE, FEED_FORWARD, VOCABULARY, LAYERS = 4096, 1024, 14336, 128256, 32
 DTYPE = torch.bfloat16
 #: Scaled widths are multiples of this, so that heads still divide among tensor-parallel ranks.
@@ -15,9 +15,9 @@ GRAIN = 16
 
 
 def llama(gib: float) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of all 291 tensors of Llama-3 8B, widths scaled so that bf16 makes about ``gib`` GiB.
+    """Name -> shape of all 291 tensors of Llama-3 8B, with widths scaled so that bf16 takes about ``gib`` GiB.
 
-    All layers are kept and bytes grow with the square of the width, so the mix of large and small tensors stays.
+    All layers are kept, and bytes grow with the square of the width, so the mix of large and small tensors stays.
     """
     scale = math.sqrt(gib * 2**30 / nbytes(shapes(1.0)))
     return shapes(scale)

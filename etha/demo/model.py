@@ -1,6 +1,6 @@
 """A character GPT of about a million parameters in plain torch.nn, and how the two jobs shard it.
 
-Nothing here knows Etha. *axis* is of the mesh, *dim* of the tensor.
+Nothing here knows Etha. An *axis* belongs to the mesh, a *dim* to the tensor.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def tensor_parallel(model: GPT, axis: DeviceMesh) -> GPT:
-    """Shard the linear layers of every block over ``axis``; norms and embeddings stay plain, one copy a rank."""
+    """Shard the linear layers of every block over ``axis``. Norms and embeddings stay plain, one copy per rank."""
     for block in model.blocks:
         parallelize_module(
             block,
@@ -117,7 +117,7 @@ def tensor_parallel(model: GPT, axis: DeviceMesh) -> GPT:
 
 
 def fsdp_by_tensor_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
-    """FSDP2 over the axis "dp" of what is tensor-parallel over "tp".
+    """FSDP2 over the axis "dp" of a model that is tensor-parallel over "tp".
 
     Afterwards linear layers lie on the whole mesh, norms and embeddings on this rank's row ``mesh["dp"]``.
     """
@@ -130,9 +130,9 @@ def fsdp_by_tensor_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
 
 @contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
-    """No gradients inside; afterwards the parameters of an FSDP2 model are the sharded ones again.
+    """No gradients in this context. Afterwards the parameters of an FSDP2 model are sharded again.
 
-    A forward without gradients leaves the root's parameters unsharded, and those are no place to send from.
+    A forward pass without gradients leaves the root's parameters unsharded, and those cannot be sent.
     """
     model.eval()
     try:
@@ -146,10 +146,10 @@ def evaluating(model: GPT) -> Iterator[None]:
 
 
 def write(model: GPT, prompt: torch.Tensor, length: int, *, seed: int) -> torch.Tensor:
-    """Sample ``length`` characters after ``prompt`` (int64 [n]); returns int64 [length].
+    """Sample ``length`` characters after ``prompt`` (int64 [n]). Returns int64 [length].
 
-    The same on every tensor-parallel rank: the logits are equal there, and so are the random numbers. Characters are
-    drawn on the CPU, where a seed gives the same ones whatever the model computes on.
+    The result is the same on every tensor-parallel rank, because logits and random numbers are equal there. Characters
+    are drawn on the CPU, where a seed gives the same ones whatever device the model computes on.
     """
     generator = torch.Generator().manual_seed(seed)
     row = prompt

@@ -1,4 +1,4 @@
-"""What the launcher tells both jobs; frozen, checked, and carried as JSON on the command line."""
+"""What the launcher passes to both jobs: frozen, checked, and carried as JSON on the command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ RANKS = {"trainer": 4, "inference": 2}
 #: The loss after at least GOAL_STEPS steps is below GOAL nats per character (untrained about 4.5).
 GOAL = 2.4
 GOAL_STEPS = 160
-#: Both jobs compute the same loss in float32 with sums in another order.
+#: Both jobs compute the same loss in float32, but with sums in another order.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run of the demo; ``synthetic`` in GiB replaces training by that much random data.
+    """One run of the demo. ``synthetic``, in GiB, replaces training by that much random data.
 
-    ``device``: "cpu" or "cuda", the latter with the number of GPUs, ``cards``.
+    ``device`` is "cpu" or "cuda"; for the latter, ``cards`` is the number of GPUs.
     """
 
     steps: int = GOAL_STEPS
@@ -41,13 +41,12 @@ class Options:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Numbers of the versions sent: the steps after which the trainer sends, or 1 .. rounds of random data."""
+        """Numbers of the versions: the steps after which the trainer sends, or 1 .. rounds of random data."""
         if self.synthetic is not None:
             return tuple(range(1, self.rounds + 1))
         return (*range(0, self.steps, self.every), self.steps)
 
     def to_json(self) -> str:
-        """As ``from_json`` reads it."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where a job of the demo runs: here, or in a network namespace that stands for a host of its own."""
+"""Where a job of the demo runs: here, or in a network namespace that stands for another host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """NETNS,ADDRESS; ValueError says what is wrong."""
+        """Read NETNS,ADDRESS. ValueError says what is wrong."""
         netns, _, address = text.partition(",")
         if _NAMESPACE.fullmatch(netns) is None:
             raise ValueError(f"{text!r}: write NETNS,ADDRESS, a name as 'ip netns list' shows it and an address in it")
@@ -31,18 +31,18 @@ class Place:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What a command in this place begins with."""
+        """The beginning of a command that runs in this place."""
         return ("ip", "netns", "exec", self.netns)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes the namespace a host: its own id, an address where others reach its agent."""
+        """Variables that make the namespace a host: its own id, and an address where others reach its agent."""
         return {"ETHA_HOST_ID": f"netns-{self.netns}", "ETHA_LISTEN": f"{self.address}:0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Of each job; a job that is not named runs here. ``redis`` is needed as soon as two hosts are meant to meet."""
+    """The place of each job; a job that is not named runs here. ``redis`` is needed once there are two hosts."""
 
     places: Mapping[str, Place] = field(default_factory=dict)
     redis: str | None = None
@@ -52,14 +52,14 @@ class Places:
             raise ValueError("jobs on different hosts meet in one Redis: give its URL with --redis")
 
     def prefix(self, job: str) -> tuple[str, ...]:
-        """What the command of ``job`` begins with."""
+        """The beginning of the command of ``job``."""
         return self.places[job].prefix if job in self.places else ()
 
     def environment(self, job: str) -> dict[str, str]:
-        """What the environment of ``job`` has besides."""
+        """Additional environment variables of ``job``."""
         redis = {} if self.redis is None else {"ETHA_REDIS_URL": self.redis}
         return redis | (self.places[job].environment if job in self.places else {})
 
     def folder(self, job: str) -> str:
-        """Of its runtime directory: hosts share none."""
+        """The job's runtime directory. Hosts do not share one."""
         return self.places[job].netns if job in self.places else "run"

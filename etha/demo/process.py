@@ -1,7 +1,7 @@
 """Processes that must not outlive the demo: adopted, awaited by pidfd, ended.
 
-The launcher is a subreaper: daemons that a job starts (the agent, the embedded server's supervisor)
-become its children when the job ends, so nothing can get away. Linux only, as Etha is.
+The launcher is a subreaper: daemons that a job starts (the agent, the embedded server's supervisor) become its children
+when the job ends, so none is left behind. Linux only, like Etha.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def adopting() -> Iterator[set[int]]:
-    """Orphaned descendants become children of this process inside; yields the children it had before."""
+    """Make orphaned descendants children of this process in this context. Yields the children that it had before."""
     before = children()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -62,7 +62,7 @@ def children(of: int | None = None) -> set[int]:
 
 
 def command(pid: int) -> list[str]:
-    """The words with which a process was started; none for one that has ended."""
+    """The words with which a process was started; none if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +77,7 @@ def describe(code: int | None) -> str:
 
 
 def end(pids: set[int], *, seconds: float) -> set[int]:
-    """SIGTERM to children of this process, SIGKILL to those still there after ``seconds``; reaps them.
+    """Send SIGTERM to children of this process, SIGKILL to those still there after ``seconds``, and reap them.
 
     Returns those that had to be killed.
     """
@@ -108,7 +108,7 @@ def _signal(descriptor: int, number: signal.Signals) -> None:
 
 
 def _reap(descriptors: dict[int, int], seconds: float | None) -> set[int]:
-    """Wait for all to end, at most ``seconds`` altogether; returns descriptors of those still alive."""
+    """Wait for all to end, at most ``seconds`` altogether. Returns the descriptors of those still alive."""
     left = set(descriptors)
     deadline = None if seconds is None else time.monotonic() + seconds
     poller = select.poll()

@@ -1,6 +1,6 @@
-"""What the launcher makes of the events: pairs each version of one job with the other's, and judges them.
+"""The launcher's judgement of the events: pairs each version of one job with the other's, and compares them.
 
-Pure but for the table, which is data for rich; nothing is printed here.
+Pure except for the table, which is data for rich. Nothing is printed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etha.demo.options import GOAL, GOAL_STEPS, TOLERANCE, Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One version as both jobs saw it; ``problems`` is empty when every element and the loss agree."""
+    """One version as both jobs saw it. ``problems`` is empty if every element and the loss agree."""
 
     number: int
     nbytes: int
@@ -30,12 +30,12 @@ class Row:
 
     @property
     def gb_per_s(self) -> float:
-        """Decimal gigabytes a second over the slowest rank's transfer."""
+        """Decimal gigabytes per second over the slowest rank's transfer."""
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
 class Ledger:
-    """Collects events; ``rows`` are the versions that both jobs have told of."""
+    """Collects events. ``rows`` are the versions that both jobs have reported."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -43,7 +43,7 @@ class Ledger:
         self._waiting: dict[int, dict[str, dict[str, Any]]] = {}
 
     def take(self, event: Event) -> Row | None:
-        """Note ``event``; returns the row that it completes."""
+        """Take ``event``. Returns the row that it completes, if any."""
         if event.kind != "version":
             return None
         number = int(event.fields["number"])
@@ -56,7 +56,7 @@ class Ledger:
         return row
 
     def verdict(self) -> list[str]:
-        """Every reason why the run as a whole is not good, after both jobs have ended."""
+        """Every reason why the run as a whole failed, after both jobs have ended."""
         problems = [f"version {row.number}: {problem}" for row in self.rows for problem in row.problems]
         missing = sorted(set(self.options.versions) - {row.number for row in self.rows})
         if missing:
@@ -71,7 +71,7 @@ class Ledger:
 
 
 def compare(number: int, sent: dict[str, Any], received: dict[str, Any]) -> Row:
-    """One row out of what the trainer and the inference job told of the same version."""
+    """The row of one version from the two jobs' reports."""
     problems = compare_hashes(sent["hashes"], received["hashes"])
     a, b = sent.get("loss"), received.get("loss")
     # Written so that a NaN is a disagreement.
@@ -90,7 +90,7 @@ def compare(number: int, sent: dict[str, Any], received: dict[str, Any]) -> Row:
 
 
 def compare_hashes(sent: dict[str, str], received: dict[str, str]) -> list[str]:
-    """One line for each tensor that is missing on a side or differs; no tensors at all is a problem too."""
+    """One line for each tensor that is missing on a side or differs. No tensors at all is a problem, too."""
     if not sent:
         return ["the trainer told no hashes"]
     names = sorted(sent.keys() | received.keys())
@@ -98,7 +98,6 @@ def compare_hashes(sent: dict[str, str], received: dict[str, str]) -> list[str]:
 
 
 def table(rows: list[Row], *, synthetic: bool) -> Table:
-    """The rows as the demo shows them."""
     shown = Table(expand=False)
     for heading in ("version", "bytes", "GB/s"):
         shown.add_column(heading, justify="right")

@@ -1,8 +1,8 @@
-"""Where a rank of the demo computes, and by which backends its job's process group talks.
+"""Where a rank of the demo computes, and by which backends its job's process group communicates.
 
 cpu     everything on the host, gloo
-cuda    ranks round robin over the GPUs, the inference job's behind the trainer's; NCCL takes one rank a GPU,
-        so where ranks of a job share one, gloo takes their device tensors too, through the host
+cuda    ranks round robin over the GPUs, the inference job's after the trainer's. NCCL takes one rank per GPU, so if
+        ranks of a job share a GPU, gloo moves their device tensors, too, through the host
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from etha.demo.options import RANKS, Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSeat:
-    """``device``: "cpu" or "cuda:N"; ``backend``: as ``init_process_group`` takes it, for CPU tensors always gloo."""
+    """``device`` is "cpu" or "cuda:N". ``backend`` is for ``init_process_group``; CPU tensors always use gloo."""
 
     device: str
     backend: str
 
     @property
     def kind(self) -> str:
-        """ "cpu" or "cuda", as meshes are made of."""
+        """ "cpu" or "cuda", for making meshes."""
         return self.device.partition(":")[0]
 
     def take(self) -> None:
-        """Make it this process's: before the process group and meshes, which would choose a device themselves."""
+        """Make it this process's device, before the process group and meshes, which would choose one themselves."""
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
             torch.empty(0, device=self.device)  # from here on the device counts as chosen
 
 
 def seat(job: str, rank: int, options: Options) -> DemoSeat:
-    """The seat of one rank of one job."""
     if options.device == "cpu":
         return DemoSeat(device="cpu", backend="gloo")
     before = sum(RANKS[other] for other in list(RANKS)[: list(RANKS).index(job)])
@@ -44,7 +43,8 @@ def seat(job: str, rank: int, options: Options) -> DemoSeat:
 
 
 def cards(device: str) -> int:
-    """How many GPUs the demo takes: all for ``device`` "cuda", else none; ConfigError for "cuda" without a GPU."""
+    """Number of GPUs that the demo takes: all for ``device`` "cuda", otherwise none. ConfigError for "cuda" without a
+    GPU."""
     if device != "cuda":
         return 0
     found = torch.cuda.device_count()

@@ -1,6 +1,6 @@
 """Random data in the proportions of Llama-3 8B: FSDP over 4 ranks to tensor-parallel over 2.
 
-Same pair, same launcher, same comparison by hashes as the training demo; no model is run.
+The pair, the launcher and the comparison by hashes are those of the training demo. No model is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etha.demo.seats import DemoSeat
 
 
 def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Random bits, in place; every bf16 pattern may come up, NaNs included."""
+    """Fill with random bits, in place. Every bf16 pattern may occur, NaNs included."""
     tensor.view(torch.int16).random_(-(2**15), 2**15, generator=generator)
 
 
@@ -53,7 +53,7 @@ def send(options: Options, place: DemoSeat, report: Reporter) -> None:
 
 
 def empty(shape: tuple[int, ...], place: DemoSeat) -> torch.Tensor:
-    """Memory that the agent maps: on a GPU torch's own, on the CPU Etha's."""
+    """Memory that the agent maps: torch's own on a GPU, Etha's on the CPU."""
     if place.kind == "cpu":
         return etha.empty(shape, dtype=DTYPE)
     return torch.empty(shape, dtype=DTYPE, device=place.device)

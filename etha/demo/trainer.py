@@ -1,6 +1,6 @@
-"""The trainer of the demo: FSDP2 x TP on a 2 x 2 mesh, a version to the inference job every few steps.
+"""The trainer of the demo: FSDP2 x TP on a 2 x 2 mesh. It sends a version to the inference job every few steps.
 
-Everything about Etha is in ``train``: one pair, one batch, one transfer a version.
+Everything about Etha is in ``train``: one pair, one batch, one transfer per version.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(options: Options, place: DemoSeat, report: Reporter) -> None:
 
 
 def held_out_loss(model: GPT, corpus: text.Text, mesh: DeviceMesh, device: str) -> float:
-    """Loss over the held-out rows in nats per character; each data-parallel rank takes an equal part of them."""
+    """Loss over the held-out rows in nats per character. Each data-parallel rank takes an equal part of them."""
     inputs, targets = corpus.held_out_rows(HELD_OUT_ROWS, model.shape.context, device)
     parts, mine = mesh["dp"].size(), mesh["dp"].get_local_rank()
     with evaluating(model):

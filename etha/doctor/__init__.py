@@ -1,6 +1,6 @@
-"""``etha doctor``: what a machine must be able to do for Etha, tried for real, and how to mend what fails.
+"""``etha doctor``: tries what a machine must be able to do for Etha, and says how to mend what fails.
 
-machine.py looks at this host, card.py at its GPUs, hosts.py at the agents of a namespace. Nothing is printed here.
+machine.py checks this host, card.py its GPUs, hosts.py the agents of a namespace. Nothing is printed here.
 """
 
 from etha.doctor.examination import examine

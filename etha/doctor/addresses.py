@@ -1,4 +1,4 @@
-"""Addresses of this host, as the kernel lists them, and whether an address is one that only its own host reaches."""
+"""Addresses of this host, as the kernel lists them, and whether an address is reachable only from its own host."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ipv6() -> list[Address]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (numeric or a name) means the machine that says it; a name that nobody knows does not."""
+    """Whether ``host`` (numeric or a name) means the machine that uses it. An unknown name does not."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """HOST:PORT or [IPv6]:PORT as (host, port); ValueError for anything else."""
+    """HOST:PORT or [IPv6]:PORT as (host, port). ValueError for anything else."""
     host, _, port = text.rpartition(":")
     if not host:
         raise ValueError(f"{text!r} is not HOST:PORT")
@@ -78,5 +78,5 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """The inverse of ``split_address``; ``port`` may be a placeholder."""
+    """The inverse of ``split_address``. ``port`` may be a placeholder."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""GPUs: which there are, which driver and NCCL, who reaches whom, and whether memory passes between processes.
+"""GPUs: which there are, driver and NCCL, which reach each other, and whether memory passes between processes.
 
 this process: cudaMalloc, fill, export --handle--> child: open, compare, invert, close --> this process: compare
 """
@@ -21,10 +21,10 @@ from etha.doctor.finding import Failing
 from etha.errors import ConfigError
 
 NBYTES = 1 << 20
-#: A child loads torch and makes a context on the card.
+#: Long, because a child loads torch and makes a context on the card.
 SECONDS = 60.0
 _GIB = 1 << 30
-_CONTEXT = multiprocessing.get_context("spawn")  # not fork: CUDA does not survive that
+_CONTEXT = multiprocessing.get_context("spawn")  # not fork, because CUDA does not survive it
 _NAMESPACES = (
     "run both jobs and their agents in one IPC and PID namespace (docker: --ipc=host --pid=host), as one user, "
     "and give the agent's container all GPUs"
@@ -32,9 +32,9 @@ _NAMESPACES = (
 
 
 def check_cuda(settings: Settings, make: Callable[[], Driver] = driver) -> str:
-    """The cards and what they can do; ``make`` gives this process and the child their drivers.
+    """The cards and what they can do. ``make`` gives this process and the child their drivers.
 
-    A machine without a GPU passes: it moves tensors of the CPU.
+    A machine without a GPU passes, because it moves tensors of the CPU.
     """
     try:
         cuda = make()
@@ -72,7 +72,7 @@ def _nccl() -> str:
 
 
 def _peers(cuda: Driver, devices: tuple[Device, ...]) -> list[str]:
-    """For each of several cards those whose memory it reaches directly."""
+    """If there are several cards, for each those whose memory it reaches directly."""
     lines = []
     for one in devices:
         others = [other for other in devices if other is not one]
@@ -82,7 +82,7 @@ def _peers(cuda: Driver, devices: tuple[Device, ...]) -> list[str]:
 
 
 def _round_trip(cuda: Driver, make: Callable[[], Driver], devices: tuple[Device, ...]) -> str:
-    """1 MiB of each card to a child and back; Failing where it does not come back as it should."""
+    """Pass 1 MiB of each card to a child and back. Failing if it does not come back as expected."""
     content = os.urandom(NBYTES)
     with ExitStack() as stack:
         bases, handles = [], []
@@ -106,7 +106,7 @@ def _round_trip(cuda: Driver, make: Callable[[], Driver], devices: tuple[Device,
 
 
 def _ask_child(make: Callable[[], Driver], uuids: list[str], handles: list[bytes], content: bytes) -> str:
-    """What went wrong in a process that opened ``handles``, or nothing."""
+    """What went wrong in a process that opened ``handles``; empty if nothing."""
     ours, theirs = _CONTEXT.Pipe()
     child = _CONTEXT.Process(target=_child, args=(theirs, make, uuids, handles), daemon=True)
     child.start()

@@ -1,4 +1,4 @@
-"""All checks in their order; none stops the others."""
+"""All checks in order. A failing check does not stop the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
 
 
 def examine(settings: Settings, *, between_hosts: bool = False) -> list[Finding]:
-    """Check this machine, and with ``between_hosts`` whether it reaches the agents that settings.redis_url lists."""
+    """Check this machine and, with ``between_hosts``, whether it reaches the agents that settings.redis_url lists."""
     findings = [found(name, lambda check=check: check(settings)) for name, check in CHECKS]  # type: ignore[misc]
     if between_hosts:
         findings.append(found("Redis from elsewhere", lambda: hosts.check_redis_place(settings)))

@@ -9,7 +9,7 @@ from etha.errors import EthaError
 
 
 class Failing(Exception):
-    """Something does not work; ``mend`` says what to do about it."""
+    """Something does not work. ``mend`` says what to do about it."""
 
     def __init__(self, message: str, mend: str) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class Failing(Exception):
 
 
 class Noteworthy(Exception):
-    """Right for this host alone: ``mend`` says what other hosts need."""
+    """Works for this host alone. ``mend`` says what other hosts need."""
 
     def __init__(self, message: str, mend: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Noteworthy(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check; ``mend`` is empty when it passed without a note."""
+    """The result of one check. ``mend`` is empty if it passed without a note."""
 
     name: str
     ok: bool
@@ -35,12 +35,12 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "ok", "note" (it works here, and not for others) or "fails"."""
+        """ "ok", "note" (it works here, but not for other hosts) or "fails"."""
         return "fails" if not self.ok else "note" if self.mend else "ok"
 
 
 def found(name: str, check: Callable[[], str]) -> Finding:
-    """Run one check; whatever it raises of Etha's and of the kernel's becomes its finding."""
+    """Run one check. Errors of Etha and of the kernel become its finding."""
     try:
         return Finding(name=name, ok=True, text=check())
     except Noteworthy as note:

@@ -1,6 +1,6 @@
 """Between hosts: which addresses this host could listen on, and whether it reaches each live agent of a namespace.
 
-Tried as an agent would: a TCP connection to the port of links and to the one after it, for data.
+It tries this as an agent would: a TCP connection to the port of links, and to the data port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORT = "PORT"
 
 
 def check_listen(settings: Settings) -> str:
-    """Where agents of this host take links: ETHA_LISTEN, or which addresses would do."""
+    """Where agents of this host take links: ETHA_LISTEN, or addresses that would do."""
     own = own_addresses()
     if settings.listen is not None:
         return _listens(settings.listen, own)
@@ -63,7 +63,7 @@ def _listens(listen: str, own: list[Address]) -> str:
 
 
 def _towards_redis(url: str | None) -> str | None:
-    """The address of this host from which packets leave for the Redis; None where that is this host itself."""
+    """The address of this host from which packets leave for the Redis; None if the Redis is on this host."""
     parts = urlsplit(url or "")
     if parts.scheme == "unix" or parts.hostname is None:
         return None
@@ -77,7 +77,7 @@ def _towards_redis(url: str | None) -> str | None:
 
 
 def check_redis_place(settings: Settings) -> str:
-    """Whether the URL of the Redis could serve another host as it stands; it may have another one for the same."""
+    """Whether another host could use the URL of the Redis as it is. It may have another URL for the same server."""
     parts = urlsplit(settings.redis_url or "")
     shown = redact(settings.redis_url or "")
     if parts.scheme == "unix":
@@ -93,7 +93,7 @@ def check_redis_place(settings: Settings) -> str:
 
 
 async def try_agents(settings: Settings) -> list[Finding]:
-    """One finding for each live agent of the namespace, this host's first; EthaError when Redis does not tell."""
+    """One finding for each live agent of the namespace, this host's first. EthaError if Redis does not answer."""
     assert settings.redis_url is not None
     async with opened(settings.redis_url, settings.namespace, timeout=REDIS_SECONDS) as store:
         records = await store.agents.all()
@@ -115,7 +115,7 @@ async def try_agents(settings: Settings) -> list[Finding]:
 
 
 async def try_agent(record: AgentRecord, me: str) -> Finding:
-    """Connect to an agent's two ports; ``me`` is this host's id."""
+    """Connect to an agent's two ports. ``me`` is this host's id."""
     here = record.host == me
     place = "this host" if here else f"host {record.shown_host}"
     who = f"{record.device} agent of {place}, pid {record.pid}"
@@ -138,7 +138,7 @@ async def try_agent(record: AgentRecord, me: str) -> Finding:
             troubles.append((what, number, error))
         seconds = max(seconds, time.monotonic() - began)
     if is_loopback(host):
-        # From another machine this address would lead back to itself, whatever answers there.
+        # From another machine this address would lead back to that machine, whatever answers there.
         answers = "; nothing answers there" if troubles else "; it answers, but to this machine alone"
         return fails(
             f"its address {record.address} is loopback: another host cannot reach it{answers}",
@@ -158,11 +158,11 @@ def _listen_hint(here: bool) -> str:
 
 
 async def _knock(host: str, port: int) -> OSError | None:
-    """Connect and hang up; why it did not work."""
+    """Connect and hang up. Returns why it did not work, or None."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(host, port)
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # TimeoutError is a subclass
         return error
     writer.transport.abort()
     return None

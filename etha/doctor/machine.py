@@ -1,4 +1,4 @@
-"""What this machine must be able to do for Etha, tried for real.
+"""Tries what this machine must be able to do for Etha.
 
 Each check is a function that returns what it found, or raises Failing with the cure.
 """
@@ -43,7 +43,7 @@ def check_versions(settings: Settings) -> str:
 
 
 def check_device(settings: Settings) -> str:
-    """What an agent without ``--device`` would own, and the cores for its lanes."""
+    """The device that an agent without ``--device`` would own, and the cores for its lanes."""
     cores = len(os.sched_getaffinity(0))
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} visible), {cores} cores"
@@ -51,7 +51,7 @@ def check_device(settings: Settings) -> str:
 
 
 def check_runtime_dir(settings: Settings) -> str:
-    """The directory of sockets and locks can be made, is ours, and is closed to others."""
+    """Whether the directory of sockets and locks can be made, is ours, and is closed to others."""
     try:
         path = settings.ensure_runtime_dir()
     except OSError as error:
@@ -60,13 +60,13 @@ def check_runtime_dir(settings: Settings) -> str:
 
 
 def check_socket_path(settings: Settings) -> str:
-    """Paths of the longest sockets fit into an AF_UNIX address."""
+    """Whether the paths of the longest sockets fit into an AF_UNIX address."""
     path = settings.socket_path("cuda-GPU-00000000-0000-0000-0000-000000000000")
     return f"{len(os.fsencode(path))} of 107 bytes with the longest device name"
 
 
 def check_shared_memory(settings: Settings) -> str:
-    """A memfd can be made, sealed against shrinking, and opened again through /proc as an agent does."""
+    """Whether a memfd can be made, sealed against shrinking, and opened again through /proc, as an agent does."""
     descriptor = sealed_memfd("etha-doctor", 1 << 20)
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -86,7 +86,7 @@ def check_shared_memory(settings: Settings) -> str:
 
 
 def check_yama(settings: Settings) -> str:
-    """What the kernel says on reading other processes; scopes 2 and 3 forbid it altogether."""
+    """What the kernel allows about reading other processes. Scopes 2 and 3 forbid it altogether."""
     if not YAMA.exists():
         return "no Yama in this kernel: processes of one user may read each other"
     scope = int(YAMA.read_text())
@@ -99,7 +99,7 @@ def check_yama(settings: Settings) -> str:
 
 
 def check_process_memory(settings: Settings) -> str:
-    """A process that does not descend from this one's tensors' owner reads them, as an agent would."""
+    """Whether another process, which is not this one's ancestor, can read this process's memory, as an agent would."""
     allow_reading()
     secret = os.urandom(4096)
     buffer = ctypes.create_string_buffer(secret, len(secret))
@@ -127,7 +127,7 @@ def check_process_memory(settings: Settings) -> str:
 
 
 def _read_parent(answer: Callable[[bytes], None], pid: int, started: int, address: int, size: int) -> None:
-    # A buffer of its own: the parent's lies at the same address in a forked child.
+    # A buffer of its own, because in a forked child the parent's buffer has the same address.
     mine = np.zeros(size, dtype=np.uint8)
     local = np.array([[mine.ctypes.data, size]], dtype=np.uint64)
     try:
@@ -140,7 +140,7 @@ def _read_parent(answer: Callable[[bytes], None], pid: int, started: int, addres
 
 
 def check_pidfd(settings: Settings) -> str:
-    """The kernel tells of a process's death by a descriptor."""
+    """Whether the kernel reports a process's death through a descriptor."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -151,7 +151,7 @@ def check_pidfd(settings: Settings) -> str:
 
 
 def check_redis(settings: Settings) -> str:
-    """The server of ETHA_REDIS_URL answers, or there is a binary for the embedded one."""
+    """Whether the server of ETHA_REDIS_URL answers, or there is a binary for the embedded one."""
     if settings.redis_url is None:
         binary = find_binary()
         return f"embedded server from {binary}"
@@ -166,7 +166,7 @@ def check_redis(settings: Settings) -> str:
 
 
 def check_uvloop(settings: Settings) -> str:
-    """Agents run on uvloop."""
+    """Whether uvloop, on which agents run, is installed."""
     if importlib.util.find_spec("uvloop") is None:
         raise Failing("uvloop is not installed", "pip install uvloop")
     return f"uvloop {importlib.metadata.version('uvloop')}"

@@ -6,9 +6,9 @@
     client.fail_next(etha.TransferAbortedError("somebody has failed"))
     assert not client.transfer("policy", "send").ok
 
-They are the real clients over an agent that is played in this process: arguments are checked as ever.
-Every call completes at once, as if the other side were there with one rank that fits. Nothing moves:
-what is received leaves the tensors as they are.
+They are the real clients over an agent that is simulated in this process, so arguments are checked as usual. Every call
+completes at once, as if the other side were there with one rank that fits. Nothing moves: tensors that are received
+into do not change.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Reason = Literal["died", "closed", "relaunched"]
 
 
 class AsyncDummyTensorBusClient(AsyncTensorBusClient):
-    """An AsyncTensorBusClient without agent, Redis and other side; constructor and methods are the same.
+    """An AsyncTensorBusClient without agent, Redis and other side. Constructor and methods are the same.
 
-    ``init_pair`` forms epoch 1 at once and the next one after a loss; ``transfer`` returns a result with
-    the next ``seq``, its label and the bytes of the registered local tensors, and no peers. ``recv``
-    leaves the tensors as they are; its label is the one given, else that of the last ``send``.
+    ``init_pair`` forms epoch 1 at once, and the next one after a loss. ``transfer`` returns a result with the next
+    ``seq``, its label, the bytes of the registered local tensors, and no peers. ``recv`` does not change the tensors;
+    its label is the given one, or else that of the last ``send``.
     """
 
     _bus: Bus | None = None
@@ -48,10 +48,10 @@ class AsyncDummyTensorBusClient(AsyncTensorBusClient):
         return self._bus
 
     def fail_next(self, error: EthaError) -> None:
-        """Let the next transfer that is tried fail with ``error``; several are taken in order.
+        """Let the next transfer fail with ``error``. Several errors are used in order.
 
-        A PeerLostError loses the batch's pairs as well, an AgentLostError every pair: as with the real
-        ones, ``init_pair`` and ``register_tensors`` come next.
+        A PeerLostError also loses the batch's pairs, an AgentLostError every pair. As with the real clients,
+        ``init_pair`` and ``register_tensors`` come next.
         """
         if not isinstance(error, EthaError):
             raise ConfigError(f"fail_next({error!r}): a transfer fails with an EthaError")
@@ -72,7 +72,7 @@ class DummyTensorBusClient(TensorBusClient):
     _inner = AsyncDummyTensorBusClient
 
     def fail_next(self, error: EthaError) -> None:
-        """Let the next transfer that is tried fail with ``error``; see ``AsyncDummyTensorBusClient.fail_next``."""
+        """Let the next transfer fail with ``error``; see ``AsyncDummyTensorBusClient.fail_next``."""
         self._dummy.fail_next(error)
 
     def lose(self, pair_name: str, reason: Reason = "died") -> None:

@@ -1,4 +1,4 @@
-"""What a dummy's agent and other side would know and answer: pairs, batches, faults that are still to come."""
+"""What a dummy's agent and other side would know and answer: pairs, batches, and faults to come."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etha.version import __version__
 
 @dataclass(slots=True, kw_only=True)
 class _Pair:
-    """A pair as the other side and the agent would know it; ``lost`` is why its epoch is over."""
+    """A pair as the other side and the agent would know it. ``lost`` is why its epoch is over."""
 
     init: InitPair
     epoch: int
@@ -25,7 +25,7 @@ class _Pair:
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """``seq`` and ``version`` go on over epochs."""
+    """A registered batch. ``seq`` and ``version`` continue over epochs."""
 
     register: Register
     nbytes: int
@@ -35,7 +35,7 @@ class _Batch:
 
 
 class Bus:
-    """What outlives a connection: pairs, batches, and the faults that are still to come."""
+    """What outlives a connection: pairs, batches, and faults to come."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, _Pair] = {}
@@ -43,14 +43,14 @@ class Bus:
         self.faults: deque[EthaError] = deque()
 
     def lose(self, name: str, reason: str) -> PairLost:
-        """The pair's epoch is over; what its workers are told."""
+        """End the pair's epoch. Returns what its workers are told."""
         pair = self.pairs[name]
         text = with_again(f"pair {name!r}: {pair.init.remote} rank 0 has {reason}")
         pair.lost = pair.lost or PeerLostError(text, reason=reason, outcome="withdrawn")
         return PairLost(pair=name, epoch=pair.epoch, reason=pair.lost.reason, text=pair.lost.message)
 
     def check(self, names: tuple[str, ...], epoch: int) -> None:
-        """PeerLostError when one of the pairs is lost or is at another epoch by now."""
+        """Raise PeerLostError if one of the pairs is lost, or is at another epoch by now."""
         for name in names:
             if (lost := self.pairs[name].lost) is not None:
                 raise PeerLostError(lost.message, **lost.data())
@@ -61,14 +61,15 @@ class Bus:
     # ---- what an agent answers -----------------------------------------------------------------
 
     def init_pair(self, init: InitPair) -> PairFormed:
-        """The same call again changes nothing; after a loss, or as another rank, it forms the next epoch."""
+        """Form the pair. Repeating the call changes nothing; after a loss, or as another rank, it forms the next
+        epoch."""
         pair = self.pairs.get(init.pair)
         if pair is None or pair.lost is not None or pair.init != init:
             pair = self.pairs[init.pair] = _Pair(init=init, epoch=1 if pair is None else pair.epoch + 1)
         return PairFormed(epoch=pair.epoch, local_world_size=init.world_size, remote_world_size=1)
 
     def register(self, register: Register) -> Registered:
-        """It stands at once; RegistrationError for tensors that no other side could make good."""
+        """Register at once. RegistrationError for tensors that no other side could fit."""
         self.check(register.pairs, register.epoch)
         init = self.pairs[register.pairs[0]].init
         receives = register.direction in ("recv", "both")
@@ -94,7 +95,7 @@ class Bus:
             "verify": register.verify,
             "directions": {name: {"bytes": nbytes, "digest": ""} for name in names},
         }
-        # Without shadows: there is nothing that could come into them.
+        # Without shadows, because nothing could be received into them.
         return Registered(
             generation=generation,
             seq=seq,
@@ -107,7 +108,7 @@ class Bus:
         )
 
     def transfer(self, call: Transfer) -> Moved:
-        """GO and COMMIT in one; a receiver that gives no label gets that of the last send."""
+        """GO and COMMIT in one. A receiver without a label gets that of the last send."""
         batch = self.batches[call.batch]
         self.check(batch.register.pairs, call.epoch)
         batch.seq += 1
@@ -121,7 +122,7 @@ class Bus:
         return Offered(version=batch.version, nbytes=batch.nbytes)
 
     def status(self) -> dict[str, Any]:
-        """As an agent's report."""
+        """A report like an agent's."""
         return {
             "agent": {"id": "dummy", "pid": 0, "host": "", "device": "", "version": __version__, "workers": []},
             "pairs": [

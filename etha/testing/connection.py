@@ -1,4 +1,4 @@
-"""A client's connection to nobody: a ``Bus`` in this process answers."""
+"""A client's connection to a simulated agent: a ``Bus`` in this process answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from etha.version import __version__
 
 
 class _Link(AgentLink):
-    """A session with nobody: ``Bus`` answers at once."""
+    """A session in which ``Bus`` answers at once."""
 
     def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
         self._bus, self.on_push = bus, on_push
@@ -80,7 +80,7 @@ class _Link(AgentLink):
         raise ProtocolError(f"the dummy knows no {type(message).__name__}")
 
     async def _fail(self, batch: str, error: EthaError) -> None:
-        """What a real agent's workers hear together with such an error."""
+        """What a real agent's workers are told together with such an error."""
         if isinstance(error, PeerLostError):
             for name in self._bus.batches[batch].register.pairs:
                 lost = self._bus.lose(name, error.reason)
@@ -94,7 +94,7 @@ class _Link(AgentLink):
         raise error
 
     def withdraw(self, tag: object) -> None:
-        """It is answered at once."""
+        """Does nothing, because every call is answered at once."""
 
     async def close(self) -> None:
         self.abort()
@@ -106,7 +106,7 @@ class _Link(AgentLink):
 
 
 class _Page(RevocationPage):
-    """Nobody ever writes into a tensor, so that nothing is lent."""
+    """A page that lends nothing, because nobody ever writes into a tensor."""
 
     def __init__(self) -> None:
         return
@@ -122,7 +122,7 @@ class _Page(RevocationPage):
 
 
 class _Segments(SharedSegments):
-    """Of nobody's."""
+    """Shows no segment to anybody."""
 
     async def show(self, use: SegmentUse, handles: Iterable[TensorHandle], timeout: float) -> None:
         return
@@ -132,7 +132,7 @@ class _Segments(SharedSegments):
 
 
 class DummyConnection(AgentConnection):
-    """Shows nothing to anybody. ``device``: what its agent would be called."""
+    """A connection without an agent. ``device`` is the name that its agent would have."""
 
     def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
         super().__init__(_Link(bus, on_push, device), _Page())
