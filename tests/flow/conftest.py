@@ -95,8 +95,8 @@ def team(commons: Commons, way: Way) -> Team:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> str:
-    """A pair name of this test's own."""
-    return re.sub(r"[^A-Za-z0-9._-]", ".", request.node.name)[-100:]
+    """A pair name of this test's own; tests of two files may have one name, and one site."""
+    return re.sub(r"[^A-Za-z0-9._-]", ".", f"{request.path.stem}.{request.node.name}")[-100:]
 
 
 @pytest.fixture
