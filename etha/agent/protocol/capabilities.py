@@ -1,7 +1,7 @@
-"""What an agent says of a batch before it stands: its plans' digest, and how it could move bytes; pure.
+"""What an agent declares before a batch is registered: its plans' digest, and how it can move bytes; pure.
 
-All agents of a batch read all verdicts, so all derive the same ways: who copies from whose workers, and
-how streams are cut.
+All agents of a batch read all verdicts, so all derive the same ways: who copies from whose workers, and how streams are
+cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from etha.config import MAX_WORLD
 from etha.errors import ProtocolError, Violation
 
-#: What agents with NCCL say that make no id.
+#: What an agent with NCCL declares if it does not make the id.
 HAS_NCCL = "yes"
 _NCCL = re.compile(rf"(|{HAS_NCCL}|[0-9a-f]{{256}})")
 
@@ -25,13 +25,14 @@ Apart = tuple[str, int, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``digest`` of both plans; ``reads``: agents from whose workers this one can copy everything itself.
+    """What one agent declares.
 
-    ``shared``: a source tensor of its workers lies where a target lies, so that nobody else may read it
-    at any moment. ``staging`` in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of.
-    ``apart``: per side at most one (side, rank, tensor, other rank): this tensor of a worker here lies where one of
-    ``other rank`` of the other side does, whom another agent serves.
-    ``nccl``: of the first of the agents the unique id (hex) of their communicator, of others ``HAS_NCCL``; "": none.
+    ``digest`` is that of both plans. ``reads`` are the agents from whose workers this one can copy everything itself.
+    ``shared``: a source tensor of its workers overlaps a target, so no other agent may read it at any moment.
+    ``staging`` is in bytes, ``streams`` per peer; ``seq`` is the highest number that it knows of. ``apart`` has at most
+    one (side, rank, tensor, other rank) per side: this tensor of a worker here overlaps one of rank ``other rank`` of
+    the other side, which another agent serves. ``nccl`` is the unique id (hex) of their communicator from the first
+    agent, ``HAS_NCCL`` from the others; "" means no NCCL.
     """
 
     digest: str
@@ -50,7 +51,7 @@ class Verdict:
 
     @classmethod
     def from_text(cls, agent: str, text: str) -> Verdict:
-        """The inverse of ``to_text``; ProtocolError names the agent."""
+        """The inverse of ``to_text``. ProtocolError names the agent."""
         digest, _, rest = text.partition(" ")
         try:
             match json.loads(rest):
@@ -79,9 +80,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the verdicts of all agents of a batch come to; the same on each of them.
+    """What follows from the verdicts of all agents of a batch; the same on each of them.
 
-    ``nccl``: id of the communicator of all of them, hex; "": one of them has no NCCL.
+    ``nccl`` is the id (hex) of the communicator of all of them; "" if one of them has no NCCL.
     """
 
     reads: frozenset[tuple[str, str]] = frozenset()
@@ -92,7 +93,7 @@ class Terms:
 
     @classmethod
     def of(cls, verdicts: Mapping[str, Verdict]) -> Terms:
-        """``reads`` as of ``transport.ways.Ways``; the least staging and streams of all, the highest seq."""
+        """``reads`` as in ``transport.wire.routing.Ways``; the least staging and streams of all; the highest seq."""
         first = verdicts[min(verdicts)].nccl
         return cls(
             reads=frozenset(
@@ -118,10 +119,10 @@ def _is_apart(found: object) -> bool:
 def torn_apart(
     agents: Mapping[str, tuple[str, ...]], verdicts: Mapping[str, Verdict]
 ) -> dict[str, tuple[Violation, ...]]:
-    """By source side: targets that lie in the memory of sources which another agent serves, where several receive.
+    """By source side: targets that overlap sources which another agent serves, if several agents receive.
 
-    One agent reads what lies under its targets before it writes. What several do is in no order: one would write
-    where another still reads.
+    One agent reads what its targets overlap before it writes them. Nothing orders the reads and writes of several
+    agents, so one would write where another still reads.
     """
     first, second = agents
     other = {first: second, second: first}

@@ -1,10 +1,10 @@
 """The coordinator of one direction of one batch: collects READY, books, says GO, collects votes, decides.
 
-Pure. It lives in the agent of source rank 0 and speaks only ``peer.messages``; the agent itself is
-one of its participants and is told by the same messages. A batch on one agent books nothing.
+Pure. It lives in the agent of source rank 0 and sends only ``peer.messages``. Its own agent is one of its participants
+and gets the same messages. A batch on one agent books nothing.
 
     COLLECTING --all ready--> BOOKING --all booked--> MOVING --all done--> COMMITTING --settled--> COLLECTING
-         ^--READY taken back, agent gone--/               \\--failed, agent gone--> COLLECTING (Abort said)
+         ^--READY taken back, agent lost--/               \\--failed, agent lost--> COLLECTING (Abort said)
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ Key = tuple[str, str]  # (agent, side)
 
 
 def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key, Ready]) -> EthaError | None:
-    """What is wrong with ``ready`` in the direction from ``source``, of which all ``wanted`` have to come; or None."""
+    """What is wrong with ``ready`` in the direction from ``source``, for which all ``wanted`` must come; None if
+    nothing."""
     if set(wanted) <= ready.keys() and all(m.verb == "send" for m in ready.values()):
         a, b = sorted({side for _, side in wanted})
         return TransferError(
             f"{name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
             outcome="withdrawn",
         )
-    # Of this direction only: READYs of the other one may be of a transfer whose GO has not been heard of here.
+    # Only of this direction, because READYs of the other one may belong to a transfer whose GO has not arrived here.
     sends = [m for (_, side), m in ready.items() if side == source and m.verb == "send"]
     editions = {m.edition for m in sends}
     if "" in editions and len(editions) > 1:
@@ -64,7 +65,7 @@ def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key
             outcome="withdrawn",
         )
     labels = {str(m.version) for m in sends if m.version is not None}
-    if len(labels) > 1 and len(editions) <= 1:  # of snapshots, a rank may be one ahead
+    if len(labels) > 1 and len(editions) <= 1:  # with snapshots, a rank may be one ahead
         return TransferError(
             f"{name}: the ranks of {source} send under different versions, {', '.join(sorted(labels))}; "
             f"give the same version on every rank, or on one only",
@@ -85,7 +86,7 @@ class Reservation:
     READY with a booking, or Book --> Booked    all booked: GO
     Recall --> Unbook, Book (same ticket)       an older transfer goes first on that agent
 
-    ``side`` is the coordinator's source side. A number names one Book, so that a late message is recognized.
+    ``side`` is the coordinator's source side. A number names one Book, so that a late message is recognised.
     """
 
     def __init__(self, side: str) -> None:
@@ -97,25 +98,25 @@ class Reservation:
 
     @property
     def complete(self) -> bool:
-        """Every agent that was asked has granted it."""
+        """Whether every agent that was asked has granted its booking."""
         return bool(self._numbers) and self._booked == self._numbers.keys()
 
     def ask(
         self, agents: Iterable[str], ticket: Ticket, held: Mapping[str, int] = _NOBODY
     ) -> list[tuple[str, Book | Unbook]]:
-        """Book at ``agents`` under ``ticket``; those ``held`` (agent -> number) came with READY."""
+        """Book at ``agents`` under ``ticket``. Those ``held`` (agent -> number) came with READY."""
         self.ticket = ticket
         self._numbers |= held
         self._booked |= held.keys()
         return [(agent, self._book(agent, ticket)) for agent in agents if agent not in held]
 
     def booked(self, agent: str, message: Booked) -> None:
-        """An agent granted it, if it is the one that was asked for last."""
+        """An agent granted its booking, if it is the one that was last asked for."""
         if self._numbers.get(agent) == message.number:
             self._booked.add(agent)
 
     def recall(self, agent: str, message: Recall) -> list[tuple[str, Book | Unbook]]:
-        """An agent wants it back for an older one: queue behind that, as old as before."""
+        """An agent wants the booking back for an older transfer: book again, behind that one, with the same ticket."""
         if self.ticket is None or self._numbers.get(agent) != message.number:
             return []
         self._booked.discard(agent)
@@ -131,7 +132,7 @@ class Reservation:
         return out
 
     def close(self) -> None:
-        """GO is said: what was booked is the transfer's."""
+        """GO is said, so the transfer owns what was booked."""
         self.ticket = None
         self._numbers.clear()
         self._booked.clear()
@@ -143,7 +144,7 @@ class Reservation:
 
 
 class Phase(Enum):
-    """Where the coordinator stands."""
+    """What the coordinator is doing."""
 
     COLLECTING = 1
     BOOKING = 2
@@ -153,7 +154,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """To the coordinator's own agent only: answer your workers, for every peer has acknowledged, declined or gone.
+    """To the coordinator's own agent only: answer your workers, because every peer has acknowledged, declined or is
+    lost.
 
     ``cause`` is None exactly when ``outcome`` is "committed".
     """
@@ -167,7 +169,7 @@ Outbox = list[tuple[str, Message | Settle]]
 
 
 class Coordinator(Machine[Phase]):
-    """``agents`` maps each side to the agent of each of its ranks, by rank; ``source`` is the sender."""
+    """``agents`` maps each side to the agent of each of its ranks, by rank. ``source`` is the side that sends."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         Phase.COLLECTING: frozenset({Phase.BOOKING, Phase.MOVING}),
@@ -200,7 +202,7 @@ class Coordinator(Machine[Phase]):
         self.offered = False
 
     def hear(self, agent: str, message: Message) -> Outbox:
-        """Take one participant's message; returns (agent, message) to send, in order."""
+        """Handle one participant's message. Returns (agent, message) to send, in order."""
         match message:
             case Ready():
                 return self._ready(agent, message)
@@ -224,10 +226,10 @@ class Coordinator(Machine[Phase]):
             case Declined(seq=seq, cause=cause) if self._current(seq, Phase.COMMITTING):
                 self.declined.setdefault(agent, cause)
                 return self._settle()
-        return []  # of a transfer that is over: the sender has been told its end already
+        return []  # of a transfer that is over, whose end the sender knows already
 
     def on_agent_lost(self, agent: str) -> Outbox:
-        """An agent's link closed: a transfer in motion ends, a decided one goes on without it, none begins."""
+        """An agent's link closed: a moving transfer is aborted, a decided one goes on without it, and none begins."""
         self.lost_agents.add(agent)
         self.ready = {key: value for key, value in self.ready.items() if key[0] != agent}
         match self.state:
@@ -238,7 +240,8 @@ class Coordinator(Machine[Phase]):
         return [*self._collect(), *self._offer()]
 
     def missing(self) -> tuple[tuple[str, int], ...]:
-        """Ranks whose agent has not said READY with the verb that this direction needs, or with an older snapshot."""
+        """Ranks whose agent has not said READY with the verb that this direction needs, or only with an older
+        snapshot."""
         verb = {self.source: "send", self.target: "recv"}
         newest = self._edition()
         return tuple(
@@ -251,7 +254,7 @@ class Coordinator(Machine[Phase]):
         )
 
     def observe(self, go: Go) -> Outbox:
-        """A transfer began, in either direction: its number is taken, its READYs are used up."""
+        """A transfer began, in either direction: its number is taken, and its READYs are used up."""
         self.skip(go.seq)
         for agent, side, attempt in go.attempts:
             found = self.ready.get((agent, side))
@@ -260,7 +263,7 @@ class Coordinator(Machine[Phase]):
         return self._collect() if self.missing() else []
 
     def skip(self, seq: int) -> None:
-        """``seq`` has been given to a transfer."""
+        """Note that ``seq`` has been given to a transfer."""
         self.seq = max(self.seq, seq)
 
     def _current(self, seq: int, phase: Phase) -> bool:
@@ -287,7 +290,7 @@ class Coordinator(Machine[Phase]):
         return [*self._collect(), (agent, stood), *self._offer()]
 
     def _collect(self) -> Outbox:
-        """Back from BOOKING: nothing is held for calls that may not come again."""
+        """Go back from BOOKING. Nothing stays booked for calls that may not come again."""
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
@@ -295,7 +298,7 @@ class Coordinator(Machine[Phase]):
         return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.lost_agents]
 
     def _give_way(self, agent: str, message: Recall) -> Outbox:
-        """An agent wants back what came with its READY: another transfer can begin before this one."""
+        """An agent wants back what came with its READY, because another transfer can begin before this one."""
         for key, found in self.ready.items():
             if key[0] == agent and found.lane and found.held_number == message.number:
                 self.ready[key] = msgspec.structs.replace(found, lane=False)
@@ -303,12 +306,12 @@ class Coordinator(Machine[Phase]):
         return []
 
     def _edition(self) -> str:
-        """Of the snapshots that are offered the one that came last; "" where tensors are sent as they are."""
+        """The edition of the snapshot that was offered last; "" if tensors are sent."""
         sends = self._sends()
         return sends[-1].edition if sends else ""
 
     def _sends(self) -> list[Ready]:
-        """Of the source ranks, in the order in which they came."""
+        """READYs to send of the source ranks, in the order in which they came."""
         return [m for (_, side), m in self.ready.items() if side == self.source and m.verb == "send"]
 
     def _label(self) -> Version:
@@ -316,7 +319,7 @@ class Coordinator(Machine[Phase]):
         return found[0] if found else None
 
     def _next(self) -> Outbox:
-        """Begin if all are ready: by booking at their agents, or at once where there is one agent only."""
+        """Begin if all are ready: book at their agents first, or begin at once if there is only one agent."""
         if self.state is not Phase.COLLECTING or self.lost_agents or self.missing():
             return self._offer()
         if len(self.peers) == 1:
@@ -360,10 +363,10 @@ class Coordinator(Machine[Phase]):
         return [(peer, Commit(seq=self.seq)) for peer in self.peers]
 
     def _settle(self) -> Outbox:
-        """Every peer has acknowledged, declined or gone: one acknowledgement makes the commit stand.
+        """Once every peer has acknowledged, declined or is lost, settle: one acknowledgement makes the commit valid.
 
-        Survivors that lost this coordinator have aborted if none of them knew the commit. So without one
-        acknowledgement a result may never be given; and only when all declined is it sure that none was.
+        Survivors that lost this coordinator have aborted if none of them knew the commit. So without an acknowledgement
+        a result may never be given out. And only if all have declined is it certain that none was.
         """
         others = {peer for peer in self.peers if peer != self.me}
         known = self.votes | self.declined.keys()

@@ -1,4 +1,4 @@
-"""What the state machines ask the shell to do, as data; the shell performs each and feeds back events.
+"""What the state machines ask the shell to do, as data. The shell performs each effect and feeds back events.
 
 A ``CallKey`` names one request of one worker: (session key, request id).
 """
@@ -17,7 +17,7 @@ Member = tuple[str, int]  # (side, rank)
 
 
 def name_ranks(ranks: Mapping[str, Collection[int]]) -> str:
-    """ "trainer ranks 0, 2-7; inference rank 1" for messages; "nobody" when there is none."""
+    """ "trainer ranks 0, 2-7; inference rank 1", for messages; "nobody" if there are none."""
     sides = []
     for side, members in sorted(ranks.items()):
         runs: list[list[int]] = []
@@ -40,7 +40,8 @@ def name_members(members: Iterable[Member]) -> str:
 
 
 def name_agents(agents: Mapping[str, tuple[str, ...]], which: Collection[str]) -> str:
-    """ "the agent of trainer ranks 0-1 is", "the agents of ... are"; ``agents``: side -> agent of each rank."""
+    """ "the agent of trainer ranks 0-1 is", "the agents of ... are"; ``agents`` maps a side to the agent of each
+    rank."""
     ranks = {side: [rank for rank, agent in enumerate(members) if agent in which] for side, members in agents.items()}
     named = name_ranks({side: members for side, members in ranks.items() if members})
     return f"the agents of {named} are" if len(which) > 1 else f"the agent of {named} is"
@@ -74,7 +75,7 @@ class Tell:
 class StartMove:
     """Run this agent's program of transfer ``seq`` from side ``source`` for these calls.
 
-    ``snapshot``: out of what the source ranks have set aside, not out of their tensors.
+    ``snapshot``: read the snapshots of the source ranks instead of their tensors.
     """
 
     seq: int
@@ -85,14 +86,14 @@ class StartMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMove:
-    """Stop the program of ``seq``; MoveEnded follows once nothing touches memory any more."""
+    """Stop the program of ``seq``. ``moved()`` is fed back once nothing touches memory any more."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """Transfer ``seq``, that a StartMove began, is over here: committed (``error`` None), aborted or unknown."""
+    """Transfer ``seq``, which a StartMove began, is over here: committed (``error`` None), aborted or unknown."""
 
     seq: int
     source: str
@@ -112,16 +113,16 @@ class OfferChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """Survivors of ``seq``'s coordinator are asked: feed back ``undecided(seq)`` after a second."""
+    """Survivors of ``seq``'s coordinator are being asked: feed back ``undecided(seq)`` after a second."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class HoldLane:
-    """Book what a transfer from side ``source`` needs of this agent, which ``can_hold`` has said is free.
+    """Book what a transfer from side ``source`` needs of this agent; ``can_hold`` has said that it is free.
 
-    Always the first of an event's effects, so that nobody takes it in between.
+    It is always the first effect of an event, so that nobody else books in between.
     """
 
     source: str
@@ -129,7 +130,7 @@ class HoldLane:
 
 @dataclass(frozen=True, slots=True)
 class WantLane:
-    """Book what a transfer from side ``source`` needs of this agent; ``granted()`` and ``recalled()`` are fed back."""
+    """Book what a transfer from side ``source`` needs of this agent. ``granted()`` and ``recalled()`` are fed back."""
 
     ticket: Ticket
     source: str
@@ -137,9 +138,9 @@ class WantLane:
 
 @dataclass(frozen=True, slots=True)
 class BeginLane:
-    """GO was said: what is booked is not to be recalled from now on."""
+    """GO was said: what is booked must not be recalled from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeLane:
-    """What was booked or wanted is needed no longer."""
+    """What was booked or wanted is no longer needed."""

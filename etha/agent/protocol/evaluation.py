@@ -1,7 +1,7 @@
 """From what every rank registered to the plans of both directions, or every reason why not; pure.
 
-Every agent of a batch computes this alone from the same records, so it must not depend on anything
-else: no clock, no memory of earlier batches, one order of everything.
+Every agent of a batch computes this alone from the same records. So it must depend on nothing else: no clock, no memory
+of earlier batches, and one order of everything.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Specs = dict[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a complete roster amounts to.
+    """The result for a complete roster.
 
-    ``plans`` and ``violations`` are keyed by the source side of a direction; a direction has a plan iff
-    it has no violations. ``refused`` is not empty when the registration as a whole fails.
+    ``plans`` and ``violations`` are keyed by the source side of a direction. A direction has a plan if and only if it
+    has no violations. ``refused`` is not empty if the registration as a whole fails.
     """
 
     sides: tuple[str, str]
@@ -52,16 +52,17 @@ class Evaluation:
     sizes: Mapping[str, int]
     #: Source sides of the directions that some rank has asked for.
     asked: frozenset[str] = frozenset()
-    #: Name of each part of a region -> its tensor's: the source's ranks hold that.
+    #: Name of each part of a region -> its tensor's name, under which the source's ranks hold it.
     parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Of both directions, as it stands in Redis; equal on every agent."""
+        """The digest of both directions, as in Redis; equal on every agent."""
         return "+".join(f"{side}:{self.digests.get(side, 'none')}" for side in self.sides)
 
     def but(self, more: Mapping[str, tuple[Violation, ...]]) -> Evaluation:
-        """With more reasons why a direction (by source side) cannot work, which agents found as they met."""
+        """The same with more reasons why a direction (by source side) cannot work, found when agents exchanged
+        verdicts."""
         violations = {side: (*found, *more.get(side, ())) for side, found in self.violations.items()}
         plans = {side: plan for side, plan in self.plans.items() if not violations[side]}
         return replace(
@@ -74,7 +75,7 @@ class Evaluation:
         )
 
     def nbytes(self, source: str) -> int:
-        """Bytes of the whole batch at the wire dtypes, all targets; 0 for an impossible direction."""
+        """Bytes of the whole batch at the wire dtypes, for all targets; 0 for an impossible direction."""
         return self.sizes.get(source, 0)
 
 
@@ -87,7 +88,7 @@ class Where:
 
 
 def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest], where: Where) -> Evaluation:
-    """Describe both sides, list what is wrong in either direction, plan what can work."""
+    """Describe both sides, list what is wrong in either direction, and plan what can work."""
     first, second = sides = tuple(sorted(where.agents))
     ordered = sorted(records.items())
     common, only_as_target = _refusals(ordered, manifests)
@@ -131,7 +132,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         violations=violations,
         refused=_refused(sides, asked, violations),
         asked=asked,
-        # Who only sends has nothing to keep whole, so only a receiver's wish counts.
+        # Only a receiver's wish counts, because a rank that only sends has nothing to keep whole.
         atomic=any(record.atomic and record.direction != "send" for record in records.values()),
         bucket_size=min(sizes, default=None),
         verify=_strongest(records),
@@ -148,13 +149,13 @@ def _strongest(records: Mapping[Member, Record]) -> Verify | None:
 
 
 def _follows(found: Violation, reported: Sequence[Violation], specs: Mapping[str, Specs]) -> bool:
-    """Whether a plan's violation only repeats one that is told: a refused tensor is not also unknown or uncovered."""
+    """Whether a plan's violation only repeats a reported one: a refused tensor is not also unknown or uncovered."""
     about = [v for v in reported if v.name == found.name]
     return (found.code == "uncovered" and bool(about)) or any(v.name not in specs[v.side] for v in about)
 
 
 def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, list[Violation]]:
-    """One TensorSpec a name from what each rank of a side says of it, and where they disagree."""
+    """One TensorSpec per name from what each rank of a side registered, and where the ranks disagree."""
     named: dict[str, dict[int, Described]] = {}
     for rank in sorted(manifests):
         for name, described in manifests[rank].tensors.items():
@@ -164,7 +165,7 @@ def describe_side(side: str, manifests: Mapping[int, Manifest]) -> tuple[Specs, 
     known: dict[object, tuple[TensorSpec | None, list[Violation]]] = {}
     for name in sorted(named):
         ranks = named[name]
-        # Tensors that every rank describes alike share everything that follows.
+        # Tensors that every rank describes the same way share everything that follows.
         key = tuple((rank, d.dtype, id(d.layout), d.shape, d.local) for rank, d in ranks.items())
         if key not in known:
             known[key] = _describe(side, name, ranks)
@@ -210,7 +211,7 @@ def _describe(side: str, name: str, ranks: Mapping[int, Described]) -> tuple[Ten
 def _infer(
     layouts: Sequence[Layout], locals_: Mapping[int, tuple[int, ...]]
 ) -> tuple[tuple[int, ...] | None, str | None]:
-    """The global shape that every layout of a name tells from its own ranks; they have to agree."""
+    """The global shape that follows from every layout of a name and its own ranks. They must agree."""
     shapes = set()
     for part in layouts:
         shape, why = infer_global_shape(part, {r: s for r, s in locals_.items() if r in part})
@@ -223,7 +224,7 @@ def _infer(
 
 
 def _target_bytes(plan: Plan) -> int:
-    """What all target ranks receive together, at the wire dtypes."""
+    """Bytes that all target ranks receive together, at the wire dtypes."""
     known: dict[int, int] = {}
     total = 0
     for tensor, name in enumerate(plan.names):
@@ -252,7 +253,7 @@ def _refusals(
 
 
 def _forms(records: Sequence[tuple[Member, Record]]) -> list[Violation]:
-    """The list form is matched by position: every rank has to use it, with a list of the same length."""
+    """The list form is matched by position, so every rank must use it, with a list of the same length."""
     forms = {record.form for _, record in records}
     if len(forms) < 2:
         return []
@@ -270,7 +271,7 @@ def _forms(records: Sequence[tuple[Member, Record]]) -> list[Violation]:
 
 
 def _pairs(records: Sequence[tuple[Member, Record]], manifests: Mapping[str, Manifest]) -> list[Violation]:
-    """A name belongs to one pair on all ranks."""
+    """A name must belong to the same pair on all ranks."""
     first: dict[str, str] = {}
     wrong = []
     seen: set[tuple[str, str]] = set()
@@ -298,7 +299,8 @@ def _asked(records: Sequence[tuple[Member, Record]], sides: tuple[str, ...]) -> 
 
 
 def _labelled(violation: Violation, source: str, target: str) -> str:
-    """What a side lacks depends on who sends, so it is said with the direction, and the plan's words with names."""
+    """A violation's text with the sides' names. If a side lacks a name, that depends on who sends, so it names the
+    direction."""
     if violation.code not in ("unknown_name", "missing_name"):
         return violation.text
     has, lacks = (source, target) if violation.code == "unknown_name" else (target, source)
@@ -308,21 +310,21 @@ def _labelled(violation: Violation, source: str, target: str) -> str:
 def _refused(
     sides: tuple[str, ...], asked: frozenset[str], violations: Mapping[str, tuple[Violation, ...]]
 ) -> tuple[Violation, ...]:
-    """Violations of every direction that somebody asked for; of both when nobody did and neither works."""
+    """Violations of every direction that a rank asked for; of both if no rank asked and neither works."""
     wanted = asked or (sides if all(violations.values()) else ())
     return tuple(dict.fromkeys(v for source in sides if source in wanted for v in violations[source]))
 
 
-# ---- regions that are lists of products: a part is planned as a tensor by itself, whose source is its tensor ----
+# ---- regions that are lists of products: each part is planned as a tensor of its own, with its tensor as source ----
 
 
 def parts_of(manifests: Mapping[int, Manifest]) -> dict[str, str]:
-    """Name of each part that a rank of a side registered -> its tensor's."""
+    """Name of each part that a rank of a side registered -> its tensor's name."""
     return {name: d.of for m in manifests.values() for name, d in m.tensors.items() if d.of is not None}
 
 
 def clashes(manifests: Mapping[int, Manifest], side: str, parts: Mapping[str, str]) -> list[Violation]:
-    """Names of ``side`` that are also those of ``parts``, of either side, but of other tensors."""
+    """Names of ``side`` that are also names of ``parts`` of either side, but of other tensors."""
     found = []
     for rank, manifest in manifests.items() if parts else ():
         for name in manifest.tensors.keys() & parts.keys():
@@ -338,9 +340,10 @@ def joined(
     source_parts: Mapping[str, str],
     target_parts: Mapping[str, str],
 ) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
-    """What is planned: for each part of a target the source's tensor under the part's name.
+    """What is planned: for each part of a target, the source's tensor under the part's name.
 
-    What a source has in parts, and parts of what the source has not, are told by their tensors alone.
+    A source's parts are left out, because their tensors cover them. So are a target's parts whose tensor the source
+    lacks.
     """
     if source_parts:
         source = {name: spec for name, spec in source.items() if name not in source_parts}
@@ -351,7 +354,7 @@ def joined(
 
 
 def beyond(name: str, side: str, ranks: Mapping[int, Described]) -> list[Violation]:
-    """Ranks whose region does not lie in the global shape, each by itself."""
+    """A violation for each rank whose region does not lie in the global shape."""
     found = []
     for rank, d in ranks.items():
         if d.layout.kept is None:
@@ -365,18 +368,18 @@ def beyond(name: str, side: str, ranks: Mapping[int, Described]) -> list[Violati
     return found
 
 
-# ---- names that are one memory on a target: allowed where they are one memory on the source, too ----
-# Otherwise every rank would hold what came last, whichever that is. What counts is memory and not values, because
-# equal values in two places may be different ones at the next transfer.
+# ---- names that are one memory on a target: allowed if they are one memory on the source, too ----
+# Otherwise every rank would hold what came last, whichever that is. Memory counts and not values, because equal values
+# in two places may differ at the next transfer.
 
-#: A side by its name, what its ranks registered, and what that amounts to for the plan.
+#: A side's name, what its ranks registered, and its specs for the plan.
 Side = tuple[str, Mapping[int, Manifest], Mapping[str, TensorSpec]]
 
 
 def double_writes(source: Side, target: Side, parts: Mapping[str, str]) -> list[Violation]:
     """Every rank of ``target`` and every name of it that would be written twice, with different elements.
 
-    ``parts``: names of parts of regions, whose source is the tensor that they are parts of.
+    ``parts``: names of parts of regions -> the tensor that is their source.
     """
     found = []
     known: dict[tuple[str, str], str | None] = {}
@@ -384,7 +387,7 @@ def double_writes(source: Side, target: Side, parts: Mapping[str, str]) -> list[
         for name, first in sorted(manifest.ties.items()):
             held = parts.get(first, first), parts.get(name, name)
             if any(one not in source[2] for one in held) or any(one not in target[2] for one in (first, name)):
-                continue  # that is told by itself
+                continue  # another violation reports it
             if held not in known:
                 known[held] = _apart(source, *held)
             why = known[held]
@@ -400,7 +403,7 @@ def double_writes(source: Side, target: Side, parts: Mapping[str, str]) -> list[
 
 
 def _apart(source: Side, first: str, name: str) -> str | None:
-    """Why two names are not one memory on the source, None where they are."""
+    """Why two names are not one memory on the source; None if they are."""
     side, members, specs = source
     for rank, manifest in sorted(members.items()):
         here = [one for one in (first, name) if one in manifest.tensors]
@@ -419,28 +422,28 @@ def _empty(spec: TensorSpec, rank: int) -> bool:
 
 
 def _owned(spec: TensorSpec, rank: int) -> object:
-    """The global shape, and the runs of it that a rank owns; of a contribution, which one it is."""
+    """The global shape and the runs of it that a rank owns; for a contribution, also which one it is."""
     for part in spec.layouts:
         if rank in part:
             return spec.shape, part.owned(spec.shape, rank), str(part) if any(a.partial for a in part.axes) else ""
     return None
 
 
-# ---- what equal registrations amounted to before ----
+# ---- evaluations of equal registrations are kept ----
 
-#: Evaluations kept; the one that was used longest ago goes first. Plans of large models are some MB a rank.
+#: Number of evaluations kept, least recently used dropped first. Plans of large models take some MB per rank.
 _KEPT = 8
 
 _Key = tuple[object, ...]
 
 
 class Evaluations:
-    """A bounded memory in front of ``evaluate``; one an agent.
+    """A bounded cache of ``evaluate``, one per agent.
 
-    ``evaluate`` depends on records, manifests and places alone, but for ``seq``, so that what was found for equal
-    ones is found again, with all plan rows that have been asked for.
-
-    From any thread: two that look for the same at once may both evaluate it."""
+    ``evaluate`` depends only on records, manifests and places, except for ``seq``. So equal ones get the same
+    evaluation, with all plan rows that were computed before. Thread-safe: two threads that ask for the same at once may
+    both evaluate it.
+    """
 
     def __init__(self, kept: int = _KEPT) -> None:
         self._most = kept
@@ -450,7 +453,7 @@ class Evaluations:
         return len(self._found)
 
     def of(self, records: Mapping[Member, Record], manifests: Mapping[str, Manifest], where: Where) -> Evaluation:
-        """``evaluate`` of the same; its plans are shared with every equal registration."""
+        """``evaluate`` of the same arguments. Its plans are shared with every equal registration."""
         key = _key(records, where)
         found = self._found.pop(key, None)
         if found is None:
@@ -463,7 +466,7 @@ class Evaluations:
 
 
 def _key(records: Mapping[Member, Record], where: Where) -> _Key:
-    """All that an evaluation depends on, but for ``seq``."""
+    """Everything that an evaluation depends on, except ``seq``."""
     reported = tuple((member, dataclasses.replace(record, seq=0)) for member, record in sorted(records.items()))
     places = tuple(
         tuple((side, tuple(names)) for side, names in sorted(some.items())) for some in (where.agents, where.hosts)

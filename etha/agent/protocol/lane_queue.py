@@ -1,14 +1,15 @@
 """What transfers between agents may use of one agent at once, over all of its batches; pure.
 
-A transfer over several agents books what it needs of each before GO, and holds it to its end: staging memory, one
-of the places on the way to each peer, on a card the order of NCCL. Threads that copy are not booked: whoever has one
-never waits for anything but memory of this machine while he has it.
+A transfer over several agents books what it needs of each before GO, and holds it to its end: staging memory, a place
+on the way to each peer, and on a card the order of NCCL. Threads that copy are not booked, because a copying thread
+waits only for memory of this machine.
 
-Two that book the same agents cannot wait for each other (wound-wait): tickets are totally ordered and a booking keeps
-its ticket until GO. Look at the oldest ticket that has not begun. What it lacks anywhere is held by transfers that
-have begun, and those book nothing more to end, or by younger ones, which are recalled and queue behind it; nobody
-younger gets any of it in between. So it gets all that it needs, which is never more than there is, begins and ends;
-then the next is the oldest. None is overtaken for ever, for of all tickets ever made only finitely many are older.
+Two transfers that book the same agents cannot wait for each other (wound-wait). Tickets are totally ordered, and a
+booking keeps its ticket until GO. Take the oldest ticket that has not begun. What it lacks anywhere is held either by
+transfers that have begun, which book nothing more before they end, or by younger ones, which are recalled and queue
+behind it. No younger one gets any of it in between. So it gets all that it needs, which is never more than there is,
+begins and ends; then the next ticket is the oldest. None is overtaken for ever, because only finitely many tickets are
+older.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from types import MappingProxyType
 
 from etha.peer.messages import Ticket
 
-#: Of what is held for calls that may wait for hours: gives way to every ticket.
+#: The ticket of what is held for calls that may wait for hours. It gives way to every other ticket.
 YOUNGEST: Ticket = (1 << 62, "", "")
 
-#: How much of each resource, by its name.
+#: How much of each resource, by name.
 Need = Mapping[str, int]
-#: All of an agent that has nothing but one lane.
+#: Everything of an agent that has nothing but one lane.
 LANE: Need = MappingProxyType({"lane": 1})
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """``key`` has all that it needs here."""
+    """``key`` has everything that it needs here."""
 
     key: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """An older ticket wants what ``key`` was granted and has not begun on; said once a grant."""
+    """An older ticket wants what ``key`` was granted and has not begun to use. Said once per grant."""
 
     key: Hashable
 
@@ -52,7 +53,7 @@ class _Booking:
 
 
 class Bookings:
-    """``limit`` tells how much there is of a resource: one of each where nothing else is said."""
+    """``limit`` says how much there is of a resource; by default one of each."""
 
     def __init__(self, limit: Callable[[str], int] = lambda resource: 1) -> None:
         self._limit = limit
@@ -60,17 +61,17 @@ class Bookings:
 
     @property
     def holders(self) -> frozenset[Hashable]:
-        """Who has what it needs."""
+        """The keys that have what they need."""
         return frozenset(key for key, booking in self._bookings.items() if booking.held)
 
     def want(self, key: Hashable, ticket: Ticket, need: Need = LANE) -> list[Granted | Recalled]:
-        """``key`` asks for what it needs; whatever it had or wanted before is given up."""
+        """``key`` asks for what it needs. Whatever it had or wanted before is given up."""
         before = self.free(key)
         self._bookings[key] = _Booking(ticket=ticket, need=self._within(need))
         return [*before, *self._decide()]
 
     def can_hold(self, key: Hashable, need: Need = LANE) -> bool:
-        """Whether ``hold`` would grant it: ``key`` has nothing, nobody older wants it, and it is there."""
+        """Whether ``hold`` would grant it: ``key`` has no booking, no older one wants it, and it is available."""
         if key in self._bookings:
             return False
         left = self._left()
@@ -80,14 +81,14 @@ class Bookings:
         return not self._short(left, self._within(need))
 
     def hold(self, key: Hashable, need: Need = LANE) -> bool:
-        """Take it for ``key`` if ``can_hold``, younger than any ticket; whether it was taken."""
+        """Book it for ``key``, younger than any ticket, if ``can_hold``. Returns whether it was booked."""
         if not self.can_hold(key, need):
             return False
         self._bookings[key] = _Booking(ticket=YOUNGEST, need=self._within(need), held=True)
         return True
 
     def begin(self, key: Hashable) -> list[Granted | Recalled]:
-        """GO was said to ``key``: it runs to its end now."""
+        """GO was said to ``key``, so it keeps its booking to its end."""
         booking = self._bookings.get(key)
         if booking is None or not booking.held:
             return []
@@ -95,7 +96,7 @@ class Bookings:
         return self._decide()  # it may have been recalled in vain
 
     def free(self, key: Hashable) -> list[Granted | Recalled]:
-        """``key`` has ended or wants nothing any longer; nothing where it never did."""
+        """``key`` has ended or wants nothing any longer. Does nothing if it has no booking."""
         if self._bookings.pop(key, None) is None:
             return []
         return self._decide()
@@ -106,7 +107,7 @@ class Bookings:
         return {name: min(amount, self._limit(name)) for name, amount in need.items() if amount > 0}
 
     def _left(self) -> dict[str, int]:
-        """What nobody holds, of the resources that somebody has named."""
+        """What nobody holds of each resource that some booking names."""
         left: dict[str, int] = {}
         for booking in self._bookings.values():
             if booking.held:
@@ -125,7 +126,8 @@ class Bookings:
         return {name for name, amount in need.items() if left.get(name, self._limit(name)) < amount}
 
     def _decide(self) -> list[Granted | Recalled]:
-        """In the order of tickets: who finds what it needs is granted it, who does not keeps younger ones from it."""
+        """In the order of tickets, grant those that find what they need; those that do not keep it from younger
+        ones."""
         changes: list[Granted | Recalled] = []
         left = self._left()
         waiting = [(key, booking) for key, booking in self._bookings.items() if not booking.held]
@@ -139,7 +141,7 @@ class Bookings:
         return changes
 
     def _recall(self, left: Mapping[str, int], booking: _Booking) -> list[Granted | Recalled]:
-        """Call back from younger ones that have not begun, the youngest first, until it is enough for ``booking``."""
+        """Recall younger bookings that have not begun, youngest first, until it is enough for ``booking``."""
         coming = dict(left)
         idle = [(key, other) for key, other in self._bookings.items() if other.held and not other.begun]
         for _, other in idle:

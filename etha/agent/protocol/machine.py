@@ -1,7 +1,7 @@
-"""The common ground of the agent's state machines: one place that moves a state, and remembers.
+"""The base of the agent's state machines: one place that changes a state, and remembers its history.
 
-A machine is synchronous and does no I/O: an event goes in, effects come out as data. The table says
-which moves exist; any other raises with the machine's history, because it is a bug of ours.
+A machine is synchronous and does no I/O: an event goes in, effects come out as data. The table says which moves exist.
+Any other move raises with the machine's history, because it is a bug in Etha.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ S = TypeVar("S", bound=Enum)
 
 
 class ImpossibleMove(AssertionError):
-    """A machine was asked for a move that its table does not have; the message tells its history."""
+    """A machine was asked for a move that its table does not have. The message has its history."""
 
 
 class Machine(Generic[S]):
-    """A named state with a transition table; ``history`` holds the last 32 states."""
+    """A named state with a transition table. ``history`` holds the last 32 states."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]]
 
@@ -33,11 +33,12 @@ class Machine(Generic[S]):
 
     @property
     def state(self) -> S:
-        """Where the machine stands; only ``move`` changes it."""
+        """The current state. Only ``move`` changes it."""
         return self._state
 
     def move(self, to: S) -> None:
-        """Go to ``to``, or raise ImpossibleMove with the story so far. Staying is not a move."""
+        """Change the state to ``to``. ImpossibleMove, with the history, if the table lacks that move. Staying is not a
+        move."""
         if to is self._state:
             return
         if to not in self.TABLE[self._state]:

@@ -1,8 +1,7 @@
-"""A pair as one agent sees it: who waits to be let in, which epoch stands, why it was lost.
+"""A pair as one agent sees it: which calls wait for it, which epoch is formed, why it was lost.
 
-Pure. The truth is in Redis; ``viewed`` takes each newer view of it. A worker's death, heard here
-first, breaks the pair at once and does not wait for Redis to say so. Workers are let in once the
-agents of the epoch have met.
+Pure. The truth is in Redis; ``viewed`` takes each newer view of it. The death of a worker of this agent breaks the pair
+at once, without waiting for Redis. Workers are admitted once the agents of the epoch have met.
 
     FORMING --view formed--> FORMED --view lost, depart, lose--> LOST --view formed (next epoch)--> FORMED
 """
@@ -30,7 +29,7 @@ from etha.store.records import RankHolder as Holder
 
 
 class PairPhase(Enum):
-    """Where a pair stands."""
+    """The state of a pair."""
 
     FORMING = 1
     FORMED = 2
@@ -55,14 +54,14 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Ask the store to let this worker in; its view comes back through ``joined``."""
+    """Ask the store to let this worker join. Its view comes back through ``joined``."""
 
     asked: JoinRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Tell the store that this holder is gone from its rank."""
+    """Tell the store that this holder has left its rank."""
 
     side: str
     rank: int
@@ -80,7 +79,7 @@ class Sever:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
-    """``epoch`` is complete: let its agents meet; ``met`` or ``unmet`` follows. ``view`` names every holder."""
+    """``epoch`` is complete: let its agents meet. ``met`` or ``unmet`` follows. ``view`` names every holder."""
 
     epoch: int
     view: PairView
@@ -98,7 +97,7 @@ PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
 
 
 class PairMachine(Machine[PairPhase]):
-    """The pair ``name`` on one agent; ``epoch`` is the last that formed; ``redis`` is a URL for messages."""
+    """The pair ``name`` on one agent. ``epoch`` is the last that formed. ``redis`` is a URL for messages."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         PairPhase.FORMING: frozenset({PairPhase.FORMED}),
@@ -117,9 +116,9 @@ class PairMachine(Machine[PairPhase]):
         #: Why the agents of the last epoch could not meet.
         self._unmet = ""
         self._inside: set[CallKey] = set()
-        #: Calls whose epoch was over before they were let in, and which have joined again.
+        #: Calls whose epoch was over before they were admitted, and which have joined again.
         self._again: set[CallKey] = set()
-        #: Of calls that give up when the other side has left: the epoch before the one that it was seen to wait for.
+        #: For calls that give up when the other side has left: the epoch before the one that it was seen to wait for.
         self._seen: dict[CallKey, int] = {}
 
     def ask(self, asked: JoinRequest) -> list[PairEffect]:
@@ -128,7 +127,7 @@ class PairMachine(Machine[PairPhase]):
         return [Join(asked=asked)]
 
     def joined(self, key: CallKey, view: PairView) -> list[PairEffect]:
-        """The store has let the caller in."""
+        """The store has let the caller join."""
         if key in self.waiting:
             self._inside.add(key)
         return self.viewed(view)
@@ -138,14 +137,14 @@ class PairMachine(Machine[PairPhase]):
         return [Fail(call=key, error=error)] if self._forget(key) else []
 
     def viewed(self, view: PairView) -> list[PairEffect]:
-        """What Redis says now, in the order in which it said it; older epochs are ignored."""
+        """What Redis says now. Views must come in order; older epochs are ignored."""
         if view.epoch < self.epoch:
             return []
         self.view = view
         out: list[PairEffect] = []
         formed = view.state == "formed"
         if self.state is PairPhase.FORMED and (not formed or view.epoch > self.epoch):
-            # Of a later epoch Redis tells how that one ended. This one's members were displaced by it.
+            # The view's error belongs to the later epoch, whose members displaced this epoch's.
             passed = view.epoch > self.epoch
             reason = "relaunched" if passed else view.reason or "relaunched"
             text = f"the pair is at epoch {view.epoch} now" if passed else view.error
@@ -157,16 +156,17 @@ class PairMachine(Machine[PairPhase]):
         return out + self._admit(view)
 
     def met(self, epoch: int) -> list[PairEffect]:
-        """All agents of ``epoch`` are linked and hold it."""
+        """All agents of ``epoch`` are linked and know the epoch."""
         if epoch != self.epoch or self.state is not PairPhase.FORMED or self.view is None:
             return []
         self._met, self._unmet = epoch, ""
         return self._admit(self.view)
 
     def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
-        """The agents of ``epoch`` could not meet: nobody is let in, here or elsewhere.
+        """The agents of ``epoch`` could not meet: nobody is admitted, here or elsewhere.
 
-        Mostly one of them is dead, and Redis lists it until its lease ends. Who has been through that before is told.
+        Usually one of them is dead, and Redis lists it until its lease ends. Calls for which this is the second time
+        fail.
         """
         if epoch != self.epoch or self.state is not PairPhase.FORMED:
             return []
@@ -184,7 +184,7 @@ class PairMachine(Machine[PairPhase]):
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
     def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[PairEffect]:
-        """The caller's deadline passed, or it cancelled: it leaves. ``hint``: what it may have missed."""
+        """The caller's deadline passed, or it cancelled: it leaves. ``hint`` is appended to the error."""
         inside = key in self._inside
         asked = self._forget(key)
         if asked is None:
@@ -204,7 +204,7 @@ class PairMachine(Machine[PairPhase]):
         return [Fail(call=key, error=error), leave]
 
     def depart(self, side: str, rank: int, holder: Holder, reason: Reason) -> list[PairEffect]:
-        """A holder's process died or its last client closed."""
+        """A holder's process died, or its last client closed."""
         out: list[PairEffect] = [Leave(side=side, rank=rank, holder=holder, reason=reason)]
         for key in [k for k, a in self.waiting.items() if (a.side, a.rank, a.holder) == (side, rank, holder)]:
             self._forget(key)
@@ -214,17 +214,17 @@ class PairMachine(Machine[PairPhase]):
         return out
 
     def waits_for_others(self, key: CallKey) -> bool:
-        """Whether this call has come to Redis, and somebody else has not."""
+        """Whether this call has joined in Redis, and somebody else has not."""
         return key in self._inside and self.state is not PairPhase.FORMED
 
     def missing(self, asked: JoinRequest) -> dict[str, tuple[int, ...]]:
-        """Ranks that have not come; rank 0 stands for a side that nobody came from."""
+        """Ranks that have not come. Rank 0 stands for a side of which nobody has come."""
         if self.view is None:
             return {asked.side: tuple(range(asked.world_size)), asked.remote: (0,)}
         return self.view.missing()
 
     def error(self, epoch: int) -> PeerLostError | None:
-        """Why a call of ``epoch`` cannot go on, None when it can."""
+        """Why a call of ``epoch`` cannot go on; None if it can."""
         if self.state is PairPhase.FORMED and epoch == self.epoch:
             return None
         if self.lost is not None and epoch == self.epoch:
@@ -233,7 +233,7 @@ class PairMachine(Machine[PairPhase]):
         return PeerLostError(with_again(text), reason="relaunched")
 
     def members(self) -> dict[Member, Holder]:
-        """Everybody in the view, by (side, rank)."""
+        """All holders in the view, by (side, rank)."""
         if self.view is None:
             return {}
         return {(s, r): h for s, side in self.view.sides.items() for r, h in side.members.items()}
@@ -244,7 +244,7 @@ class PairMachine(Machine[PairPhase]):
         return {side for side in missing if side not in sides or sides[side].world_size is None}
 
     def launched_again(self, side: str, launch: str | None) -> bool:
-        """Whether a call by ``launch`` is of a newer one than what the side's ranks are held by."""
+        """Whether ``launch`` is another one than that of the side's ranks."""
         found = self.view.sides.get(side) if self.view is not None else None
         return found is not None and launch is not None and found.launch != launch
 
@@ -258,7 +258,7 @@ class PairMachine(Machine[PairPhase]):
         return found is not None and found.is_same(holder)
 
     def _superseded(self, asked: JoinRequest, view: PairView) -> bool:
-        """Whether somebody has the rank of a caller that had it, or its launch is not the one that counts."""
+        """Whether the caller has lost its rank to another worker, or its launch is not the current one."""
         side = view.sides.get(asked.side)
         if side is None:
             return False
@@ -287,7 +287,7 @@ class PairMachine(Machine[PairPhase]):
                 formed = PairFormed(epoch=self.epoch, local_world_size=asked.world_size, remote_world_size=remote)
                 out.append(Answer(call=key, message=formed))
             elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
-                # Redis took this for a repeated call: it has not heard that the epoch is over.
+                # Redis took this for a repeated call, because it does not know that the epoch is over.
                 out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
             elif not inside and not self._superseded(asked, view):
                 # Redis lost its data, or took our agent for dead before it had put its record back.
@@ -306,9 +306,10 @@ class PairMachine(Machine[PairPhase]):
         return out
 
     def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
-        """This epoch is over; ``sever``: Redis does not know yet.
+        """End this epoch. ``sever``: Redis does not know yet.
 
-        Whoever has not been let in joins the next one, once: a rendezvous bears one loss, and no circle of them.
+        Calls that were not admitted yet join the next epoch, but only once, so that a rendezvous survives one loss
+        without looping.
         """
         self.move(PairPhase.LOST)
         error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)

@@ -1,9 +1,8 @@
 """One agent's part in the transfers of one batch: its workers' waiting calls, its booking, and the vote.
 
-Pure. Calls wait in a queue a rank; when every local rank of a side waits, the agent says READY. What
-it says to itself (it may be the coordinator of one or both directions) is delivered before ``handle``
-returns, so one agent alone and many agents run the same machine. ``termination`` says why the end is
-safe when the coordinator is lost.
+Pure. Each rank has a queue of calls. When every local rank of a side waits, the agent says READY. What it says to
+itself (it may be the coordinator of one or both directions) is delivered before ``handle`` returns, so one agent and
+many agents run the same machine. ``termination`` says why the end is safe if the coordinator is lost.
 
     IDLE --Go--> MOVING --moved--> VOTED --Commit--> COMMITTED --Settle--> IDLE
       |             |                 |\\--Abort--> IDLE
@@ -77,9 +76,10 @@ from etha.peer.messages import (
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A worker's waiting call; ``cause`` is set once it wants to end, ``yields`` if GO goes before that.
+    """A worker's waiting call.
 
-    ``edition`` names the snapshot that it sends, "" what its tensors hold.
+    ``cause`` is set once the call wants to end; with ``yields``, a GO that comes first still takes it. ``edition``
+    names the snapshot that it sends, "" for its tensors.
     """
 
     key: CallKey
@@ -93,7 +93,7 @@ class Call:
 
 @dataclass(slots=True)
 class SideReady:
-    """READY of one side: ``standing`` while it is with the coordinators."""
+    """READY of one side; ``standing`` while the coordinators have it."""
 
     attempt: int = 0
     standing: Verb | None = None
@@ -102,10 +102,11 @@ class SideReady:
 
 @dataclass(slots=True, kw_only=True)
 class TransferInProgress:
-    """A transfer after GO; ``causes`` are what its own workers want it ended for, ``abort`` the decision.
+    """A transfer after GO.
 
-    ``begun``: StartMove was said; ``inquiry``: the questions to others once the coordinator is lost. ``answered``
-    are those whose calls have been answered before the decision.
+    ``causes`` are why its own workers want to end it, ``abort`` is the decision. ``begun``: StartMove was said.
+    ``inquiry`` holds the questions to others once the coordinator is lost. ``answered`` are the members whose calls
+    were answered before the decision.
     """
 
     seq: int
@@ -125,7 +126,7 @@ class TransferInProgress:
 class Booking:
     """What ``agent``, coordinator of the direction from ``side``, has booked here under ``number``.
 
-    ``ready``: the side with whose READY it was held, None where the coordinator asked for it.
+    ``ready`` is the side with whose READY it was held; None if the coordinator asked for it.
     """
 
     agent: str
@@ -137,7 +138,7 @@ class Booking:
 
 
 class Queues:
-    """Per local rank its waiting calls, oldest first; per side with local ranks its READY."""
+    """The waiting calls of each local rank, oldest first, and READY of each side with local ranks."""
 
     def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
         self.me, self.agents = me, agents
@@ -155,17 +156,18 @@ class Queues:
         return [call for call in self if call.member[0] == side]
 
     def heads(self, side: str) -> list[Call] | None:
-        """Each local rank's oldest call, None while one has none."""
+        """The oldest call of each local rank; None while a rank has none."""
         queues = [queue for (s, _), queue in self.calls.items() if s == side]
         return [queue[0] for queue in queues] if all(queues) else None
 
     def waits(self, member: Member, verb: Verb) -> bool:
-        """Whether a local rank's oldest call is a ``verb``."""
+        """Whether the oldest call of a local rank is a ``verb``."""
         queue = self.calls.get(member)
         return bool(queue) and queue is not None and queue[0].verb == verb
 
     def missing(self, call: Call, elsewhere: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Of this agent's ranks those without a call that fits ``call``; of the others' those that we are told."""
+        """Ranks that are not ready for ``call``: this agent's without a fitting call, and others' that are in
+        ``elsewhere``."""
         return tuple(
             (side, rank)
             for side, agents in self.agents.items()
@@ -174,7 +176,7 @@ class Queues:
         )
 
     def named(self, call: Call, cause: EthaError, elsewhere: tuple[Member, ...]) -> EthaError:
-        """``cause`` with who was not ready, for a call that is still in its queue."""
+        """``cause`` with the ranks that were not ready, for a call that is still in its queue."""
         missing = self.missing(call, elsewhere)
         if not missing or not isinstance(cause, TransferTimeoutError):
             return cause
@@ -184,7 +186,7 @@ class Queues:
         return TransferTimeoutError(text, **cause.data())
 
     def take(self) -> dict[Member, Call]:
-        """GO: each rank's oldest call leaves its queue, and every READY is used up."""
+        """Handle GO: take each rank's oldest call out of its queue. Every READY is used up."""
         self.rest()
         taken = {member: queue.popleft() for member, queue in self.calls.items()}
         for call in taken.values():
@@ -193,20 +195,20 @@ class Queues:
         return taken
 
     def rest(self) -> None:
-        """No READY stands any more."""
+        """Forget all READYs."""
         for side in self.sides.values():
             side.standing, side.withdrawing = None, False
 
 
 def _fitting(call: Call, side: str) -> Verb:
-    """What the ranks of ``side`` have to call for ``call`` to begin."""
+    """What the ranks of ``side`` must call for ``call`` to begin."""
     if side == call.member[0]:
         return call.verb
     return "recv" if call.verb == "send" else "send"
 
 
 def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: bool) -> EthaError:
-    """What one worker is told about an aborted transfer: its own cause, else the first one."""
+    """The error of one worker for an aborted transfer: its own cause, or else the first one."""
     error = own or first
     data = error.data() if isinstance(error, TransferError) else {}
     data |= {"outcome": "aborted", "torn": torn}
@@ -218,7 +220,7 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
 
 
 def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
-    """What every worker here is told about a transfer whose end nobody that this agent can reach knows."""
+    """The error of every worker here for a transfer whose end no reachable agent knows."""
     text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
     return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn)
 
@@ -228,7 +230,7 @@ TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | D
 
 
 class Moving(Enum):
-    """Where this agent stands in a transfer."""
+    """The state of this agent's part in a transfer."""
 
     IDLE = 1
     MOVING = 2
@@ -242,8 +244,8 @@ class Moving(Enum):
 class EndedTransfers:
     """How the last transfers of a batch ended here.
 
-    A question that still matters is about the last number given: its asker has not ended that transfer,
-    says READY for no other until it has, and without it no later one begins. A few more do no harm.
+    A question that still matters is about the last number given out: its asker has not ended that transfer, says READY
+    for no other until it has, and without it no later transfer begins. Keeping a few more does no harm.
     """
 
     KEPT = 4
@@ -264,10 +266,10 @@ class EndedTransfers:
 class Transfers(Machine[Moving]):
     """The transfers of one batch on agent ``me``.
 
-    ``agents``: side -> agent of each rank; ``digests``: source side -> plan digest; ``seq``: the last
-    number given; ``atomic``: targets are shadows, so an abort never tears a live tensor; ``now``: ns of
-    a clock that all agents share roughly, for the order in which transfers get what they book;
-    ``can_hold(source)``: whether what a transfer from that side needs of this agent is free. It changes nothing.
+    ``agents``: side -> agent of each rank. ``digests``: source side -> plan digest. ``seq``: the last number given out.
+    ``atomic``: targets are shadows, so an abort never tears a live tensor. ``now``: ns of a clock that all agents
+    roughly share, which orders their bookings. ``can_hold(source)``: whether what a transfer from that side needs of
+    this agent is free; it changes nothing.
     """
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
@@ -328,7 +330,7 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def end(self, key: CallKey, *, expired: bool) -> list[TransferEffect]:
-        """A call's deadline passed (``expired``) or its worker cancelled it."""
+        """A call's deadline passed (``expired``), or its worker cancelled it."""
         call = self.find(key)
         if call is not None and (call.cause is None or call.yields):
             call.yields = False
@@ -346,7 +348,7 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def supersede(self, member: Member) -> list[TransferEffect]:
-        """A worker takes a newer snapshot: the ones that it still offers end, unless GO takes them before."""
+        """A worker takes a newer snapshot: calls that still offer older ones end, unless GO takes them first."""
         for call in list(self.queues.calls[member]):
             if call.edition and call.cause is None:
                 side, rank = member
@@ -356,13 +358,13 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def hear(self, agent: str, message: Message) -> list[TransferEffect]:
-        """Another agent's message; nothing is heard of one that is lost."""
+        """Another agent's message. Messages of a lost agent are ignored."""
         if agent not in self.lost_agents:
             self._hear(agent, message)
         return self._flush()
 
     def moved(self, seq: int, error: EthaError | None, *, touched: bool = True) -> list[TransferEffect]:
-        """The program of ``seq`` ended and touches memory no more; ``touched``: it wrote something."""
+        """The program of ``seq`` ended and no longer touches memory. ``touched``: it wrote something."""
         current = self.current
         if current is not None and current.seq == seq:
             current.touched = touched
@@ -382,7 +384,7 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def on_agent_lost(self, agent: str) -> list[TransferEffect]:
-        """An agent's link closed: it is not heard any more, and no transfer of this batch begins here."""
+        """An agent's link closed: its messages are ignored, and no transfer of this batch begins here any more."""
         if agent not in self.members or agent in self.lost_agents:
             return []
         self.lost_agents.add(agent)
@@ -410,7 +412,7 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def break_up(self, error: PeerLostError) -> list[TransferEffect]:
-        """The pair is lost, or a worker of this batch is gone: every call ends with ``error``."""
+        """The pair is lost, or a worker of this batch has left: every call ends with ``error``."""
         self.broken = self.broken or error
         for side, state in self.sides.items():
             if state.standing is not None:
@@ -425,7 +427,7 @@ class Transfers(Machine[Moving]):
         return self._flush()
 
     def undecided(self, seq: int) -> list[TransferEffect]:
-        """A second after Doubt(seq): who has not answered by now is as good as gone."""
+        """A second has passed since Doubt(seq): agents that have not answered count as lost."""
         current = self.current
         if current is not None and current.seq == seq and current.inquiry is not None:
             self._unknown(current.inquiry.cause)
@@ -454,12 +456,12 @@ class Transfers(Machine[Moving]):
         return next((call for call in chain(self.queues, running) if call.key == key), None)
 
     def missing(self) -> tuple[Member, ...]:
-        """Ranks that the oldest waiting call here still waits for, as far as this agent knows."""
+        """Ranks for which the oldest waiting call here still waits, as far as this agent knows."""
         call = next(iter(self.queues), None)
         return () if self.current is not None or call is None else self.queues.missing(call, self._not_ready(call))
 
     def validate(self) -> None:
-        """What must hold between any two events; for tests."""
+        """Assert what must hold between any two events; for tests."""
         assert (self.current is None) == (self.state is Moving.IDLE), self.history
         assert not self._inbox and not self._out and self._want is None
         assert (self.state is Moving.DOUBT) == (self.current is not None and self.current.inquiry is not None)
@@ -474,7 +476,7 @@ class Transfers(Machine[Moving]):
     def _flush(self) -> list[TransferEffect]:
         while self._inbox:
             self._hear(self.me, self._inbox.popleft())
-        # Last, for the lane may be granted at once: what follows from that is said after all of this.
+        # Last, because the lane may be granted at once, and the messages that follow from that come after all of these.
         out = [*self._out, *([self._want] if self._want is not None else [])]
         self._out, self._want = [], None
         return out
@@ -519,7 +521,7 @@ class Transfers(Machine[Moving]):
         self.seq = max(self.seq, seq)
         for coordinator in self.coordinators.values():
             self._post(coordinator.observe(message))
-        if self.broken is not None:  # its calls have all been told
+        if self.broken is not None:  # all of its calls have failed already
             self.memory.keep(seq, "aborted")
             self._tell(agent, Failed(seq=seq, cause=self.broken))
             return
@@ -542,11 +544,11 @@ class Transfers(Machine[Moving]):
         keys = {member: call.key for member, call in calls.items()}
         self._out.append(StartMove(seq=seq, source=message.side, snapshot=message.snapshot, calls=keys))
         for member, call in calls.items():
-            if call.cause is not None:  # withdrawn too late: GO has overtaken it
+            if call.cause is not None:  # withdrawn too late, because GO has overtaken it
                 self._spoil(member, call.cause)
 
     def _refusal(self, seq: int, coordinator: str) -> PeerLostError | None:
-        """Why a transfer whose GO came cannot begin here."""
+        """Why a transfer whose GO came cannot begin here; None if it can."""
         if self.lost_agents:
             return self._agent_lost_error(*self.lost_agents)
         if self.memory[seq] is not None:  # asked about it before GO came, and answered
@@ -566,9 +568,10 @@ class Transfers(Machine[Moving]):
         self._tell_ahead()
 
     def _tell_ahead(self) -> None:
-        """Calls that have ended here, of a transfer that cannot be committed without our vote: no wait for ABORT.
+        """Answer calls that have ended here if their transfer cannot be committed without our vote; do not wait for
+        ABORT.
 
-        For the word of a coordinator that is cut off comes only when its link is found to be lost.
+        If the coordinator is cut off, ABORT would come only when its link is found to be lost.
         """
         current = self.current
         if current is None or self.state is not Moving.FAILED:
@@ -638,19 +641,19 @@ class Transfers(Machine[Moving]):
         current = self.current
         if current is not None and current.seq == seq:
             if self.me == current.coordinator:
-                return  # it lives and decides; who asks has lost it, and wants to hear the others
+                return  # it lives and decides; the asker has lost it and needs the others' answers
             asked = self._agent_lost_error(current.coordinator, to_others=True)
             if self.state is Moving.VOTED:
                 self._doubt(asked)
             if current.inquiry is not None:
                 self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
-                current.inquiry.answer(agent, "fenced")  # as everybody who asks
+                current.inquiry.answer(agent, "fenced")  # because everybody who asks is fenced
                 self._conclude()
             else:
                 self._tell(agent, VerdictAnswer(seq=seq, verdict="aborted"))
                 self._spoil(None, asked)
             return
-        if seq > self.seq:  # its GO has not come: it will not begin here when it does
+        if seq > self.seq:  # its GO has not come; when it comes, it will not begin here
             self.seq = seq
             for coordinator in self.coordinators.values():
                 coordinator.skip(seq)
@@ -659,7 +662,7 @@ class Transfers(Machine[Moving]):
             case "committed" | "aborted" as ended:
                 self._tell(agent, VerdictAnswer(seq=seq, verdict=ended))
             case "unknown":
-                # It was fenced to its end and has told nobody that it aborted: the same as one still in doubt.
+                # It was fenced to its end and never said that it aborted, so it counts as still in doubt.
                 self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
 
     def _doubt(self, cause: PeerLostError) -> None:
@@ -729,7 +732,8 @@ class Transfers(Machine[Moving]):
             self._drop(call, TransferError(text, outcome="withdrawn"))
 
     def _not_ready(self, call: Call) -> tuple[Member, ...]:
-        """Who is not ready for ``call``, if this agent coordinates its direction; else as its coordinator last said."""
+        """Who is not ready for ``call``: as this agent knows if it coordinates the direction, otherwise as its
+        coordinator last said."""
         source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
         coordinator = self.coordinators.get(source)
         return coordinator.missing() if coordinator is not None else self._heard.get(source, ())
@@ -738,12 +742,12 @@ class Transfers(Machine[Moving]):
         return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
 
     def _agent_lost_error(self, *agents: str, to_others: bool = False) -> PeerLostError:
-        """``to_others``: others of the batch have lost it, whatever this agent's own link says."""
+        """``to_others``: other agents of the batch have lost it, whatever this agent's own link says."""
         text = f"{name_agents(self.agents, agents)} {'lost to other agents of the batch' if to_others else 'gone'}"
         return PeerLostError(text, reason="died")
 
     def note_missing(self, source: str, missing: tuple[Member, ...]) -> None:
-        """What the coordinator of the direction from ``source``, another agent, says of who is not ready."""
+        """Note who is not ready in the direction from ``source``, as its coordinator, another agent, says."""
         self._heard[source] = missing
 
     # ---- READY --------------------------------------------------------------------------------
@@ -758,7 +762,7 @@ class Transfers(Machine[Moving]):
         labels = {str(c.version): c.version for c in heads if c.version is not None}
         verb, editions = heads[0].verb, {call.edition for call in heads}
         if "" not in editions and len(editions) > 1:
-            return  # a rank is still to come with the snapshot that another has taken already
+            return  # a rank has yet to come with the snapshot that another has already taken
         if verb == "send" and len(editions) > 1:
             self._drop_all(heads, f"{self.name}: some ranks of {side} send a snapshot, others what their tensors hold")
             return
@@ -788,7 +792,7 @@ class Transfers(Machine[Moving]):
         self._tell_coordinators(message)
 
     def _withdraw(self, call: Call, cause: EthaError) -> None:
-        """A waiting call wants to end: at once, or once the coordinator lets go of the READY that it is part of."""
+        """End a waiting call: at once, or once the coordinator releases the READY that it is part of."""
         side = self.sides[call.member[0]]
         if side.standing is None or self.queues.calls[call.member][0] is not call:
             self._drop(call, self.queues.named(call, cause, self._not_ready(call)))
@@ -803,8 +807,8 @@ class Transfers(Machine[Moving]):
         side = self.sides.get(message.side)
         if side is None or not side.withdrawing or side.attempt != message.attempt or side.standing is None:
             return
-        # Both coordinators answer, but GO can come only from the one whose direction the verb fits:
-        # only its word ends the race. (On one agent the first answer does: GO would be here already.)
+        # Both coordinators answer, but GO can come only from the one whose direction the verb fits, so only its answer
+        # ends the race. (On one agent the first answer does, because GO would be here already.)
         if agent == self._coordinating(side.standing, message.side):
             source = message.side if side.standing == "send" else self.other[message.side]
             self._heard[source] = message.missing
@@ -822,14 +826,14 @@ class Transfers(Machine[Moving]):
         self._ready(message.side)
 
     def _retreat(self, name: str) -> None:
-        """An agent is gone: no READY is to stand, for nothing begins without it."""
+        """An agent is lost: take READY back, because nothing begins without that agent."""
         side = self.sides[name]
         if side.standing is None:
             return
         if not side.withdrawing:
             side.withdrawing = True
             self._tell_coordinators(Unready(side=name, attempt=side.attempt))
-        if self._coordinating(side.standing, name) in self.lost_agents:  # neither GO nor Stood can come any more
+        if self._coordinating(side.standing, name) in self.lost_agents:  # neither GO nor WithdrawAcknowledged can come
             self._stand_down(name, ())
 
     def _stand_down(self, name: str, missing: tuple[Member, ...]) -> None:
@@ -844,8 +848,8 @@ class Transfers(Machine[Moving]):
     # ---- the booking --------------------------------------------------------------------------
 
     def _hold(self, source: str) -> bool:
-        """Book what a transfer from side ``source`` needs, if it is free now; whether it was."""
-        freed = any(isinstance(effect, FreeLane) for effect in self._out)  # the shell has not given it back yet
+        """Book what a transfer from side ``source`` needs, if it is free now. Returns whether it was."""
+        freed = any(isinstance(effect, FreeLane) for effect in self._out)  # the shell has not freed it yet
         if freed or not self._can_hold(source):
             return False
         self._out.insert(0, HoldLane(source))
@@ -859,7 +863,7 @@ class Transfers(Machine[Moving]):
         self._want = WantLane(message.ticket, message.side)
 
     def _let_go(self, side: str) -> None:
-        """READY of ``side`` stands no more, nor does the booking that came with it."""
+        """READY of ``side`` is void, and so is the booking that came with it."""
         if self.booking is not None and self.booking.ready == side and not self.booking.begun:
             self._unbook()
 

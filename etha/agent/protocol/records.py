@@ -1,7 +1,7 @@
-"""What one rank registered, as it stands in Redis for every agent to read; pure.
+"""What one rank registered, as stored in Redis for every agent to read; pure.
 
-A ``Record`` is short and one a rank; the tensors stand in a manifest, stored once by digest and shared
-by all ranks that registered the same. Whatever is read here is checked: others wrote it.
+A ``Record`` is short, and each rank has one. The tensors are in a manifest, which is stored once by digest and shared
+by all ranks that registered the same. Everything read here is checked, because other processes wrote it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_INT = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """One tensor on one rank. ``shape`` is global (None: unknown), ``local`` what really lies there.
+    """One tensor on one rank. ``shape`` is global (None: unknown), ``local`` the real local shape.
 
-    ``of`` is the tensor of which this is one more part (a region of several products), None for tensors.
+    ``of`` is the tensor of which this is a further part (a region of several products); None for tensors.
     """
 
     pair: str
@@ -38,9 +38,9 @@ class Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tensors and refusals of one rank. ``local`` of a tensor is None where the layout tells it.
+    """Tensors and refusals of one rank. A tensor's ``local`` is None if it follows from the layout.
 
-    ``ties``: name of a tensor -> the first one that is the same memory.
+    ``ties``: name of a tensor -> the first name of the same memory.
     """
 
     tensors: Mapping[str, Described]
@@ -48,12 +48,12 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
 
     def region(self, name: str) -> str:
-        """What stands for the memory of a tensor: the first name that it has."""
+        """The name that stands for a tensor's memory: the first name that the memory has."""
         return self.ties.get(name, name)
 
     @classmethod
     def of(cls, register: Register, rank: int) -> Manifest:
-        """From the message of ``rank``; LayoutError and ProtocolError for what no client of ours sends."""
+        """From the message of ``rank``. LayoutError and ProtocolError for what no client of ours sends."""
         layouts = [Layout.from_plain(plain) for plain in register.layouts]
         tensors: dict[str, Described] = {}
         predicted: dict[tuple[int, tuple[int, ...] | None], tuple[int, ...] | None] = {}
@@ -105,7 +105,7 @@ class Manifest:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str], layouts: Mapping[str, Layout]) -> Manifest:
-        """The inverse of ``fields``; ProtocolError names the field that is wrong."""
+        """The inverse of ``fields``. ProtocolError names the field that is wrong."""
         tensors: dict[str, Described] = {}
         refusals: dict[int, Refusal] = {}
         ties: dict[str, str] = {}
@@ -133,7 +133,7 @@ class Manifest:
 
     @staticmethod
     def layout_digests(fields: Mapping[str, str]) -> set[str]:
-        """The layouts that the fields refer to."""
+        """Digests of the layouts that the fields refer to."""
         found = set()
         for key, text in fields.items():
             if key.startswith("t:"):
@@ -153,7 +153,7 @@ def digest_of(fields: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One rank's registration in short; ``seq`` is the highest that its worker has seen."""
+    """One rank's registration in short. ``seq`` is the highest number that its worker has seen."""
 
     manifest: str
     form: Literal["list", "map"]
@@ -166,7 +166,7 @@ class Record:
 
     @classmethod
     def of(cls, register: Register, manifest: str) -> Record:
-        """The record of a worker's message whose manifest has this digest."""
+        """The record of a worker's message, whose manifest has this digest."""
         return cls(
             manifest=manifest,
             form=register.form,
@@ -179,13 +179,13 @@ class Record:
         )
 
     def to_json(self) -> str:
-        """Short JSON, as ``redis-cli`` shows it."""
+        """Short JSON, readable in ``redis-cli``."""
         options = [self.direction, self.bucket_size, self.atomic, self.verify]
         return json.dumps([self.manifest, self.form, self.pairs, *options, self.seq], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, key: str, text: str) -> Record:
-        """The inverse of ``to_json``; ProtocolError names the key."""
+        """The inverse of ``to_json``. ProtocolError names the key."""
         match _json(key, text):
             case [
                 str(manifest),
@@ -211,7 +211,7 @@ class Record:
 
 
 def _predict(layout: Layout, shape: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """The local shape that the layout gives ``rank``, None where it gives none."""
+    """The local shape that the layout gives ``rank``; None if it gives none."""
     if shape is None:
         return None
     try:
@@ -225,7 +225,7 @@ def _part(of: list[Any]) -> bool:
 
 
 def _check_parts(tensors: Mapping[str, Described]) -> None:
-    """ProtocolError for a part of a tensor that the rank does not register."""
+    """Raise ProtocolError for a part of a tensor that the rank does not register."""
     for name, d in tensors.items():
         if d.of is not None and (d.of not in tensors or tensors[d.of].of is not None):
             raise ProtocolError(
@@ -234,7 +234,7 @@ def _check_parts(tensors: Mapping[str, Described]) -> None:
 
 
 def _check_ties(ties: Mapping[str, str], tensors: Mapping[str, Described]) -> None:
-    """ProtocolError for ties to what the rank does not register, or not to the first name of a memory."""
+    """Raise ProtocolError for ties to what the rank does not register, or not to the first name of a memory."""
     for name, first in ties.items():
         if name not in tensors or first not in tensors or first in ties:
             raise ProtocolError(

@@ -1,6 +1,6 @@
-"""One registration of a batch on one agent: who has come, what all of it amounts to, who has closed.
+"""One registration of a batch on one agent: who has come, what all of it results in, who has closed.
 
-Pure. Its transfers are another machine (``transfer``), made once the batch stands.
+Pure. Its transfers are another machine (``participant``), made once the batch is registered.
 
     ENROLLING --all there--> EVALUATING --planned--> AGREEING --same digests--> REGISTERED --> CLOSED
          \\                       \\--refused-----------\\--they differ--> REFUSED
@@ -23,7 +23,7 @@ from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationErr
 
 
 class RegistrationState(Enum):
-    """Where a registration stands."""
+    """The state of a registration."""
 
     ENROLLING = 1
     EVALUATING = 2
@@ -36,14 +36,14 @@ class RegistrationState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Plan both directions from these entries (JSON records by rank); ``evaluated`` takes the result."""
+    """Plan both directions from these entries (JSON records by rank). ``evaluated`` takes the result."""
 
     entries: Mapping[Member, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declare:
-    """Publish this agent's verdict (text), so that the agents see that they hold the same plans."""
+    """Publish this agent's verdict (text), so that the agents see that they have the same plans."""
 
     verdict: str
 
@@ -58,7 +58,7 @@ class Stand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unenroll:
-    """Take this rank's entry back: it gave up, was refused, or has closed."""
+    """Remove this rank's entry, because it gave up, was refused, or has closed."""
 
     member: Member
 
@@ -66,12 +66,12 @@ class Unenroll:
 BatchEffect = Answer | Fail | Evaluate | Declare | Stand | Unenroll
 
 
-#: Where any registration that has not ended may go.
+#: The states that any unfinished registration may change to.
 _OVER = frozenset({RegistrationState.LOST, RegistrationState.CLOSED})
 
 
 class BatchRegistration(Machine[RegistrationState]):
-    """``agents``: side -> agent of each rank; ``me`` is this one. ``name`` is what messages call it."""
+    """``agents``: side -> agent of each rank. ``me`` is this agent. ``name`` is used in messages."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         RegistrationState.ENROLLING: _OVER | {RegistrationState.EVALUATING},
@@ -107,7 +107,7 @@ class BatchRegistration(Machine[RegistrationState]):
         return self._answer_all() if self.state is RegistrationState.REGISTERED else []
 
     def rostered(self, entries: Mapping[Member, str], verdicts: Mapping[str, str]) -> list[BatchEffect]:
-        """What the roster holds now."""
+        """The roster's current content."""
         self._verdicts = verdicts
         self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
         if self.state is RegistrationState.ENROLLING and not self.absent:
@@ -116,7 +116,7 @@ class BatchRegistration(Machine[RegistrationState]):
         return self._agree()
 
     def evaluated(self, evaluation: Evaluation, verdict: Verdict | None = None) -> list[BatchEffect]:
-        """The plans of both directions, or why there are none; ``verdict`` where several agents have to agree."""
+        """The plans of both directions, or why there are none. ``verdict`` is given if several agents must agree."""
         if self.state is not RegistrationState.EVALUATING:
             return []
         self.evaluation = evaluation
@@ -129,7 +129,7 @@ class BatchRegistration(Machine[RegistrationState]):
         return [Declare(verdict=verdict.to_text()), *self._agree()]
 
     def failed(self, error: EthaError) -> list[BatchEffect]:
-        """The shell could not read the roster or plan: everybody waiting here is told."""
+        """The shell could not read the roster or plan: every call that waits here fails."""
         out: list[BatchEffect] = [Fail(call=key, error=error) for key in self.waiting]
         out += [Unenroll(member=member) for member in self.waiting.values()]
         self.open -= set(self.waiting.values())
@@ -139,7 +139,7 @@ class BatchRegistration(Machine[RegistrationState]):
         return out
 
     def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[BatchEffect]:
-        """A caller's deadline passed, or it cancelled. ``hint``: what it may have missed."""
+        """A caller's deadline passed, or it cancelled. ``hint`` is appended to the error."""
         member = self.waiting.pop(key, None)
         if member is None:
             return []
@@ -158,7 +158,8 @@ class BatchRegistration(Machine[RegistrationState]):
         return self._leave(member)
 
     def break_up(self, error: PeerLostError) -> list[BatchEffect]:
-        """The pair's epoch is over, or a rank cannot take part. Who waits is told, and has no part in it any more."""
+        """The pair's epoch is over, or a rank cannot take part. Waiting calls fail, and their ranks leave the
+        registration."""
         if self.state in (RegistrationState.LOST, RegistrationState.CLOSED, RegistrationState.REFUSED):
             return []
         self.lost = error
@@ -167,7 +168,7 @@ class BatchRegistration(Machine[RegistrationState]):
 
     @property
     def holders(self) -> frozenset[Member]:
-        """Local ranks that were told that the batch stands, and have not left it."""
+        """Local ranks that know that the batch is registered, and have not left it."""
         return frozenset(self.open.difference(self.waiting.values()))
 
     def _leave(self, member: Member) -> list[BatchEffect]:
@@ -223,7 +224,7 @@ class BatchRegistration(Machine[RegistrationState]):
 
 
 def registered(evaluation: Evaluation, member: Member, generation: int) -> Registered:
-    """What a rank is told about a batch that stands."""
+    """The answer to a rank of a registered batch."""
     side = member[0]
     other = next(s for s in evaluation.sides if s != side)
     send, recv = side in evaluation.plans, other in evaluation.plans

@@ -1,7 +1,7 @@
-"""Checks of one direction of a batch, compiled once; and of one transfer the book of its chunks and sums. Pure.
+"""The checks of one direction of a batch, compiled once, and for each transfer a book of its chunks and sums. Pure.
 
-A line is a chunk with the sums of its two ends; which of them this agent finds out depends on where it stands:
-both (near), the source's (it gives the sum to another agent), or the target's (it is given the sum).
+A line is a chunk with the sums of its two ends. Which of them this agent computes depends on where it is: both (near),
+the source's (it sends the sum to another agent), or the target's (it receives the source's sum).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from etha.transport.verify.reduction_sums import Witness, key_of
 from etha.transport.wire.compiler import Views
 from etha.transport.wire.routing import Ways
 
-#: Elements and lines of one piece of work: after each an abort is heard.
+#: Most elements and lines of one piece of work. An abort takes effect between pieces.
 _PIECE, _MAX_LINES = 1 << 20, 128
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """``gives``, ``takes``: this agent finds out the source's sum, the targets' sums."""
+    """A chunk and its sums. This agent computes the source's sum (``gives``), the targets' sums (``takes``), or
+    both."""
 
     chunk: CheckChunk
     gives: bool
@@ -35,7 +36,7 @@ class Line:
 
     @property
     def wrong(self) -> int | None:
-        """The first target that differs, None while all agree or something is missing."""
+        """The first target that differs; None while all agree or something is missing."""
         wanted = self.expected if len(self.expected) != 1 else self.expected * len(self.found)
         differing = (i for i, pair in enumerate(zip(wanted, self.found, strict=False)) if pair[0] != pair[1])
         return next(differing, None)
@@ -54,7 +55,7 @@ Piece = Sequence[Step]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationBook:
-    """``first`` reads sources that the transfer overwrites, before it; ``then`` all the rest, after it."""
+    """``first`` reads sources that the transfer overwrites, before it; ``then`` everything else, after it."""
 
     gives: Mapping[str, list[Line]]
     takes: Mapping[str, list[Line]]
@@ -63,7 +64,7 @@ class VerificationBook:
 
 
 class Checks:
-    """Of one direction. ``sides``: names of the source and the target side, for what people read."""
+    """The checks of one direction. ``sides`` are the names of the source and the target side, for messages."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Checks:
         self._names, self._sides = plan.names, dict(zip(("source", "target"), sides, strict=True))
         self._scheme: Scheme = derive(plan, ways, staging=staging, full=full)
         self._reads = Reads(plan, ways, sources, targets)
-        #: To be shown the reductions of the wire program.
+        #: Takes the sums of the wire program's reductions.
         self.witness = Witness(plan)
         most = max(map(len, (*self._scheme.gives.values(), *self._scheme.takes.values())), default=0)
         if most > MAX_SUMS:
@@ -89,7 +90,7 @@ class Checks:
             )
 
     def book(self, seq: int) -> VerificationBook:
-        """The chunks of transfer ``seq``; tells the witness which of them it will be asked for. Takes its time."""
+        """The chunks of transfer ``seq``. It also tells the witness which sums will be asked for. May take long."""
         near = [Line(chunk, True, True) for chunk in self._scheme.near.choose(seq)]
         gives = {a: [Line(c, True, False) for c in course.choose(seq)] for a, course in self._scheme.gives.items()}
         takes = {a: [Line(c, False, True) for c in course.choose(seq)] for a, course in self._scheme.takes.items()}
@@ -111,7 +112,7 @@ class Checks:
         return subject.kind is not Kind.RESULT and subject.source[0] == "source" and self._reads.overwritten(chunk)
 
     def run(self, piece: Piece, reader: ChecksumReader) -> None:
-        """Find out the sums of a piece and compare those of which both ends are here; TransferError names the first
+        """Compute the sums of a piece, and compare the lines both of whose ends are here. TransferError names the first
         difference."""
         wanted: list[tuple[list[int], int]] = []
         reads: list[Read] = []
@@ -145,7 +146,7 @@ class Checks:
                 self.compare(line)
 
     def compare(self, line: Line) -> None:
-        """TransferError where the two ends of a line differ."""
+        """Raise TransferError if the two ends of a line differ."""
         i = line.wrong
         if i is None:
             return
@@ -170,7 +171,7 @@ class Checks:
         )
 
 
-#: (whether this agent is the source's, kind): whose sum a witness tells.
+#: (whether this agent is the source's, kind) of lines whose sum comes from the witness.
 _OF_WITNESS = {(True, Kind.RESULT), (False, Kind.GIVEN)}
 
 

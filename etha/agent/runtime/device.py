@@ -1,4 +1,4 @@
-"""A GPU's agent: its card, what workers have shown of their memory there, and the work that their calls come after."""
+"""A GPU agent's card: the memory that workers have shared there, and the device work that their calls wait for."""
 
 from __future__ import annotations
 
@@ -32,26 +32,24 @@ log = logging.getLogger(__name__)
 
 
 class CardMemory(StagingMemory):
-    """Staging that a card reaches: pinned buffers, and copiers for whoever copies."""
+    """Staging that a card reaches: pinned buffers, and copiers for threads that copy."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
         self._driver, self._uuid = driver, uuid
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Page-locked."""
         return PinnedBuffer(PinnedMemory(self._driver, self._uuid, nbytes))
 
     def view(self, buffer: Buffer, dtype: torch.dtype) -> View:
-        """As of any staging."""
         return buffer.memory.view(dtype) if isinstance(buffer, PinnedBuffer) else super().view(buffer, dtype)
 
     def workspace(self) -> Workspace:
-        """With a stream of its own."""
+        """A workspace with its own stream."""
         return Workspace(Copier(self._driver, self._uuid))
 
 
 class PinnedBuffer(Buffer):
-    """A buffer over page-locked memory, which it keeps; it does not grow."""
+    """A buffer over page-locked memory, which it keeps. It does not grow."""
 
     def __init__(self, memory: PinnedMemory) -> None:
         super().__init__(0)
@@ -60,7 +58,7 @@ class PinnedBuffer(Buffer):
 
 
 class Card:
-    """One GPU. ``spoilt(text)`` is told, on the loop, when its context is lost: the agent has to start again."""
+    """One GPU. ``spoilt(text)`` is called on the loop when its context is lost, and the agent has to be restarted."""
 
     def __init__(self, driver: Driver, device: Device, spoilt: Callable[[str], None]) -> None:
         self.driver, self.device = driver, device
@@ -78,11 +76,11 @@ class Card:
 
     @property
     def agent(self) -> str:
-        """What its agent is called."""
+        """The name of its agent."""
         return f"{CUDA_AGENT}{self.device.uuid}"
 
     def nccl_plane(self, me: str, budget: Budget) -> NcclPlane | None:
-        """What agent ``me`` exchanges bytes with over NCCL, within ``budget``; None where there is no NCCL."""
+        """The NCCL plane of agent ``me``, within ``budget``; None without NCCL."""
         try:
             found = nccl()
         except ConfigError as error:
@@ -91,7 +89,7 @@ class Card:
         return NcclPlane(me, self.device, driver=self.driver, nccl=found, budget=budget)
 
     def reached(self, session: WorkerSession, mark: bytes) -> bool:
-        """Whether the work before a call is done; RegistrationError for a mark that is none."""
+        """Whether the work before a call is done. RegistrationError for an invalid mark."""
         try:
             return self._waits.reached(session.peer.pid, self._number(session), mark)
         except DeviceError as error:
@@ -99,9 +97,10 @@ class Card:
             raise TransferError(text, outcome="withdrawn") from error
 
     def follow(self, session: WorkerSession, mark: bytes, then: Callable[[str], None]) -> None:
-        """``then(why)`` on the loop once the work before a call is done, or why it never will be; else "".
+        """Call ``then(why)`` on the loop once the work before a call is done (``why`` is ""), or will never be done.
 
-        One thread for each such call: the kernel of a training step may take seconds, and no lane waits for it.
+        Each such call has a thread, because the kernel of a training step may take seconds, and no lane may wait for
+        it.
         """
         number = self._number(session)
 
@@ -119,19 +118,21 @@ class Card:
         threading.Thread(target=wait, name=f"etha-mark-{session.peer.pid}", daemon=True).start()
 
     def release(self, session: WorkerSession) -> None:
-        """A session is over: its events are let go of, and who waits for one is told."""
+        """A session is over: release its events. Threads that wait for one get an error."""
         if (number := self._numbers.pop(session.key, None)) is not None:
             self._waits.release(session.peer.pid, number)
 
     def _number(self, session: WorkerSession) -> int:
-        """A process may have several clients, whose events live as long as each of them."""
+        """A number per session, because a process may have several clients, whose events live as long as each of
+        them."""
         return self._numbers.setdefault(session.key, next(self._count))
 
     def prepare(self, program: Program) -> None:
-        """Compile a program for this card and load its kernels, before other agents wait for its first run; any thread.
+        """Compile a program for this card and load its kernels, before other agents wait for its first run.
+        Thread-safe.
 
-        Scratch memory of reductions is each lane thread's own, and taken when it first needs it. TransferError where
-        the card refuses.
+        Each lane thread allocates its own scratch memory for reductions when it first needs it. TransferError if the
+        card refuses.
         """
         try:
             with self._preparing:
@@ -144,13 +145,13 @@ class Card:
             raise TransferError(f"the card of this agent refused: {error}") from error
 
     def close(self) -> None:
-        """Let go of all that workers have shown; no lane may be inside it any more. Blocking."""
+        """Release everything that workers have shared. No lane may use it any more. Blocking."""
         self._waits.close()
         self.mappings.close()
         reaper.drain()
 
     def spoil(self, text: str) -> None:
-        """The context is lost; loop thread."""
+        """The context is lost. Call it on the loop's thread."""
         if not self.lost:
             self.lost = True
             self._spoilt(text)
@@ -163,7 +164,7 @@ class Card:
 
 
 def cards(driver: Driver) -> tuple[Device, ...]:
-    """All GPUs of this host that this process sees; ConfigError where there is none."""
+    """All GPUs of this host that this process sees. ConfigError if there are none."""
     found = driver.devices()
     if not found:
         raise ConfigError(f"no GPU is visible here ({driver.versions()}): `etha doctor` says more; --device cpu serves")
@@ -171,7 +172,7 @@ def cards(driver: Driver) -> tuple[Device, ...]:
 
 
 def name_of(wanted: str) -> str:
-    """What the agent of "cuda:N" of this process is called; ConfigError for a GPU that is not here."""
+    """The name of the agent of "cuda:N" of this process. ConfigError for a GPU that is not here."""
     try:
         return f"{CUDA_AGENT}{find(driver(), wanted).uuid}"
     except DeviceError as error:
@@ -179,7 +180,7 @@ def name_of(wanted: str) -> str:
 
 
 def find(driver: Driver, wanted: str) -> Device:
-    """The GPU "cuda:N", "cuda" (the first) or "cuda-GPU-<uuid>"; ConfigError lists those that there are."""
+    """The GPU "cuda:N", "cuda" (the first) or "cuda-GPU-<uuid>". ConfigError lists the existing ones."""
     found = cards(driver)
     for device in found:
         if wanted in (f"cuda:{device.ordinal}", f"{CUDA_AGENT}{device.uuid}") or wanted == "cuda":

@@ -1,8 +1,8 @@
-"""What the agents of one host show each other: where their workers' tensors and snapshots lie.
+"""What the agents of one host share with each other: where their workers' tensors and snapshots lie.
 
-Each agent shows its workers' tensors to every agent that reads its processes, before a batch stands, and opens what is
-shown to it. What it could open it copies from itself; the rest is sent. Snapshots are shown once a registration, when
-the worker attaches them, and opened when the first transfer of a snapshot comes, which may be before they are shown.
+Before a batch is registered, each agent shows its workers' tensors to every agent that reads its processes, and opens
+what is shown to it. It copies from what it could open; the rest is sent. A snapshot is shown once per registration,
+when the worker attaches it. It is opened when its first transfer comes, which may be before it is shown.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Shown = Mapping[Member, tuple[WorkerSession, Mapping[str, TensorHandle]]]
 
 
 def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:
-    """This agent's workers as messages, in parts; one that cannot be shown says so. Reads ``/proc``.
+    """This agent's workers as messages, in parts. A worker that cannot be shown is marked. Reads ``/proc``.
 
-    ``snapshot``: what is shown is where they set their tensors aside.
+    ``snapshot``: show where their snapshots lie.
     """
     out: list[Exhibits] = []
     for (side, rank), (session, handles) in sorted(tensors.items(), key=lambda item: item[0]):
@@ -68,9 +68,10 @@ def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
 
 
 def open_shown(parts: Sequence[Exhibits], mappings: Mappings | None) -> dict[Member, HostMemory]:
-    """The memory of each rank that is shown in ``parts``; all or none. Blocking. ``mappings``: this agent's card's.
+    """The memory of each rank that is shown in ``parts``, all or none. Blocking. ``mappings`` are those of this agent's
+    card.
 
-    ReachError, EthaError, OSError: it cannot be opened.
+    ReachError, EthaError or OSError if it cannot be opened.
     """
     merged: dict[Member, tuple[Exhibits, list[ShownSegment], dict[str, TensorHandle]]] = {}
     for part in parts:
@@ -95,7 +96,7 @@ def open_shown(parts: Sequence[Exhibits], mappings: Mappings | None) -> dict[Mem
 class Exhibition:
     """What other agents show to one registration here. ``close`` ends a wait for them.
 
-    ``mappings``: of this agent's card, without one nothing that lies on GPUs is opened.
+    ``mappings`` are those of this agent's card; without them nothing on GPUs is opened.
     """
 
     def __init__(self, mappings: Mappings | None = None) -> None:
@@ -107,7 +108,7 @@ class Exhibition:
         self.closed = False
 
     def take(self, agent: str, message: Exhibits) -> None:
-        """One part; what comes after the last is ignored."""
+        """Take one part. Parts after the last one are ignored."""
         if agent in self._whole or self.closed:
             return
         self._parts[agent].append(message)
@@ -116,14 +117,15 @@ class Exhibition:
             self._changed.set()
 
     async def wait(self, agents: Collection[str]) -> bool:
-        """Wait until all of these agents have shown everything; False when it was closed before."""
+        """Wait until all of these agents have shown everything. False if it was closed first."""
         while not self.closed and not self._whole.issuperset(agents):
             self._changed.clear()
             await self._changed.wait()
         return not self.closed
 
     def open(self, agent: str, agents: Mapping[str, Sequence[str]]) -> bool:
-        """Open all that ``agent`` shows of its ranks; whether it could. ``agents``: side -> agent of each. Blocking."""
+        """Open what ``agent`` shows of its ranks. Returns whether it could. ``agents``: side -> agent of each rank.
+        Blocking."""
         parts = self._parts.pop(agent, [])
         for part in parts:
             if not serves(agents, agent, (part.side, part.rank)):
@@ -131,7 +133,7 @@ class Exhibition:
                 return False
         try:
             self._memories |= open_shown(parts, self.mappings)
-            if self.closed:  # meanwhile: who has released the others may not have seen these
+            if self.closed:  # closed meanwhile: whoever released the others may not have seen these
                 self.release()
                 return False
         except (ReachError, EthaError, OSError) as error:
@@ -140,28 +142,28 @@ class Exhibition:
         return True
 
     def memory(self, member: Member) -> HostMemory:
-        """What was opened of a rank of another agent; ProtocolError for one that was not."""
+        """The opened memory of another agent's rank. ProtocolError if it was not opened."""
         if (found := self._memories.get(member)) is None:
             raise ProtocolError(f"{member[0]} rank {member[1]} was not shown by its agent")
         return found
 
     def opened(self) -> dict[Member, HostMemory]:
-        """All that was opened, by rank."""
+        """All opened memory, by rank."""
         return dict(self._memories)
 
     def close(self) -> None:
-        """Nothing more is waited for."""
+        """End all waits."""
         self.closed = True
         self._changed.set()
 
     def release(self) -> None:
-        """Let go of all memory; no lane may be inside it any more."""
+        """Release all memory. No lane may use it any more."""
         while self._memories:
             self._memories.popitem()[1].close()
 
 
 def serves(agents: Mapping[str, Sequence[str]], agent: str, member: Member) -> bool:
-    """Whether ``member`` is a rank of ``agent``; ``agents``: side -> agent of each rank."""
+    """Whether ``member`` is a rank of ``agent``. ``agents``: side -> agent of each rank."""
     side, rank = member
     return side in agents and 0 <= rank < len(agents[side]) and agents[side][rank] == agent
 
@@ -175,12 +177,12 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
     )
 
 
-#: Messages that show one rank's: those of 200,000 tensors.
+#: Most messages that show one rank's memory, enough for 200,000 tensors.
 _PARTS = 32
 
 
 class Snapshots:
-    """Those that other agents show. ``close`` ends a wait for them; ``mappings`` as of ``Exhibition``."""
+    """The snapshots that other agents show. ``close`` ends a wait for them. ``mappings`` as for ``Exhibition``."""
 
     def __init__(self, mappings: Mappings | None = None) -> None:
         self._mappings = mappings
@@ -190,16 +192,16 @@ class Snapshots:
         self._closed = False
 
     def take(self, agent: str, message: Exhibits) -> None:
-        """One part; what comes after the last is ignored, and so is what no agent would send."""
+        """Take one part. Parts after the last one are ignored, and so are more parts than an agent sends."""
         parts = self._shown[agent, (message.side, message.rank)]
         if not self._closed and len(parts) < _PARTS and not (parts and parts[-1].last):
             parts.append(message)
             self._changed.set()
 
     async def open(self, members: Mapping[Member, str], stopped: Callable[[], bool]) -> bool:
-        """Open what is shown of these ranks (each of its agent); waits for what is not shown yet.
+        """Open what is shown of these ranks (member -> its agent). Waits for what is not shown yet.
 
-        False when ``stopped`` or closed before; call ``wake`` for the first. TransferError: it cannot be opened.
+        False if ``stopped`` or closed first; call ``wake`` after stopping. TransferError if it cannot be opened.
         """
         for member, agent in members.items():
             while not (parts := self._shown[agent, member]) or not parts[-1].last:
@@ -221,22 +223,22 @@ class Snapshots:
         return True
 
     def memory(self, member: Member) -> HostMemory:
-        """What was opened; ProtocolError for a rank of which nothing was."""
+        """The opened memory of a rank. ProtocolError if none was opened."""
         if (found := self._opened.get(member)) is None:
             raise ProtocolError(f"{member[0]} rank {member[1]} has shown no snapshot")
         return found
 
     def wake(self) -> None:
-        """Who waits looks again whether it was stopped."""
+        """Have waiting calls check again whether they were stopped."""
         self._changed.set()
 
     def close(self) -> None:
-        """Nothing more is waited for."""
+        """End all waits."""
         self._closed = True
         self._shown.clear()
         self._changed.set()
 
     def release(self) -> None:
-        """Let go of all memory; no lane may be inside it any more."""
+        """Release all memory. No lane may use it any more."""
         while self._opened:
             self._opened.popitem()[1].close()

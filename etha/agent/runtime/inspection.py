@@ -2,8 +2,8 @@
 
     before() -> the transfer moves -> after()          stop(error) at any time ends what waits or runs
 
-Both ends sum at the same time, right after their own part has moved. Who took the bytes compares; who gave
-them is done once its sums are told, for nothing is committed before all are done.
+Both ends sum at the same time, right after their own part has moved. The receiving end compares. The sending end is
+done once its sums are sent, because nothing is committed before all ends are done.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from etha.transport.verify.checksums import ChecksumReader
 
 
 class Tally:
-    """``watch`` is called after each message that counts."""
+    """Collects the sums that other agents send. ``watch`` is called after each message that counts."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[int, bytearray]] = {}
         self.watch: Callable[[], None] | None = None
 
     def take(self, agent: str, message: Sums) -> None:
-        """One message; what is late, out of order or beyond all bounds does not count."""
+        """Take one message. Messages that are late, out of order or beyond all bounds are ignored."""
         seq, data = self._held.get(agent, (0, bytearray()))
         if message.seq < seq:
             return
@@ -46,14 +46,14 @@ class Tally:
             self.watch()
 
     def sums(self, agent: str, seq: int, count: int) -> npt.NDArray[np.uint64] | None:
-        """The ``count`` sums of a transfer, None while some are missing."""
+        """The ``count`` sums of a transfer; None while some are missing."""
         held, data = self._held.get(agent, (0, b""))
         if held != seq or len(data) < 8 * count:
             return None
         return np.frombuffer(bytes(data), "<u8", count)
 
     def forget(self, seq: int) -> None:
-        """A transfer is over here: what came for it, or for one before it, is needed no more."""
+        """A transfer is over here: drop the sums of it and of earlier ones."""
         self._held = {agent: held for agent, held in self._held.items() if held[0] > seq}
 
 
@@ -67,17 +67,16 @@ class _Pass:
 
     @property
     def pieces(self) -> int:
-        """How many there are."""
         return len(self._pieces)
 
     def run(self, piece: int, thread: int) -> int:
-        """Run one; TransferError for a difference, ReachErrors as memory raises them."""
+        """Run one piece. TransferError for a difference, ReachErrors as memory raises them."""
         self._checks.run(self._pieces[piece], self._reader(thread))
         return 0
 
 
 class Readers:
-    """Of a lane: a reader for each of its threads, whatever transfers they check, and while they check any."""
+    """The checksum readers of a lane, one per thread, shared by all transfers and kept while any transfer checks."""
 
     def __init__(self, lane: Lane, budget: Budget, memory: StagingMemory | None = None) -> None:
         self.lane, self._budget, self._memory = lane, budget, memory
@@ -85,21 +84,21 @@ class Readers:
         self._readers: dict[int, ChecksumReader] = {}
 
     def of(self, thread: int, guards: Mapping[Member, Guard]) -> ChecksumReader:
-        """The calling lane thread's, for one piece of a transfer with these guards."""
+        """The calling lane thread's reader, for one piece of a transfer with these guards."""
         found = self._readers.get(thread)
         if found is None:
-            # Streams and device memory are the thread's, not made anew for each transfer.
+            # Streams and device memory belong to the thread, and are not made anew for each transfer.
             work = self.lane.workspaces.mine() if self.lane.workspaces.device else None
             found = self._readers[thread] = ChecksumReader(thread, self._budget, guards, self._memory, work)
         found.guards = guards
         return found
 
     def enter(self) -> None:
-        """Some transfer's pass begins; loop thread only, as ``leave``."""
+        """A transfer's pass begins. Call it on the loop's thread, like ``leave``."""
         self._passes += 1
 
     def leave(self) -> int:
-        """It is over: with the last one all memory is given back. The bytes that readers have, or had."""
+        """A transfer's pass is over; the last one frees all memory. Returns the bytes that readers have, or had."""
         self._passes -= 1
         if self._passes:
             return sum(reader.nbytes for reader in list(self._readers.values()))
@@ -108,7 +107,8 @@ class Readers:
 
 
 class Inspection:
-    """Of one transfer. ``tell(agent, message)`` sends to another agent; ``close`` when it is over."""
+    """The inspection of one transfer. ``tell(agent, message)`` sends to another agent. Call ``close`` when it is
+    over."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Inspection:
         await self._run(self._book.first)
 
     async def after(self) -> None:
-        """Sum and compare the rest; TransferError names the first chunk whose ends differ."""
+        """Sum and compare the rest. TransferError names the first chunk whose ends differ."""
         book = self._book
         assert book is not None, "before() comes first"
         await self._run(book.then)
@@ -148,14 +148,14 @@ class Inspection:
                 self._checks.compare(line)
 
     def stop(self, error: BaseException) -> None:
-        """End it soon with ``error``; idempotent, returns at once."""
+        """End it soon with ``error``. Idempotent; returns at once."""
         self._error = self._error or error
         if self._running is not None:
             self._running.abort(error)
         self._news.set()
 
     def close(self) -> int:
-        """Nobody waits for sums any more; the most bytes that lane threads had for checks meanwhile."""
+        """Stop waiting for sums. Returns the most bytes that lane threads had for checks meanwhile."""
         self._tally.forget(self._seq)
         self._tally.watch = None
         return self._most
@@ -176,7 +176,7 @@ class Inspection:
             raise self._error
 
     async def _sums_of(self, agent: str, count: int) -> list[int]:
-        """The sums that another agent found, waited for; its loss or the call's end stops this."""
+        """Wait for the sums of another agent. The agent's loss or the call's end stops this."""
         self._tally.watch = self._news.set
         while (sums := self._tally.sums(agent, self._seq, count)) is None:
             if self._error is not None:

@@ -2,9 +2,9 @@
 
     event loop --submit--> jobs --> threads pull pieces, of each job in turn --call_soon_threadsafe--> callbacks
 
-Piece by piece all jobs get the same share, so a small one is soon over beside a big one. A piece waits for nothing
-but memory of this machine. Threads sleep on a condition; nothing polls. ``on_done`` fires when no thread touches the
-job's memory any more, whatever ended it. Each thread keeps a workspace from job to job.
+All jobs get the same share, piece by piece, so a small one is soon over beside a big one. A piece waits only for memory
+of this machine. Threads sleep on a condition; nothing polls. ``on_done`` is called when no thread touches the job's
+memory any more, however the job ended. Each thread keeps a workspace from job to job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class Workspaces:
-    """Kept from job to job. On a GPU's agent give ``driver`` and the ``uuid``: each thread has a stream there."""
+    """Workspaces, kept from job to job. With ``driver`` and ``uuid``, on a GPU's agent, each thread has a stream
+    there."""
 
     def __init__(self, driver: Driver | None = None, uuid: str = "") -> None:
         self._driver, self._uuid = driver, uuid
@@ -37,14 +38,14 @@ class Workspaces:
 
     @property
     def device(self) -> bool:
-        """Whether copies are a device's, which the event loop leaves to threads."""
+        """Whether copies run on a device, so that the event loop leaves them to threads."""
         return self._driver is not None
 
     def make(self) -> Workspace:
-        """One more, of whoever asks; CardError where the device has failed."""
+        """Make one more for the caller. CardError if the device has failed."""
         if self._driver is None:
             return Workspace()
-        # Only an agent that has a card loads what serves it.
+        # imported here, because only an agent with a card needs it
         from etha.transport.copy.device import Copier
 
         made = Workspace(Copier(self._driver, self._uuid))
@@ -53,14 +54,14 @@ class Workspaces:
         return made
 
     def mine(self) -> Workspace:
-        """The calling thread's."""
+        """The calling thread's workspace."""
         found: Workspace | None = getattr(self._mine, "work", None)
         if found is None:
             found = self._mine.work = self.make()
         return found
 
     def close(self) -> None:
-        """Give streams and device memory back; no thread may be using one any more. Idempotent."""
+        """Free streams and device memory. No thread may be using them any more. Idempotent."""
         with self._lock:
             while self._all:
                 copier = self._all.pop().copier
@@ -74,25 +75,25 @@ MAX_THREADS = 8
 
 
 class Job(Protocol):
-    """Work cut into pieces that any thread may run, in any order but for the barriers."""
+    """Work cut into pieces that any thread may run, in any order except for the barriers."""
 
     @property
     def pieces(self) -> int:
-        """How many pieces there are."""
+        """Number of pieces."""
         ...
 
     @property
     def barriers(self) -> tuple[int, ...]:
-        """Ascending indices of pieces that begin only when all before them are done."""
+        """Ascending indices of pieces that begin only when all pieces before them are done."""
         ...
 
     def run(self, piece: int, thread: int) -> int:
-        """Run one piece on lane thread number ``thread``; its bytes. What it raises ends the job."""
+        """Run one piece on lane thread number ``thread``, and return its bytes. What it raises ends the job."""
         ...
 
 
 class Running:
-    """A submitted job. ``abort`` ends it; ``on_done`` then tells when."""
+    """A submitted job. ``abort`` ends it; ``on_done`` then reports when it has ended."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Running:
         self.progress_at = 0.0
 
     def abort(self, cause: BaseException) -> None:
-        """End the job with ``cause`` after the pieces that run now; idempotent, returns at once."""
+        """End the job with ``cause`` after the pieces that run now. Idempotent; returns at once."""
         self._lane._abort(self, cause)
 
     @property
@@ -136,14 +137,14 @@ class Running:
 
 
 def lane_threads() -> int:
-    """Threads that this process may use at once, at most 8."""
+    """Threads that this process may run at once, at most 8."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 class Lane:
-    """Threads and their jobs. Submit on the event loop; close() when no job runs any more.
+    """Threads and their jobs. Submit on the event loop. Call close() when no job runs any more.
 
-    ``workspaces``: the scratch memory of its threads, closed with it.
+    ``workspaces`` is the scratch memory of its threads, closed with it.
     """
 
     def __init__(self, threads: int | None = None, workspaces: Workspaces | None = None) -> None:
@@ -166,10 +167,10 @@ class Lane:
         on_progress: Callable[[int], None] | None = None,
         on_done: Callable[[BaseException | None], None],
     ) -> Running:
-        """Begin a job beside those that run. Callbacks come on the running event loop.
+        """Begin a job beside those that run. Callbacks are called on the running event loop.
 
-        ``on_progress(bytes done)`` at most ten times a second; ``on_done(None or the error)`` once, after
-        the last progress, when nothing of the job runs any more.
+        ``on_progress(bytes done)`` is called at most ten times a second. ``on_done(None or the error)`` is called once,
+        after the last progress, when nothing of the job runs any more.
         """
         running = Running(self, job, asyncio.get_running_loop(), on_progress, on_done)
         with self._changed:
@@ -188,7 +189,7 @@ class Lane:
         return not self._jobs
 
     def _next(self) -> Running | None:
-        """The job whose turn it is of those that have a piece to run now; the others come before its next one."""
+        """The next job in turn that has a piece to run now. It goes to the end of the queue."""
         for running in self._jobs:
             if running.ready:
                 self._jobs.remove(running)
@@ -217,7 +218,7 @@ class Lane:
             log.warning("an event loop was closed while its job ran")
 
     def _work(self, thread: int) -> None:
-        torch.set_num_threads(1)  # this thread is one of our own k already
+        torch.set_num_threads(1)  # this is already one of several threads of ours
         running: Running | None = None
         n = 0
         error: BaseException | None = None
@@ -225,7 +226,7 @@ class Lane:
             with self._changed:
                 if running is not None:
                     self._account(running, n, error)
-                    running = error = None  # a thread that waits keeps nothing of the last job alive
+                    running = error = None  # a waiting thread must keep nothing of the last job alive
                 while (running := self._next()) is None:
                     if self._closed:
                         return
@@ -236,7 +237,7 @@ class Lane:
             n, error = 0, None
             try:
                 n = running.job.run(piece, thread)
-            except BaseException as raised:  # handed to on_done, where it is raised
+            except BaseException as raised:  # passed to on_done
                 error = raised
 
     def _account(self, running: Running, n: int, error: BaseException | None) -> None:
@@ -255,7 +256,7 @@ class Lane:
             self._tell(running, running.on_progress, running.bytes)
 
     def close(self) -> None:
-        """Abort what runs or waits and end the threads; waits for the pieces that run. Idempotent."""
+        """Abort what runs or waits, wait for the pieces that run, and end the threads. Idempotent."""
         with self._changed:
             self._closed = True
             jobs = list(self._jobs)

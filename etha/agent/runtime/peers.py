@@ -1,8 +1,8 @@
-"""This agent's links to others and its data port: who is met in which epoch, who reads whose host, tokens.
+"""This agent's links to others and its data port: meetings per epoch, who reads whose host, tokens.
 
-form(pair, epoch, agents)   open links --> Meet / Met with each --> the epoch stands on all of them
+form(pair, epoch, agents)   open links --> Meet / Met with each --> the epoch is formed on all of them
 said(...)                   everything else that other agents say goes to the batch that it is about
-gone(agent)                 a link is lost: streams, tokens and meetings with it end
+on_agent_lost(agent)        a link is lost: streams, tokens and meetings with it end
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from etha.transport.tcp.tls import Identity
 
 log = logging.getLogger(__name__)
 
-#: Seconds for two agents of a formed pair to link and to meet, and for tokens to come.
+#: Seconds for two agents of a formed pair to link and meet, and for tokens to come.
 MEET_TIMEOUT = 10.0
 TOKEN_TIMEOUT = 5.0
-#: Epochs that are remembered, and those in which others may wait for us to hear of them.
+#: Most epochs that are remembered, and most in which others may be ahead of this agent.
 _MAX_EPOCHS = 1000
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """An epoch that forms here: ``missing`` have not said Met yet, ``owed`` have not been told."""
+    """An epoch that forms here. ``missing`` have not said Met yet, ``owed`` have not been told Met."""
 
     missing: set[str]
     owed: set[str]
@@ -53,7 +53,10 @@ class _Meeting:
 
 
 class PeerLinks:
-    """Entered while the agent lives. ``said(agent, scope, message)`` and ``gone(agent, text)`` are told the rest."""
+    """Entered while the agent lives.
+
+    Other messages go to ``said(agent, scope, message)``, and losses to ``on_agent_lost(agent, text)``.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class PeerLinks:
         self._advertised = None if advertise is None else Advertised.parse(advertise)
         self._listen, self._said, self._on_agent_lost = listen, said, on_agent_lost
         self._identity = Identity.fresh() if encrypt else None
-        #: Of the agents that were met, what their data ports show.
+        #: Certificate fingerprints of the data ports of the agents that were met.
         self._certificates: dict[str, bytes] = {}
         self._keys = Keys.fresh()
         self._tokens = Tokens()
@@ -115,7 +118,7 @@ class PeerLinks:
                 identity=self._identity,
             )
             stack.push_async_callback(self.plane.close)
-            # What NCCL sends cannot be encrypted, so an agent that encrypts has none: streams take its place.
+            # NCCL traffic cannot be encrypted, so an agent that encrypts has no NCCL and uses streams instead.
             self.nccl = None if self.card is None or self.encrypts else self.card.nccl_plane(self.me, self.plane.budget)
             if self.nccl is not None:
                 stack.push_async_callback(self.nccl.close)
@@ -130,7 +133,7 @@ class PeerLinks:
     ) -> None:
         for _, future in self._asked.values():
             future.cancel()
-        # The body's error is not the task group's: it leaves as it is, not in an ExceptionGroup.
+        # The body's error is raised as it is, not in the task group's ExceptionGroup.
         await self._stack.aclose()
 
     @property
@@ -140,7 +143,7 @@ class PeerLinks:
 
     @property
     def encrypts(self) -> bool:
-        """Whether data connections are encrypted; then no other is opened or let in."""
+        """Whether data connections are encrypted. Then no unencrypted one is opened or accepted."""
         return self._identity is not None
 
     @property
@@ -161,9 +164,9 @@ class PeerLinks:
     # ---- forming an epoch ---------------------------------------------------------------------
 
     async def form(self, pair: str, epoch: int, agents: Collection[str]) -> None:
-        """Return once every other of ``agents`` is linked, holds this epoch, and knows whether it reads this host.
+        """Return once every other one of ``agents`` is linked, knows this epoch, and knows whether it reads this host.
 
-        AgentUnavailableError names who could not be linked and why.
+        AgentUnavailableError names who could not be linked, and why.
         """
         key = (pair, epoch)
         others = sorted(set(agents) - {self.me})
@@ -231,7 +234,7 @@ class PeerLinks:
         try:
             self.hub.send(agent, scope, Met(reads=reads))
         except PeerLostError:
-            return  # on_agent_lost tells the meeting
+            return  # on_agent_lost ends the meeting
         if meeting is not None:
             meeting.owed.discard(agent)
             self._settle(meeting)
@@ -260,7 +263,7 @@ class PeerLinks:
     # ---- data connections ---------------------------------------------------------------------
 
     def data_address(self, agent: str, scope: Scope) -> DataAddress:
-        """How the data port of a linked agent is reached; ProtocolError for one that has no record."""
+        """How to reach the data port of a linked agent. ProtocolError for an agent without a record."""
         record = self._records.get(agent)
         if record is None:
             raise ProtocolError(f"agent {agent} has no address in Redis")
@@ -276,7 +279,7 @@ class PeerLinks:
         return DataAddress(host=host, port=port, tokens=tokens, fingerprint=fingerprint)
 
     def _reached(self, record: AgentRecord) -> tuple[str, str]:
-        """Where this agent reaches another: its links, and its data. What maps ports stands between hosts only."""
+        """The addresses of another agent's links and data, as seen from here. Port maps apply only between hosts."""
         if record.host == self.host and record.bound:
             host, port = parse_address(record.bound)
             return record.bound, format_address(host, port + 1)
@@ -310,7 +313,7 @@ class PeerLinks:
         match message:
             case Meet() if key in self._meetings or agent in self._met.get(key, ()):
                 self._meet(agent, scope, message)
-            case Meet():  # it has heard of this epoch before us
+            case Meet():  # it has heard of this epoch before this agent
                 self._early.setdefault(key, {})[agent] = message
                 while len(self._early) > _MAX_EPOCHS:
                     self._early.popitem(last=False)
@@ -331,7 +334,7 @@ class PeerLinks:
                 self._said(agent, scope, message)
 
     def tell(self, agent: str, scope: Scope, message: Said) -> None:
-        """Send to a linked agent; whose link is lost is told of by ``gone``, not here."""
+        """Send to a linked agent. ``on_agent_lost`` reports a lost link, not this."""
         try:
             self.hub.send(agent, scope, message)
         except PeerLostError as error:

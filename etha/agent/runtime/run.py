@@ -1,7 +1,7 @@
 """One agent's part of a transfer while it moves: copies on the lane and streams, side by side.
 
 Part              what this agent does in a direction of a batch: its own copies, what it exchanges, its checks
-Move              one run of it; ``over`` is called once, when nothing touches memory any more, whatever ended it
+Move              one run of it; ``over`` is called once, when nothing touches memory any more, however it ended
 Execution         a program as a job of the lane, of which each piece runs only while the calls lend their memory
 TransferProgress  how far a transfer has come, here and in the agents that copy from this one's workers
 """
@@ -26,7 +26,7 @@ from etha.transport.copy.staging import Peak
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.wire.flows import WireProgram
 
-#: Bytes up to which a program is run on the loop itself, some ten microseconds.
+#: Programs of at most this many bytes run on the loop itself, in about ten microseconds.
 _SHORT = 64 << 10
 
 #: (error or None, whether anything may have been written)
@@ -35,9 +35,9 @@ Over = Callable[[BaseException | None, bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """``nbytes`` and ``peers`` of each ("source" | "target", rank) of this agent, whatever way they go.
+    """``nbytes`` and ``peers`` are those of each ("source" | "target", rank) of this agent, however they travel.
 
-    ``checks`` is None where nothing is verified.
+    ``checks`` is None if nothing is verified.
     """
 
     near: Program
@@ -45,18 +45,18 @@ class Part:
     peers: Mapping[Member, tuple[Member, ...]]
     wire: WireProgram | None = None
     key: bytes = b""
-    #: Whether this agent takes part in the wire although it may have nothing to exchange.
+    #: Whether this agent takes part in the wire even if it has nothing to exchange.
     joins: bool = False
     checks: Checks | None = None
 
     @property
     def work(self) -> int:
-        """What progress counts to, in bytes."""
+        """Total of the progress, in bytes."""
         return self.near.work + (self.wire.total if self.wire is not None else 0)
 
 
 class Move:
-    """One run of a part as transfer ``seq``. ``stop`` may come at any time; ``progress(bytes done)``."""
+    """One run of a part as transfer ``seq``. ``stop`` may be called at any time. ``progress(bytes done)`` is called."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Move:
         self.peak_staging = 0
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begin. Returns at once."""
         if self._inspection is None:
             self._begin()
         else:
             self._spawn(self._after_reading(self._inspection))
 
     def stop(self) -> None:
-        """End it soon; idempotent, returns at once."""
+        """End it soon. Idempotent; returns at once."""
         self._fail(TransferError("stopped"))
 
     # ---- inside -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Move:
             if job.pieces:
                 self._submit(job, self._half)
         elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
-            # The way to a lane thread and back takes longer than such a copy.
+            # The round trip to a lane thread takes longer than such a copy.
             self._left = 1
             asyncio.get_running_loop().call_soon(self._here, job)
         else:
@@ -160,12 +160,12 @@ class Move:
             self._inspection.stop(error)
 
     def _here(self, job: Execution) -> None:
-        """Run a short program on the loop, in the place of one thread more than the lane has."""
+        """Run a short program on the loop, with the thread number after the lane's last."""
         piece = 0
         while self._error is None and piece < job.pieces:
             try:
                 job.run(piece, self._lane.threads)
-            except Exception as raised:  # as from a lane: handed on, and told to the workers
+            except Exception as raised:  # passed on, as from a lane
                 self._error = raised
             piece += 1
         self._half(None)
@@ -173,7 +173,8 @@ class Move:
     async def _exchange(self, run: WireRun, wire: Wire) -> None:
         error: BaseException | None = None
         try:
-            if self._error is None:  # or it was stopped before this task began: the transport would not know
+            # A stop before this task began did not reach the transport, which did not know the run yet.
+            if self._error is None:
                 await wire.run(run, self._carried)
         except Exception as raised:
             error = raised
@@ -221,20 +222,21 @@ class Move:
         if self._peak is not None and self._plane is not None:
             self.peak_staging += self._plane.budget.seen(self._peak)
         if self._inspection is not None:
-            # Copies and checks of one lane come one after the other; what streams use is counted with the checks'.
+            # Copies and checks of one lane run one after the other, so the larger of the two counts.
             self.peak_staging = max(self.peak_staging, self._inspection.close())
-        self._running = self._job = self._run = None  # which know this move, or workers' memory
+        self._running = self._job = self._run = None  # they hold this move or workers' memory
         self._tell(self._error, touched)
 
 
-#: Of threads whose agent has no card.
+#: The workspaces of threads whose agent has no card.
 _workspaces = Workspaces()
 
 
 class Execution:
     """One run of a program, guarded by the revocation words of the calls that lend memory to it.
 
-    A member without a guard (an in-process test, staging) is always lent. ``workspaces``: of the agent's threads.
+    A member without a guard (an in-process test, staging) always lends. ``workspaces`` are those of the agent's
+    threads.
     """
 
     def __init__(self, program: Program, guards: Mapping[Member, Guard], workspaces: Workspaces = _workspaces) -> None:
@@ -246,7 +248,6 @@ class Execution:
 
     @property
     def pieces(self) -> int:
-        """Pieces of the program."""
         return len(self.program.pieces)
 
     @property
@@ -255,7 +256,7 @@ class Execution:
         return self.program.barriers
 
     def run(self, piece: int, thread: int) -> int:
-        """Run a piece; RevokedError when a call has returned, other ReachErrors as memory raises them."""
+        """Run a piece. RevokedError if a call has returned, other ReachErrors as memory raises them."""
         what = self.program.pieces[piece]
         entered: list[Guard] = []
         work = self._workspaces.mine()
@@ -279,7 +280,7 @@ class Execution:
 
 
 def _owner(program: Program, piece: CopyPiece, pid: int | None) -> Member | None:
-    """The member of a piece whose memory is process ``pid``'s."""
+    """The member of a piece whose memory belongs to process ``pid``."""
     for pair in program.pairs:
         for member in pair.owners:
             view = pair.source if member[0] == "source" else pair.target
@@ -289,7 +290,7 @@ def _owner(program: Program, piece: CopyPiece, pid: int | None) -> Member | None
 
 
 class TransferProgress:
-    """``readers`` are the agents that copy from this one's workers."""
+    """How far a transfer has come. ``readers`` are the agents that copy from this one's workers."""
 
     def __init__(self, part: Part, readers: Collection[str]) -> None:
         self._own = part.work
@@ -302,7 +303,7 @@ class TransferProgress:
         self._shares = dict.fromkeys(readers, 0.0)
 
     def own(self, done: int) -> float:
-        """This agent's part has come to ``done`` bytes; as a share of it."""
+        """Set the bytes that this agent's part has done. Returns them as a share of the part."""
         self._done = max(self._done, min(done, self._own))
         return self._done / self._own if self._own else 1.0
 
@@ -313,7 +314,7 @@ class TransferProgress:
 
     @property
     def fraction(self) -> float:
-        """Of all bytes that this agent's workers give and take, those that are done: 0.0 to 1.0."""
+        """The share (0.0 to 1.0) that is done of all bytes that this agent's workers give and take."""
         whole = self._own + self._theirs
         if not whole:
             return 0.0

@@ -1,6 +1,6 @@
-"""Connected workers: the process, memory, ranks and batches of each, and the requests that it waits for.
+"""Connected workers: the process, memory, ranks and batches of each, and its open requests.
 
-A request is opened once, is answered once, and its timer never outlives it.
+A request is opened once and answered once, and its timer never outlives it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A rank that this worker holds in a pair; ``epoch`` is the one it was let into."""
+    """A rank that this worker holds in a pair. ``epoch`` is the one to which it was admitted."""
 
     pair: str
     side: str
@@ -38,21 +38,20 @@ class Seat:
 
     @property
     def member(self) -> Member:
-        """(side, rank)."""
         return (self.side, self.rank)
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerSession:
-    """What the agent knows of one worker's connection; a process may have several."""
+    """What the agent knows of one worker's connection. A process may have several."""
 
     peer: Peer
     holder: Holder
     memory: WorkerMemory
     revocation: LentPage | None = None
-    #: Which of the worker's wishes for an agent this one does not meet; or nothing.
+    #: Which of the worker's wishes for an agent this one does not meet; empty if none.
     differs: str = ""
-    #: Why the worker copies some of its tensors through memory that it can show; or nothing.
+    #: Why the worker copies some of its tensors through shared memory; empty if it does not.
     staged: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
     #: batch name -> (primary pair, generation) of the registration that this worker takes part in.
@@ -60,20 +59,19 @@ class WorkerSession:
 
     @property
     def reach(self) -> str:
-        """How its tensors are reached, as ``status`` shows it: "direct", or "staged" and why."""
+        """How its tensors are reached, for ``status``: "direct", or "staged" and why."""
         if self.staged:
             return f"staged: {self.staged}"
         return "direct" if self.memory.private or self.memory.on_device else "staged"
 
     @property
     def key(self) -> str:
-        """The connection's id."""
         return self.peer.key
 
     def show(self, header: dict[str, Any], fds: list[int]) -> None:
-        """The worker shows memory: a segment, an allocation of a GPU, or its revocation page. Owns ``fds``.
+        """Take memory that the worker shows: a segment, an allocation of a GPU, or its revocation page. Owns ``fds``.
 
-        ProtocolError and RegistrationError for what is none of them.
+        ProtocolError or RegistrationError for anything else.
         """
         match header, fds:
             case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
@@ -88,7 +86,7 @@ class WorkerSession:
                 raise ProtocolError(f"descriptors of unknown kind {sorted(map(str, header))}")
 
     def probe(self, address: int, token: bytes) -> str:
-        """Find out whether the worker's private memory is within reach; why not, or nothing."""
+        """Find out whether the worker's private memory is within reach. Returns why not; empty if it is."""
         try:
             self.memory.process.probe(address, token)
         except ReachError as error:
@@ -98,7 +96,7 @@ class WorkerSession:
         return ""
 
 
-#: Told that a call's deadline passed (True) or that its worker cancelled it (False).
+#: Called when a call's deadline passed (True), or its worker cancelled it (False).
 End = Callable[[CallKey, bool], None]
 
 
@@ -123,7 +121,7 @@ class Calls:
         return iter(tuple(self._open))
 
     def open(self, peer: Peer, request: Request, end: End) -> CallKey:
-        """Take a request in; ``end`` hears of its deadline and of its cancellation, at most once each."""
+        """Open a request. ``end`` is called at its deadline and when it is cancelled, at most once."""
         key = (peer.key, request.id)
         call = self._open[key] = _Open(peer, request.id, end=end)
         if request.deadline < math.inf:
@@ -135,7 +133,7 @@ class Calls:
         self._ended((peer.key, request_id), False)
 
     def answer(self, key: CallKey, message: Any) -> None:
-        """Reply; a call of a worker that is gone is forgotten."""
+        """Reply. A call whose worker has left is forgotten."""
         if (call := self._close(key)) is not None:
             call.peer.reply(call.id, message)
 
@@ -145,12 +143,12 @@ class Calls:
             call.peer.fail(call.id, error)
 
     def push(self, key: CallKey, message: Any) -> None:
-        """News about a call that is still open."""
+        """Send news about a call that is still open."""
         if (call := self._open.get(key)) is not None:
             call.peer.push(message, call.id)
 
     def drop(self, peer: Peer) -> None:
-        """The worker is gone: nobody waits for these answers."""
+        """The worker has left: forget its calls."""
         for key in [key for key in self._open if key[0] == peer.key]:
             self._close(key)
 

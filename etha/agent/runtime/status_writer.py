@@ -1,8 +1,8 @@
-"""What Redis is told of transfers, for people to read: the latest counts, at most twenty times a second.
+"""Writes transfer counts to Redis, for people to read, at most twenty times a second.
 
-A transfer never waits for it, and back-to-back transfers do not pay one write each. One write is on its way at a time,
-over a connection of its own, and carries what is newest then: however far Redis is, nothing queues up here, and who
-registers or forms a pair does not wait behind it.
+A transfer never waits for it, and back-to-back transfers do not cost one write each. Only one write is under way at a
+time, over its own connection, and it carries the newest values. So nothing queues up here, however far away Redis is,
+and registrations and rendezvous do not wait behind it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Least seconds between two writes of what has changed.
+#: Least seconds between two writes.
 EVERY = 0.05
-#: Seconds that an agent which leaves gives to its last words.
+#: Seconds that a leaving agent spends on its last write.
 LAST_WORDS = 2.0
 
 Fields = Mapping[str, int | float | str | None]
@@ -28,7 +28,7 @@ Batch = tuple[str, str]
 
 
 class StatusWriter:
-    """Batch hashes that are to be brought up to date. An isolated change is written at once."""
+    """Batch hashes that must be brought up to date. An isolated change is written at once."""
 
     def __init__(self, store: Store, spawn: Spawn) -> None:
         self._store, self._spawn = store, spawn
@@ -38,13 +38,13 @@ class StatusWriter:
         self._next = 0.0
 
     def tell(self, pair: str, batch: str, fields: Fields) -> None:
-        """These fields have changed; the store remembers them should Redis lose its data."""
+        """Note that these fields have changed. The store remembers them in case Redis loses its data."""
         self._store.batches.note_fields(pair, batch, fields)
         self._news.setdefault((pair, batch), {}).update(fields)
         self._schedule()
 
     async def close(self) -> None:
-        """Write what is left, as far as that goes in two seconds, and nothing more."""
+        """Write what is left, within two seconds, and stop."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -73,15 +73,15 @@ class StatusWriter:
             self._schedule()
 
     async def _write(self, timeout: float) -> None:
-        """Write what has changed, one batch after the other, each as it is when its turn comes."""
+        """Write what has changed, one batch after the other, with the values at the time of each write."""
         for key in list(self._news):
-            if (fields := self._news.pop(key, None)) is None:  # written on the way out
+            if (fields := self._news.pop(key, None)) is None:  # another call has written it
                 continue
             try:
                 await self._store.batches.report_fields(*key, fields, timeout=timeout)
                 self._refused = False
             except EthaError as error:
-                if not self._refused:  # until a write gets through, the next ones say nothing new
+                if not self._refused:  # until a write succeeds, further warnings would say nothing new
                     log.warning("batch %s of pair %s: Redis does not know its last transfer: %s", key[1], key[0], error)
                 self._refused = True
             except asyncio.CancelledError:
@@ -90,7 +90,7 @@ class StatusWriter:
 
 
 async def quietly(work: Awaitable[object]) -> None:
-    """Write what Redis holds for people and for later: its outage is logged, and not the batch's."""
+    """Write what Redis holds for people and for later. Log store errors instead of failing the batch."""
     try:
         await work
     except EthaError as error:

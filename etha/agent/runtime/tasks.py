@@ -1,4 +1,4 @@
-"""Tasks of the agent that run by themselves: how they are started, and how they log that Redis is away."""
+"""How the agent's own tasks are started, and how they log that Redis is away."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 def outage(to: logging.Logger, text: str, *args: object) -> None:
-    """Log that a request to Redis failed; the last of ``args`` is the error.
+    """Log that a request to Redis failed. The last of ``args`` is the error.
 
-    While Redis is away every request fails. The lease says so once, so that the others log at debug level.
+    While Redis is away every request fails. The lease logs that once, so the others log at debug level.
     """
     to.log(logging.DEBUG if isinstance(args[-1], RedisUnavailableError) else logging.WARNING, text, *args)

@@ -1,8 +1,8 @@
-"""Wires: what carries a batch's bytes between agents: streams (``transport.tcp``), or NCCL where all have cards.
+"""Wires: what carries a batch's bytes between agents: streams (``transport.tcp``), or NCCL if all have cards.
 
-NCCL's communicator goes with a failed transfer, on every agent of the batch. All of them know which transfers have
-failed, so the number of the last one names the communicator that the next transfer needs: the first one's id came with
-the verdicts, through Redis; a later one's is made by the first of the agents and told over links.
+A failed transfer ends NCCL's communicator on every agent of the batch. All of them know which transfers have failed, so
+the number of the last failed one names the communicator that the next transfer needs. The id of the first communicator
+came with the verdicts, through Redis. The first of the agents makes later ids and sends them over links.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ T = TypeVar("T")
 
 
 class Wire(Protocol):
-    """One batch's: a ``Transport[WireRun]`` whose runs may be stopped."""
+    """One batch's ``Transport[WireRun]``, whose runs may be stopped."""
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
-        """Get ready to send to these peers."""
+        """Prepare to send to these peers."""
         ...
 
     async def prepare(self, run: WireRun) -> None:
-        """Copy what must be read before anything is written, once a run."""
+        """Copy what must be read before anything is written, once per run."""
         ...
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
-        """Exchange everything of one transfer; its payload in bytes, sent and received."""
+        """Exchange everything of one transfer. Returns its payload in bytes, sent and received."""
         ...
 
     def settled(self) -> None:
-        """The last transfer is committed; idempotent."""
+        """The last transfer is committed. Idempotent."""
         ...
 
     def stop(self, cause: BaseException) -> None:
-        """The transfer is aborted; returns at once, idempotent."""
+        """The transfer is aborted. Returns at once; idempotent."""
         ...
 
     async def close(self) -> None:
@@ -50,7 +50,10 @@ class Wire(Protocol):
 
 
 class NcclWire:
-    """``members``: the agents' names; ``scope``: the registration; ``unique_id``: of the first communicator."""
+    """A wire over NCCL.
+
+    ``members`` are the agents' names, ``scope`` is the registration, ``unique_id`` that of the first communicator.
+    """
 
     def __init__(
         self,
@@ -73,22 +76,23 @@ class NcclWire:
         self._cause: BaseException | None = None
 
     def hear(self, agent: str, message: UniqueId) -> None:
-        """The id of a later communicator; only the first of the agents makes them."""
+        """Take the id of a later communicator. Only the first of the agents makes them."""
         if agent == self._members[0] and message.edition not in self._ids:
             self._ids[message.edition] = message.id
             self._news.set()
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
-        """Nothing to do: the communicator reaches all agents of the batch, and is formed by the first run."""
+        """Does nothing: the communicator reaches all agents of the batch, and the first run forms it."""
 
     async def prepare(self, run: WireRun) -> None:
-        """As of a Wire."""
         await (await self._ready(run.after)).prepare(run)
 
     async def run(self, bucket: WireRun, on_progress: Progress | None = None) -> int:
-        """As of a Wire; errors as of ``NcclTransport.run``, TransferTimeoutError where NCCL does not connect.
+        """Exchange everything of one transfer. Raises as ``NcclTransport.run``, or TransferTimeoutError if NCCL does
+        not connect.
 
-        Also of an agent that has nothing to exchange: the others wait for it until the communicator is formed.
+        An agent that has nothing to exchange runs it, too, because the others wait for it until the communicator is
+        formed.
         """
         transport = await self._ready(bucket.after)
         if bucket.program.empty:
@@ -97,10 +101,10 @@ class NcclWire:
         return await transport.run(bucket, on_progress)
 
     def settled(self) -> None:
-        """As of a Wire: the communicator is this batch's own."""
+        """Does nothing, because the communicator is this batch's own."""
 
     def stop(self, cause: BaseException) -> None:
-        """As of a Wire; the next run forms another communicator."""
+        """Stop the transfer. The next run forms another communicator."""
         self._cause = cause
         for scope in self._waiting:
             scope.reschedule(asyncio.get_running_loop().time())
@@ -108,7 +112,7 @@ class NcclWire:
             self._transport.stop(cause)
 
     async def close(self) -> None:
-        """As of a Wire; its communicators are closed, and what the card kept for its programs is given back."""
+        """Close the communicators, and free what the card kept for its programs."""
         transport, self._transport = self._transport, None
         if transport is not None:
             await transport.close()
@@ -116,7 +120,7 @@ class NcclWire:
         await self._plane.communicators.drop((self._scope, self._edition))
 
     async def _ready(self, edition: int) -> NcclTransport:
-        """What runs after failed transfer number ``edition`` (0: none has failed); raises what it is stopped with."""
+        """The transport after failed transfer number ``edition`` (0: none has failed). Raises the cause of a stop."""
         self._cause = None
         if self._transport is None or self._edition != edition:
             former, self._edition, self._transport = self._edition, edition, None
@@ -144,7 +148,7 @@ class NcclWire:
         return self._ids[edition]
 
     async def _until_stopped(self, work: Awaitable[T]) -> T:
-        """``stop`` ends it with its cause, also where the work is done but nobody has taken it yet."""
+        """Await ``work``. ``stop`` ends it with its cause, even if the work is done but not taken yet."""
         scope = asyncio.timeout(None)
         try:
             async with scope:
