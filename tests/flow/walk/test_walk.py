@@ -125,13 +125,16 @@ class RecordedAgent:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(PATIENCE)
         self._trace = site.directory / "trace.json"
-        ready, wrote = os.pipe()
+        self._ready, wrote = os.pipe()
         command = [sys.executable, "-m", "tests.flow.walk.agent", str(theirs.fileno()), str(self._trace)]
         with environment(site.at("a")):
             self._process = subprocess.Popen([*command, "--ready-fd", str(wrote)], pass_fds=[theirs.fileno(), wrote])
         os.close(wrote)
         theirs.close()
-        with os.fdopen(ready) as lines:
+
+    def serves(self) -> None:
+        """Wait until workers can connect."""
+        with os.fdopen(self._ready) as lines:
             assert lines.read().strip() == "ready"
 
     def start(self) -> None:
@@ -151,7 +154,10 @@ class RecordedAgent:
         """End the process."""
         self._control.close()
         self._process.send_signal(signal.SIGTERM)
-        self._process.wait(PATIENCE)
+        try:
+            self._process.wait(PATIENCE)
+        finally:
+            self._process.kill()
 
 
 def answered(steps: list[Step]) -> list[Step]:
@@ -165,6 +171,7 @@ def site() -> Iterator[tuple[Site, RecordedAgent]]:
     with open_site(Way.LOCAL) as found, contextlib.ExitStack() as stack:
         agent = RecordedAgent(found)
         stack.callback(agent.close)
+        agent.serves()
         yield found, agent
 
 
