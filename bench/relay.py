@@ -32,7 +32,7 @@ from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 TOKEN_BYTES = 40
 #: Of socket(7): bytes a second.
@@ -86,8 +86,8 @@ async def host(number: int, args: argparse.Namespace, ports: Any, barrier: Barri
         door = group.create_task(plane.run())
         for which, way in enumerate(WAYS):
             whole = plan(shape, args.hosts, way)
-            ways = Ways(me=me, source=("s", "s"), target=tuple(everybody[1:]))
-            program = compile_wire(whole, ways, *((views, {}) if me == "s" else ({}, views)), streams=args.streams)
+            routing = Routing(me=me, source=("s", "s"), target=tuple(everybody[1:]))
+            program = compile_wire(whole, routing, *((views, {}) if me == "s" else ({}, views)), streams=args.streams)
             transport = TcpTransport(plane)
             for peer in program.sends:
                 address = DataAddress(host="127.0.0.1", port=ports[everybody.index(peer)], tokens=tokens)

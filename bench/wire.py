@@ -41,7 +41,7 @@ from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.host_reads import compile_host
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 TOKEN_BYTES = 40
 Interval = tuple[float, float]
@@ -66,10 +66,10 @@ class Case:
         here, there = ["a"] * self.ranks, ["b"] * self.ranks
         return build_plan({"t": source}, {"t": target}, source_agents=here, target_agents=there, fan_out="direct")
 
-    def ways(self, me: str, host: bool) -> Ways:
+    def routing(self, me: str, host: bool) -> Routing:
         """Agent b reads the workers of agent a, or not."""
         agents = ("a",) * self.ranks, ("b",) * self.ranks
-        return Ways(me=me, source=agents[0], target=agents[1], reads=frozenset({("b", "a")} if host else ()))
+        return Routing(me=me, source=agents[0], target=agents[1], reads=frozenset({("b", "a")} if host else ()))
 
     @property
     def payload(self) -> int:
@@ -207,7 +207,7 @@ async def measure(
     for case in todo:
         worker = Worker(case, me)
         views = (worker.views, {}) if me == "a" else ({}, worker.views)
-        program = compile_wire(case.plan, case.ways(me, False), *views, streams=streams)
+        program = compile_wire(case.plan, case.routing(me, False), *views, streams=streams)
         other = memoryview(bytearray(case.payload))
         for _ in range(runs + 1):
             await meet()
@@ -222,7 +222,7 @@ async def measure(
         else:
             memories = [HostMemory(exhibit) for exhibit in meet.pipe.recv()]
             sources = {r: memory.views(["t"]) for r, memory in enumerate(memories)}
-            here = compile_host(case.plan, case.ways(me, True), sources, worker.views)
+            here = compile_host(case.plan, case.routing(me, True), sources, worker.views)
             for _ in range(runs + 1):
                 found.setdefault(f"host {case.name}", []).append(await once(lane, here))
         await meet()
@@ -252,7 +252,7 @@ async def small(me: str, runs: int, meet: Meeting, transport: TcpTransport, foun
     case = Case(name="4 KiB", shape=(1024,), placement=Shard(0), ranks=1)
     worker = Worker(case, me)
     views = (worker.views, {}) if me == "a" else ({}, worker.views)
-    program = compile_wire(case.plan, case.ways(me, False), *views)
+    program = compile_wire(case.plan, case.routing(me, False), *views)
     intervals = found.setdefault("tcp 4 KiB", [])
     for i in range(runs):
         await meet()

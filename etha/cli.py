@@ -29,7 +29,7 @@ from etha.version import __version__
 
 if TYPE_CHECKING:
     from etha.demo.events import Event
-    from etha.demo.report import Ledger
+    from etha.demo.report import DemoReport
 
 # Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
 
@@ -285,37 +285,37 @@ def demo(
     import asyncio
 
     from etha.demo import launch, seats
+    from etha.demo.hosts import DemoHost, DemoHosts
     from etha.demo.options import Options
-    from etha.demo.place import Place, Places
-    from etha.demo.report import Ledger, table
+    from etha.demo.report import DemoReport, table
 
     given = {"trainer": trainer, "inference": inference}
     try:
         options = Options(steps=steps, every=every, synthetic=synthetic, device=device, cards=seats.cards(device))
-        places = Places(places={job: Place.parse(text) for job, text in given.items() if text}, redis=redis)
+        places = DemoHosts(places={job: DemoHost.parse(text) for job, text in given.items() if text}, redis=redis)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    ledger = Ledger(options)
+    report = DemoReport(options)
     started = time.monotonic()
-    with demo_progress(ledger) as tell:
+    with demo_progress(report) as tell:
         try:
             asyncio.run(launch.run_until_signal(options, tell, places))
         except launch.DemoError as error:
             err.print(Text(f"the demo failed: {error}", "red"))
             raise typer.Exit(1) from None
-    out.print(table(ledger.rows, synthetic=synthetic is not None))
-    if ledger.rows and ledger.rows[-1].sample:
-        out.print(Text(f"version {ledger.rows[-1].number} writes:\n{ledger.rows[-1].sample}\n"))
-    problems = ledger.verdict()
+    out.print(table(report.rows, synthetic=synthetic is not None))
+    if report.rows and report.rows[-1].sample:
+        out.print(Text(f"version {report.rows[-1].number} writes:\n{report.rows[-1].sample}\n"))
+    problems = report.verdict()
     for problem in problems:
         err.print(Text(problem, "red"))
     if problems:
         raise typer.Exit(1)
-    out.print(f"{len(ledger.rows)} versions, every element equal, in {time.monotonic() - started:.0f} s")
+    out.print(f"{len(report.rows)} versions, every element equal, in {time.monotonic() - started:.0f} s")
 
 
 @contextmanager
-def demo_progress(ledger: Ledger) -> Iterator[Any]:
+def demo_progress(report: DemoReport) -> Iterator[Any]:
     """A bar on a terminal, a line for each version elsewhere. Yields the function that takes the events."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -324,7 +324,7 @@ def demo_progress(ledger: Ledger) -> Iterator[Any]:
         moving = bars.add_task("starting both jobs", total=None)
 
         def tell(event: Event) -> None:
-            row = ledger.take(event)
+            row = report.take(event)
             if row is not None:
                 loss = "" if row.received_loss is None else f", loss {row.received_loss:.4f}"
                 equal = row.problems[0] if row.problems else f"{row.tensors} tensors equal"

@@ -138,6 +138,26 @@ AVOIDED = {
     *("told", "gone", "Behind", "Standing", "Kept", "Hall", "Desk", "Lobby"),
     *("Spoilt", "Unquiet", "Stood", "Asked"),
 }
+#: Names that modules and classes of a package once had, and that said less than those which they have now. The first
+#: line: in no package at all.
+FORMER_NAMES = {
+    "": (
+        "behind chronicle conveyor desk door doubt errand exhibition footing gauge hall homes inquiries "
+        "inward knock laying ledger library letters lobby mailbox movers portal reservation sheet spoilt "
+        "standing stood sweep tally turns unquiet verdict witness"
+    ),
+    "agent": (
+        "batch batches bookings calls card conflict dispatch evaluate evaluations inspection links live move "
+        "pace pairs parts products report rest roster service session snapshots transfer translate verify "
+        "waiting wires workspaces"
+    ),
+    "client": "batch gpu handle inspect options place products register report spawn sync_handle sync_pair",
+    "plan": "blocks check cover density ends flows held kept model picture program segments sides slots spec",
+    "transport": (
+        "alias blocks checks device_program device_rehearsal exchange inlets kernels messages outlets relays "
+        "ring rounds segments steps ways wire"
+    ),
+}
 #: Packages and modules that users import from: every public name in them and in the files that they import names from
 #: has a docstring. Elsewhere only modules must have one, because a forced docstring says nothing.
 PUBLIC_API = (
@@ -413,6 +433,16 @@ def test_public_classes_have_names_of_their_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{name}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("name", files())
+def test_no_module_and_no_class_has_a_former_name(name: str) -> None:
+    former = {word.replace("_", "") for part in ("", home(name)) for word in FORMER_NAMES.get(part, "").split()}
+    classes = [node for node in ast.walk(tree(name)) if isinstance(node, ast.ClassDef)]
+    wrong = [f"{name}:{node.lineno}: {node.name}" for node in classes if node.name.strip("_").lower() in former]
+    if Path(name).stem.replace("_", "") in former:
+        wrong.append(name)
+    assert wrong == []
 
 
 def test_no_folder_holds_more_than_a_reader_can_take_in() -> None:

@@ -15,7 +15,7 @@ import uvloop
 from etha.addresses import Advertised, check_redis_url, parse_address
 from etha.agent.fleet import CONTEXT_LOST, leave_with_parent, serve_all
 from etha.agent.logfile import RotatingLog
-from etha.agent.runtime.device import Card, find
+from etha.agent.runtime.device import GpuDevice, find
 from etha.agent.runtime.gc_scheduler import settle
 from etha.agent.runtime.lane import Lane
 from etha.agent.server import Agent
@@ -72,7 +72,7 @@ async def serve(
         log.error("the context of this agent's GPU is lost and only a new process gets another: %s", text)
         stopped.set()
 
-    card = None if device == "cpu" else Card(driver(), find(driver(), device), spoilt)
+    card = None if device == "cpu" else GpuDevice(driver(), find(driver(), device), spoilt)
     device = "cpu" if card is None else card.agent
 
     async def revive() -> None:

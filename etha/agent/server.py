@@ -1,9 +1,9 @@
 """The agent: one asyncio service that owns one device and serves every worker on it.
 
-    workers --bus--> Agent --+-- Links    (other agents, data port)
-                             +-- Pairs    (rendezvous, Redis)
-                             +-- Batches  (registrations, planning)
-                             +-- Movers   (transfers, the lane)
+    workers --bus--> Agent --+-- PeerLinks            (other agents, data port)
+                             +-- RendezvousService    (pairs, Redis)
+                             +-- RegistrationService  (batches, planning)
+                             +-- TransferService      (the lane, streams)
 
 This file wires them and hands each request to the one that it is for; what they decide stands in the state machines.
 """
@@ -21,16 +21,16 @@ from typing import Any
 import msgspec
 
 from etha.addresses import redact
-from etha.agent.runtime.device import Card
+from etha.agent.runtime.device import GpuDevice
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.runtime.sessions import Calls, WorkerSession
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.services.hints import Hints
-from etha.agent.services.registration import Batches
-from etha.agent.services.rendezvous import Pairs
+from etha.agent.services.registration import RegistrationService
+from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.stream_order import StreamOrder
-from etha.agent.services.transfers import Movers
+from etha.agent.services.transfers import TransferService
 from etha.agent.status import report
 from etha.bus.codec import Request
 from etha.bus.handshake import WorkerHello, WorkerWelcome
@@ -86,7 +86,7 @@ class Agent:
         store: Store,
         lane: Lane,
         idle: float | None,
-        card: Card | None = None,
+        card: GpuDevice | None = None,
     ) -> None:
         self.card = card
         self.settings, self.device, self.redis, self.store = settings, device, redis, store
@@ -96,7 +96,7 @@ class Agent:
         self.done = asyncio.Event()
         self.sessions: dict[str, WorkerSession] = {}
         self._observers: set[str] = set()
-        self.calls = Calls()
+        self.calls = OpenCalls()
         self.lane = lane
         self._idle = idle
         self._timer: asyncio.TimerHandle | None = None
@@ -114,31 +114,31 @@ class Agent:
             advertise=settings.advertise,
             encrypt=settings.encrypt,
             staging=settings.staging,
-            said=lambda *said: self.batches.hear(*said),
+            said=lambda *said: self.registrations.hear(*said),
             on_agent_lost=self.on_agent_lost,
             card=card,
         )
         stream_order = StreamOrder(card, self.calls)
-        self.movers = Movers(
+        self.transfers = TransferService(
             store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, stream_order=stream_order
         )
         hints = Hints(store, settings, redis)
-        self.pairs = Pairs(
+        self.rendezvous = RendezvousService(
             store=store,
             links=self.links,
             calls=self.calls,
             sessions=lambda: tuple(self.sessions.values()),
             spawn=self.spawn,
-            broken=lambda *broken: self.batches.broken(*broken),
+            broken=lambda *broken: self.registrations.broken(*broken),
             hints=hints,
         )
-        self.batches = Batches(
+        self.registrations = RegistrationService(
             me=self.id,
             store=store,
             links=self.links,
             calls=self.calls,
-            pairs=self.pairs,
-            movers=self.movers,
+            rendezvous=self.rendezvous,
+            transfers=self.transfers,
             gc_scheduler=self._gc,
             spawn=self.spawn,
             hints=hints,
@@ -161,8 +161,8 @@ class Agent:
 
     def on_agent_lost(self, agent: str, text: str) -> None:
         """The link to another agent is over: transfers with it first, they know best how they end."""
-        self.batches.on_agent_lost(agent)
-        self.pairs.on_agent_lost(agent, text)
+        self.registrations.on_agent_lost(agent)
+        self.rendezvous.on_agent_lost(agent, text)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
@@ -177,12 +177,14 @@ class Agent:
         self._draining = True
         try:
             async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
-                await self.movers.idle_tracker.wait()
+                await self.transfers.idle_tracker.wait()
         except TimeoutError:
             how = "are not waited for" if self._hurried else f"did not end within {DRAIN:.0f} s"
-            log.warning("%d transfers %s", self.movers.idle_tracker.running, how)
+            log.warning("%d transfers %s", self.transfers.idle_tracker.running, how)
         self._patience = None
-        moving = {key for live in self.batches.live.values() if live.current for key in live.current.calls.values()}
+        moving = {
+            key for live in self.registrations.live.values() if live.current for key in live.current.calls.values()
+        }
         for key in self.calls:
             # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
             outcome = "unknown" if key in moving else "withdrawn"
@@ -191,7 +193,7 @@ class Agent:
         for session in sessions:
             self._part(session, "closed")
         try:
-            await self.movers.status_writer.close()
+            await self.transfers.status_writer.close()
             await self.store.agents.withdraw(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
@@ -223,27 +225,27 @@ class Agent:
         """The worker leaves: answered once nothing here has its memory open, which it may then free."""
         if self.sessions.pop(session.key, None) is not None:
             self._part(session, "closed", released=False)
-            await self.batches.released(session)  # also what was opened here of other workers in its batches
+            await self.registrations.released(session)  # also what was opened here of other workers in its batches
             await self._release(session)
         session.peer.reply(request.id, Released(segments=()))
 
     async def unmap(self, session: WorkerSession, request: Request, segments: Sequence[str]) -> None:
         """Close memory of a worker that no registration uses any more, once no lane can be inside it."""
-        used = [live.segments(session) for live in self.batches.live.values()]
+        used = [live.segments(session) for live in self.registrations.live.values()]
         unused = set(segments).difference(*used)
         spared = session.memory.spare(unused)
         if session.memory.on_device:
             await self._at_rest(session)
         else:
-            await self.batches.released(session)
+            await self.registrations.released(session)
         await asyncio.to_thread(spared.release)  # views keep a segment of the CPU's while a lane is inside it
         # What is freed while another process has it open is undefined on a card, so the worker waits for this.
         session.peer.reply(request.id, Released(segments=tuple(sorted(unused))))
 
     async def _at_rest(self, session: WorkerSession) -> None:
         """Return when no transfer moves a worker's memory."""
-        await self.movers.idle_tracker.wait_for(
-            live for live in self.movers.idle_tracker.moving if live.serves(session)
+        await self.transfers.idle_tracker.wait_for(
+            live for live in self.transfers.idle_tracker.moving if live.serves(session)
         )
 
     # ---- the bus's Service --------------------------------------------------------------------
@@ -346,8 +348,8 @@ class Agent:
 
     def _part(self, session: WorkerSession, reason: Reason, *, released: bool = True) -> None:
         self.calls.drop(session.peer)
-        self.pairs.on_worker_lost(session, reason)
-        self.batches.on_worker_lost(session, reason)
+        self.rendezvous.on_worker_lost(session, reason)
+        self.registrations.on_worker_lost(session, reason)
         if released:
             self.spawn(self._release(session))
         self._rest()
@@ -376,23 +378,23 @@ class Agent:
         peer = session.peer
         match request.message:
             case InitPair() as message:
-                self.pairs.init(session, request, message)
+                self.rendezvous.init(session, request, message)
             case Register() as message:
-                self.batches.register(session, request, message)
+                self.registrations.register(session, request, message)
             case AttachShadows() | AttachSnapshot() as message:
-                self.batches.attach(session, request, message)
+                self.registrations.attach(session, request, message)
             case Transfer() as message:
-                live = self.batches.find(session, message.batch, message.epoch)
-                self.movers.transfer(session, request, message, live)
+                live = self.registrations.find(session, message.batch, message.epoch)
+                self.transfers.transfer(session, request, message, live)
             case Supersede(batch=batch, epoch=epoch):
-                self.movers.supersede(session, self.batches.find(session, batch, epoch))
+                self.transfers.supersede(session, self.registrations.find(session, batch, epoch))
                 peer.reply(request.id, Ok())
             case WaitOffer(batch=batch, epoch=epoch):
-                self.movers.offers.wait(session, request, self.batches.find(session, batch, epoch))
+                self.transfers.offers.wait(session, request, self.registrations.find(session, batch, epoch))
             case Confirm():
                 peer.reply(request.id, Ok())  # what there is to say has been said
             case CloseBatch() as message:
-                self.batches.close(session, request, message)
+                self.registrations.close(session, request, message)
             case Probe(address=address, token=token):
                 text = session.probe(address, token)
                 peer.reply(request.id, Probed(reaches=not text, text=text))
@@ -415,7 +417,7 @@ class Agent:
 
     async def _status(self, peer: Peer, request_id: int) -> None:
         stale, _ = await asyncio.gather(
-            self.pairs.refresh(), self.movers.inquiries.refresh(list(self.batches.live.values()))
+            self.rendezvous.refresh(), self.transfers.stragglers.refresh(list(self.registrations.live.values()))
         )
         peer.reply(request_id, Status(report=report(self, stale)))
 

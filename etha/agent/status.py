@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from etha.agent.protocol.pair import PairMachine
-from etha.agent.services.batch_state import Live
+from etha.agent.services.batch_state import BatchState
 from etha.version import __version__
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ def report(agent: Agent, stale: str = "") -> dict[str, Any]:
                 }
                 for session in agent.sessions.values()
             ],
-            "running": agent.movers.idle_tracker.running,
+            "running": agent.transfers.idle_tracker.running,
             **agent.links.published,
             "encrypted": agent.links.encrypts,
             "staging": {"limit": agent.links.plane.budget.limit, "used": agent.links.plane.budget.used},
             "links": _links(agent),
             "stale": stale,
         },
-        "pairs": [_pair(machine, ended) for machine, ended in agent.pairs.shown()],
-        "batches": [line for live in agent.batches.live.values() for line in _batch(live)],
+        "pairs": [_pair(machine, ended) for machine, ended in agent.rendezvous.shown()],
+        "batches": [line for live in agent.registrations.live.values() for line in _batch(live)],
     }
 
 
@@ -94,12 +94,12 @@ def _links(agent: Agent) -> list[dict[str, Any]]:
     return lines
 
 
-def _batch(live: Live) -> list[dict[str, Any]]:
+def _batch(live: BatchState) -> list[dict[str, Any]]:
     state = live.machine.state.name.lower()
     waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(live.machine.absent)]
     seq, nbytes = 0, 0
-    if live.transfers is not None and live.evaluation is not None:
-        seq = live.transfers.seq
+    if live.participant is not None and live.evaluation is not None:
+        seq = live.participant.seq
         nbytes = max(live.evaluation.nbytes(side) for side in live.evaluation.sides)
         if live.current is not None:
             state = "moving"
@@ -114,7 +114,7 @@ def _batch(live: Live) -> list[dict[str, Any]]:
             "seq": seq,
             "version": live.version,
             "bytes": nbytes,
-            "transport": live.transports if live.transfers is not None else "",
+            "transport": live.transports if live.participant is not None else "",
             "waiting_for": waiting,
             "last_seconds": live.last_seconds,
             "last_error": live.last_error.message if live.last_error is not None else "",

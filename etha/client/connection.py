@@ -17,7 +17,7 @@ from etha.bus.messages import LetGo, Probe, Probed
 from etha.bus.process import start_time
 from etha.client.agent_process import ensure_agent
 from etha.client.loop_end import LoopEnd
-from etha.client.memory.base import Home
+from etha.client.memory.base import TensorMemory
 from etha.client.memory.segments import SharedSegments
 from etha.client.memory.select import home_of
 from etha.client.tasks import Deadline
@@ -45,7 +45,7 @@ class AgentConnection:
 
     def __init__(self, link: AgentLink, page: RevocationPage) -> None:
         self.link, self.page = link, page
-        self.home: Home = home_of(link.welcome.device)
+        self.home: TensorMemory = home_of(link.welcome.device)
         self.reaches = False
         self.why_not = ""
         #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.

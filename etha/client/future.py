@@ -30,7 +30,7 @@ class TransferFuture:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Not for users: see ``of_task``; the blocking client's is made by its portal."""
+        """Not for users: see ``of_task``; the blocking client's is made by its loop thread."""
         self._loop = loop
         self._pid = os.getpid()
         self._task: asyncio.Task[TransferResult] | None = None

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _EXIT = 1.0
 
 
-class Portal:
+class LoopThread:
     """An event loop on a daemon thread. ``call`` blocks, ``submit`` does not."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Portal:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this is the portal's own thread: a callback of a client."""
+        """Whether this is the loop's own thread: a callback of a client."""
         return threading.get_ident() == self._thread.ident
 
     def submit(self, work: Coroutine[Any, Any, TransferResult]) -> TransferFuture:
@@ -148,17 +148,17 @@ class Portal:
 class _Running:
     """A coroutine on the loop of another thread whose real end can be waited for."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], portal: Portal) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], loop_thread: LoopThread) -> None:
         # A bare lock that is held until the end: waking from an Event costs as much as a small transfer.
         self._ended = threading.Lock()
         self._ended.acquire()
-        self._work, self._portal = work, portal
+        self._work, self._loop_thread = work, loop_thread
         self._task: asyncio.Task[Any] | None = None
         self._abandoned = False
 
     def cancel(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, and so has this
-            self._portal._loop.call_soon_threadsafe(self._cancel)
+            self._loop_thread._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
         with self._ended:
@@ -166,7 +166,7 @@ class _Running:
 
     def begin(self) -> None:
         if self._task is None and not self._abandoned:
-            self._task = contain(self._work, self._portal._loop)
+            self._task = contain(self._work, self._loop_thread._loop)
             self._task.add_done_callback(self._end)
 
     def abandon(self) -> None:
@@ -192,7 +192,7 @@ class _Running:
 
     def _end(self, _: object) -> None:
         self._release()
-        self._portal.end(self)
+        self._loop_thread.end(self)
 
     def _release(self) -> None:
         with suppress(RuntimeError):  # released already
@@ -202,15 +202,15 @@ class _Running:
 class _Submitted:
     """A transfer of the loop that a TransferFuture tells of."""
 
-    def __init__(self, work: Coroutine[Any, Any, TransferResult], portal: Portal) -> None:
-        self.future = TransferFuture(portal._loop)
-        self._work, self._portal, self._begun = work, portal, False
+    def __init__(self, work: Coroutine[Any, Any, TransferResult], loop_thread: LoopThread) -> None:
+        self.future = TransferFuture(loop_thread._loop)
+        self._work, self._loop_thread, self._begun = work, loop_thread, False
 
     def begin(self) -> None:
         self._begun = True
-        task = contain(self._work, self._portal._loop)
+        task = contain(self._work, self._loop_thread._loop)
         self.future.follow(task)
-        task.add_done_callback(lambda _: self._portal.end(self))
+        task.add_done_callback(lambda _: self._loop_thread.end(self))
 
     def abandon(self) -> None:
         """The loop is gone."""
@@ -220,22 +220,22 @@ class _Submitted:
 
 
 class _Shared:
-    """The portal of this process and who uses it."""
+    """The loop thread of this process and who uses it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.portal: Portal | None = None
+        self.loop_thread: LoopThread | None = None
         self.users: set[object] = set()
 
 
 _shared = _Shared()
 #: Portals of the processes that this one was forked from; destroying a loop that runs elsewhere is an error.
-_of_parents: list[Portal | None] = []
+_of_parents: list[LoopThread | None] = []
 
 
 def _forked() -> None:
     global _shared
-    _of_parents.append(_shared.portal)
+    _of_parents.append(_shared.loop_thread)
     _shared = _Shared()
 
 
@@ -243,45 +243,45 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class LoopMembership:
-    """``user``'s use of the process's portal, until ``leave``, or until ``user`` is collected."""
+    """``user``'s use of the process's loop thread, until ``leave``, or until ``user`` is collected."""
 
     def __init__(self, user: object) -> None:
         self._shared, self._token = _shared, object()
         with _shared.lock:
-            if _shared.portal is None or not _shared.portal.alive:
-                _shared.portal, _shared.users = Portal(), set()
-            self.portal = _shared.portal
+            if _shared.loop_thread is None or not _shared.loop_thread.alive:
+                _shared.loop_thread, _shared.users = LoopThread(), set()
+            self.loop_thread = _shared.loop_thread
             _shared.users.add(self._token)
         # A finalizer runs in any thread and at any moment, also while that thread holds the lock.
-        self._finalizer = finalize(user, _drop, self.portal, self._shared, self._token)
+        self._finalizer = finalize(user, _drop, self.loop_thread, self._shared, self._token)
         self._finalizer.atexit = False
 
     def leave(self, *, wait: bool = True) -> None:
         """It is needed no more; the last one out ends it. Idempotent."""
-        if self._finalizer.detach() is not None and _leave(self.portal, self._shared, self._token):
-            self.portal.close(wait=wait)
+        if self._finalizer.detach() is not None and _leave(self.loop_thread, self._shared, self._token):
+            self.loop_thread.close(wait=wait)
 
 
-def _leave(portal: Portal, shared: _Shared, token: object) -> bool:
+def _leave(loop_thread: LoopThread, shared: _Shared, token: object) -> bool:
     """Whether this was the last user."""
     with shared.lock:
-        if shared.portal is not portal:
+        if shared.loop_thread is not loop_thread:
             return False
         shared.users.discard(token)
         if shared.users:
             return False
-        shared.portal = None
+        shared.loop_thread = None
     return True
 
 
-def _drop(portal: Portal, shared: _Shared, token: object) -> None:
+def _drop(loop_thread: LoopThread, shared: _Shared, token: object) -> None:
     def leave() -> None:
-        if _leave(portal, shared, token):
-            portal.close()
+        if _leave(loop_thread, shared, token):
+            loop_thread.close()
 
-    if os.getpid() == portal._pid:
+    if os.getpid() == loop_thread._pid:
         with suppress(RuntimeError):  # the thread has ended
-            portal._loop.call_soon_threadsafe(leave)
+            loop_thread._loop.call_soon_threadsafe(leave)
 
 
 def in_own_thread(on_commit: OnCommit) -> OnCommit:

@@ -35,7 +35,7 @@ from etha.client.arguments.checks import (
     shown,
 )
 from etha.client.arguments.world import RankInfo, check_mesh
-from etha.client.memory.base import Home, fingerprint, memory_of
+from etha.client.memory.base import TensorMemory, fingerprint, memory_of
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
@@ -139,7 +139,7 @@ def build_manifest(
     shapes: Mapping[str, Sequence[int]] | None,
     regions: Mapping[str, Runs] | None = None,
     pairs: Mapping[str, PairDefaults],
-    home: Home,
+    home: TensorMemory,
 ) -> TensorManifest:
     """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
     check_mapping("placements", placements, "{'w': [Shard(0)]}")
@@ -271,7 +271,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def refusals_of(name: str, tensor: Any, home: Home, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
+def refusals_of(name: str, tensor: Any, home: TensorMemory, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
     """Every reason why ``tensor`` cannot be moved, most basic first; nothing for a good one."""
 
     def no(text: str) -> Refusal:

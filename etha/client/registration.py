@@ -16,7 +16,7 @@ from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Regis
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection
 from etha.client.manifest import TensorManifest
-from etha.client.memory.base import Fingerprint, Home, StagedTensors, fingerprint, memory_of, moved
+from etha.client.memory.base import Fingerprint, StagedTensors, TensorMemory, fingerprint, memory_of, moved
 from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
@@ -323,6 +323,6 @@ async def _leave(connection: AgentConnection, batch: str, pair: AsyncPair, why: 
         await connection.link.request(message, timeout=timeout)
 
 
-async def stage(home: Home, tensors: list[torch.Tensor], chosen: list[bool]) -> StagedTensors:
+async def stage(home: TensorMemory, tensors: list[torch.Tensor], chosen: list[bool]) -> StagedTensors:
     """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
     return await asyncio.to_thread(home.stage, tensors, chosen) if any(chosen) else home.stage(tensors, chosen)

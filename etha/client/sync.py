@@ -1,6 +1,6 @@
 """TensorBusClient: the blocking facade over AsyncTensorBusClient, for training loops.
 
-Every call runs the coroutine of the same name on the process's portal thread. Callbacks (``progress``,
+Every call runs the coroutine of the same name on the process's loop thread. Callbacks (``progress``,
 ``on_commit``) run there, too.
 """
 
@@ -24,7 +24,7 @@ from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.arguments.checks import check_flag
 from etha.client.future import TransferFuture
-from etha.client.loop_thread import LoopMembership, Portal, in_own_thread
+from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.results import (
@@ -249,13 +249,13 @@ class TensorBusClient:
         membership = self._membership
         if membership is None or os.getpid() != self._pid:
             return
-        if membership.portal.is_mine:
-            membership.portal.spawn(self._close_behind(membership))
+        if membership.loop_thread.is_mine:
+            membership.loop_thread.spawn(self._close_behind(membership))
             return
         inside = in_callback()
         try:
             with suppress(AgentLostError):  # the thread has ended
-                membership.portal.call(self._aio.close())
+                membership.loop_thread.call(self._aio.close())
         finally:
             self._membership = None
             membership.leave(wait=not inside)
@@ -269,7 +269,7 @@ class TensorBusClient:
             self._membership = None
             membership.leave(wait=False)
 
-    def _enter(self) -> Portal:
+    def _enter(self) -> LoopThread:
         check_not_forked(self._pid)
         if self._closed:
             raise ConfigError("this client is closed: create another")
@@ -283,7 +283,7 @@ class TensorBusClient:
             )
         if self._membership is None:
             self._membership = LoopMembership(self)
-        return self._membership.portal
+        return self._membership.loop_thread
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:

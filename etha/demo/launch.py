@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from etha.demo.events import Event
+from etha.demo.hosts import DemoHosts
 from etha.demo.options import RANKS, Options
-from etha.demo.place import Places
 from etha.demo.process import adopting, children, command, describe, end
 
 log = logging.getLogger(__name__)
 
 #: Both jobs on this host, in their own runtime directory, with its embedded server.
-HERE = Places()
+HERE = DemoHosts()
 #: A drained agent has 30 s for running transfers; the demo leaves none running.
 AGENT_SECONDS = 20.0
 OTHERS_SECONDS = 5.0
@@ -40,7 +40,7 @@ class DemoError(Exception):
     """The demo could not be run to its end. The message carries the ends of the logs."""
 
 
-async def run(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
+async def run(options: Options, tell: Callable[[Event], None], places: DemoHosts = HERE) -> None:
     """Run both jobs to their end, each in its place. Calls ``tell`` with each event; DemoError if a job fails.
 
     Nothing that was started is left when this returns, whatever happens.
@@ -64,7 +64,7 @@ class JobFailed(Exception):
 
 
 async def run_job(
-    job: str, options: Options, directory: Path, hear: Callable[[Event], None], places: Places = HERE
+    job: str, options: Options, directory: Path, hear: Callable[[Event], None], places: DemoHosts = HERE
 ) -> None:
     """Start one job and follow it to its end. JobFailed unless it ends with status 0. Cancelling kills it."""
     pipe_out, pipe_in = os.pipe()
@@ -117,7 +117,7 @@ def private_directory() -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def environment(directory: Path, base: Mapping[str, str], job: str = "", places: Places = HERE) -> dict[str, str]:
+def environment(directory: Path, base: Mapping[str, str], job: str = "", places: DemoHosts = HERE) -> dict[str, str]:
     """The environment of a job: ``base`` without other launchers' variables, one thread per process, gloo on loopback.
 
     Temporary files go to ``directory``, too, because torch's compiler makes a cache there as soon as it is imported.
@@ -155,7 +155,7 @@ def tails(directory: Path) -> list[str]:
     return found
 
 
-async def run_until_signal(options: Options, tell: Callable[[Event], None], places: Places = HERE) -> None:
+async def run_until_signal(options: Options, tell: Callable[[Event], None], places: DemoHosts = HERE) -> None:
     """``run``, cancelled by SIGTERM as by Ctrl-C, so that both leave nothing behind."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

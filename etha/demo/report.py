@@ -34,7 +34,7 @@ class Row:
         return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
-class Ledger:
+class DemoReport:
     """Collects events. ``rows`` are the versions that both jobs have reported."""
 
     def __init__(self, options: Options) -> None:

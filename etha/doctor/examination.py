@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from etha.config import Settings
-from etha.doctor import card, hosts, machine
+from etha.doctor import gpu, hosts, machine
 from etha.doctor.finding import Finding, found
 from etha.errors import EthaError
 
 CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
     ("python and torch", machine.check_versions),
     ("device", machine.check_device),
-    ("cuda", card.check_cuda),
+    ("cuda", gpu.check_cuda),
     ("runtime directory", machine.check_runtime_dir),
     ("socket path", machine.check_socket_path),
     ("shared memory", machine.check_shared_memory),

@@ -23,7 +23,7 @@ MAX_TOKENS = 64
 #: Most tensors in one Exhibits, about 1.5 MB.
 MAX_TENSORS = 8192
 #: Most checksums in one Sums, a megabyte.
-MAX_SUMS = 1 << 17
+SUMS_PER_MESSAGE = 1 << 17
 
 
 @message("meet")
@@ -108,7 +108,7 @@ class Sums(StrictStruct, frozen=True, kw_only=True):
 
     seq: int
     first: int
-    sums: Annotated[bytes, Meta(max_length=8 * MAX_SUMS)]
+    sums: Annotated[bytes, Meta(max_length=8 * SUMS_PER_MESSAGE)]
 
 
 @message("unique_id")

@@ -60,10 +60,10 @@ class Seam:
         if coordinator is None or coordinator.state is not Phase.MOVING:
             return
         assert self.agent is not None
-        for live in self.agent.batches.live.values():
-            if live.transfers is not None and coordinator in live.transfers.coordinators.values():
-                live.transfers._post(self._decide(coordinator))
-                self.agent.movers._perform(live, live.transfers._flush())
+        for live in self.agent.registrations.live.values():
+            if live.participant is not None and coordinator in live.participant.coordinators.values():
+                live.participant._post(self._decide(coordinator))
+                self.agent.transfers._perform(live, live.participant._flush())
 
 
 async def _serve() -> None:

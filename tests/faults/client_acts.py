@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.cpu import CpuMemory
 from etha.errors import EthaError
 from tests.flow.jobs import tell, wait_for
 
@@ -127,15 +127,15 @@ class Scene:
     def gate(self) -> Any:
         """Where copies into the tensors are the moment, they wait for the event to have begun."""
         if self.moment != "copying":
-            return mock.patch.object(CpuHome, "lends", False)
-        copy, scene = CpuHome.copy, self
+            return mock.patch.object(CpuMemory, "lends", False)
+        copy, scene = CpuMemory.copy, self
 
-        def gated(home: CpuHome, pairs: Any, *, live: bool) -> None:
+        def gated(home: CpuMemory, pairs: Any, *, live: bool) -> None:
             scene.here.set()
             assert scene.go.wait(PATIENCE)
             copy(home, pairs, live=live)
 
-        return mock.patch.multiple(CpuHome, copy=gated, quick=lambda home, nbytes: False)
+        return mock.patch.multiple(CpuMemory, copy=gated, quick=lambda home, nbytes: False)
 
 
 def _thread(function: Callable[[], Any]) -> Future[Any]:

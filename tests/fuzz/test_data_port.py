@@ -16,8 +16,8 @@ from etha.errors import ProtocolError
 from etha.plan import Layout, TensorSpec
 from etha.transport.base import WireRun
 from etha.transport.tcp.listener import OPENING_BYTES
-from etha.transport.tcp.run import Exchange
-from etha.transport.tcp.streams import Header, Inlet
+from etha.transport.tcp.run import TcpRun
+from etha.transport.tcp.streams import Header, ReceiveStream
 from tests.unit.peer.agents import complaints, until
 from tests.unit.transport.agents import Agent, Job, agents, make_plan, same, transfer
 
@@ -96,7 +96,7 @@ async def test_headers_and_spans_after_a_good_token() -> None:
         flow = job().wire("a").sends["b"]
         match, waiting = at["b"].plane.match, []
 
-        def matched(inlet: Inlet, header: Header) -> Exchange | None:
+        def matched(inlet: ReceiveStream, header: Header) -> TcpRun | None:
             waiting.append(header)
             return match(inlet, header)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from etha.agent.protocol.capabilities import Verdict
+from etha.agent.protocol.capabilities import Capabilities
 from etha.agent.protocol.records import Manifest, Record, digest_of
-from etha.agent.services.manifests import Library
+from etha.agent.services.manifests import ManifestCache
 from etha.errors import EthaError
 from etha.plan import Layout
 from etha.store.records import AgentRecord, PairState, PairView, RankHolder
@@ -70,7 +70,7 @@ class Shelf:
 
 def fetched(fields: Hash, layouts: Hash) -> None:
     """Through the agent's library, under the digest that the fields really have."""
-    library = Library(Shelf(fields, layouts))  # type: ignore[arg-type]
+    library = ManifestCache(Shelf(fields, layouts))  # type: ignore[arg-type]
     asyncio.run(library.fetch([digest_of(fields)]))
 
 
@@ -85,7 +85,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "version": ("step-7", version_from_text),
     "roster": (ROSTER, lambda v: Roster.from_redis("k", 1, v)),
     "record": (RECORD, lambda v: Record.from_json("k", v)),
-    "verdict": (VERDICT, lambda v: Verdict.from_text("a1", v)),
+    "verdict": (VERDICT, lambda v: Capabilities.from_text("a1", v)),
     "manifest": (MANIFEST, lambda v: (Manifest.layout_digests(v), Manifest.from_fields(v, LAYOUTS))),
     "parts": (KEEPS, lambda v: Manifest.from_fields(v, {KEPT: Layout.from_plain(REGION)})),
     "library": (MANIFEST, lambda v: fetched(v, {DIGEST: json.dumps(LAYOUT)})),

@@ -11,7 +11,7 @@ import torch
 
 from etha.config import Settings
 from etha.cuda.driver import driver
-from etha.doctor.card import check_cuda
+from etha.doctor.gpu import check_cuda
 from etha.memory.cuda import Exports
 from tests.unit.cuda.contract import copies_events_and_streams, memory_and_events_of_another_process
 

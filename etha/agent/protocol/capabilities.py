@@ -24,7 +24,7 @@ Apart = tuple[str, int, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Capabilities:
     """What one agent declares.
 
     ``digest`` is that of both plans. ``reads`` are the agents from whose workers this one can copy everything itself.
@@ -50,7 +50,7 @@ class Verdict:
         return f"{self.digest} {json.dumps(fields)}"
 
     @classmethod
-    def from_text(cls, agent: str, text: str) -> Verdict:
+    def from_text(cls, agent: str, text: str) -> Capabilities:
         """The inverse of ``to_text``. ProtocolError names the agent."""
         digest, _, rest = text.partition(" ")
         try:
@@ -92,7 +92,7 @@ class Terms:
     nccl: str = ""
 
     @classmethod
-    def of(cls, verdicts: Mapping[str, Verdict]) -> Terms:
+    def of(cls, verdicts: Mapping[str, Capabilities]) -> Terms:
         """``reads`` as in ``transport.wire.routing.Ways``; the least staging and streams of all; the highest seq."""
         first = verdicts[min(verdicts)].nccl
         return cls(
@@ -117,7 +117,7 @@ def _is_apart(found: object) -> bool:
 
 
 def torn_apart(
-    agents: Mapping[str, tuple[str, ...]], verdicts: Mapping[str, Verdict]
+    agents: Mapping[str, tuple[str, ...]], verdicts: Mapping[str, Capabilities]
 ) -> dict[str, tuple[Violation, ...]]:
     """By source side: targets that overlap sources which another agent serves, if several agents receive.
 

@@ -80,7 +80,7 @@ def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key
 _NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
-class Reservation:
+class BookingRound:
     """A coordinator's bookings at every agent of its batch, from all READY to GO.
 
     READY with a booking, or Book --> Booked    all booked: GO
@@ -195,7 +195,7 @@ class Coordinator(Machine[Phase]):
         self.wanted = {(agent, side) for side in (source, target) for agent in agents[side]}
         self.peers = tuple(sorted({agent for agent, _ in self.wanted}))
         self.ready: dict[tuple[str, str], Ready] = {}
-        self.reservation = Reservation(source)
+        self.reservation = BookingRound(source)
         self.votes: set[str] = set()
         self.declined: dict[str, EthaError] = {}
         self.lost_agents: set[str] = set()

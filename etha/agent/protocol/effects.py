@@ -112,7 +112,7 @@ class OfferChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
+class InDoubt:
     """Survivors of ``seq``'s coordinator are being asked: feed back ``undecided(seq)`` after a second."""
 
     seq: int

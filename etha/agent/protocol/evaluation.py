@@ -437,7 +437,7 @@ _KEPT = 8
 _Key = tuple[object, ...]
 
 
-class Evaluations:
+class EvaluationCache:
     """A bounded cache of ``evaluate``, one per agent.
 
     ``evaluate`` depends only on records, manifests and places, except for ``seq``. So equal ones get the same

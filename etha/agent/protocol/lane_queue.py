@@ -52,7 +52,7 @@ class _Booking:
     begun: bool = False
 
 
-class Bookings:
+class LaneQueue:
     """``limit`` says how much there is of a resource; by default one of each."""
 
     def __init__(self, limit: Callable[[str], int] = lambda resource: 1) -> None:

@@ -25,10 +25,10 @@ from etha.agent.protocol.coordinator import Coordinator, Outbox, Settle
 from etha.agent.protocol.effects import (
     BeginLane,
     CallKey,
-    Doubt,
     Fail,
     FreeLane,
     HoldLane,
+    InDoubt,
     Member,
     OfferChanged,
     Settled,
@@ -226,7 +226,7 @@ def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
 
 
 LaneEffect = HoldLane | WantLane | BeginLane | FreeLane
-TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | Doubt | LaneEffect
+TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | InDoubt | LaneEffect
 
 
 class Moving(Enum):
@@ -263,7 +263,7 @@ class EndedTransfers:
         return self._ends.get(seq)
 
 
-class Transfers(Machine[Moving]):
+class Participant(Machine[Moving]):
     """The transfers of one batch on agent ``me``.
 
     ``agents``: side -> agent of each rank. ``digests``: source side -> plan digest. ``seq``: the last number given out.
@@ -673,7 +673,7 @@ class Transfers(Machine[Moving]):
         current.inquiry = Inquiry(others, self.lost_agents, cause)
         for agent in sorted(others):
             self._tell(agent, Question(seq=current.seq))
-        self._out.append(Doubt(seq=current.seq))
+        self._out.append(InDoubt(seq=current.seq))
 
     def _conclude(self) -> None:
         current = self.current

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-from etha.agent.protocol.capabilities import Terms, Verdict, torn_apart
+from etha.agent.protocol.capabilities import Capabilities, Terms, torn_apart
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import Machine
@@ -35,7 +35,7 @@ class RegistrationState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
+class EvaluateRoster:
     """Plan both directions from these entries (JSON records by rank). ``evaluated`` takes the result."""
 
     entries: Mapping[Member, str]
@@ -63,7 +63,7 @@ class Unenroll:
     member: Member
 
 
-BatchEffect = Answer | Fail | Evaluate | Declare | Stand | Unenroll
+BatchEffect = Answer | Fail | EvaluateRoster | Declare | Stand | Unenroll
 
 
 #: The states that any unfinished registration may change to.
@@ -112,10 +112,10 @@ class BatchRegistration(Machine[RegistrationState]):
         self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
         if self.state is RegistrationState.ENROLLING and not self.absent:
             self.move(RegistrationState.EVALUATING)
-            return [Evaluate(entries=entries)]
+            return [EvaluateRoster(entries=entries)]
         return self._agree()
 
-    def evaluated(self, evaluation: Evaluation, verdict: Verdict | None = None) -> list[BatchEffect]:
+    def evaluated(self, evaluation: Evaluation, verdict: Capabilities | None = None) -> list[BatchEffect]:
         """The plans of both directions, or why there are none. ``verdict`` is given if several agents must agree."""
         if self.state is not RegistrationState.EVALUATING:
             return []
@@ -186,7 +186,7 @@ class BatchRegistration(Machine[RegistrationState]):
         if not wanted <= self._verdicts.keys():
             return []
         try:
-            verdicts = {agent: Verdict.from_text(agent, self._verdicts[agent]) for agent in wanted}
+            verdicts = {agent: Capabilities.from_text(agent, self._verdicts[agent]) for agent in wanted}
         except ProtocolError as error:
             return self.failed(error)
         differ = sorted(agent for agent in wanted if verdicts[agent].digest != self.evaluation.digest)

@@ -15,9 +15,9 @@ from etha.plan import Plan
 from etha.transport.geometry.bounds import clip
 from etha.transport.verify.checksums import ChecksumReader, Read, Reads
 from etha.transport.verify.chunks import MAX_SUMS, CheckChunk, Kind, Scheme, derive
-from etha.transport.verify.reduction_sums import Witness, key_of
+from etha.transport.verify.reduction_sums import ReductionSums, key_of
 from etha.transport.wire.compiler import Views
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 #: Most elements and lines of one piece of work. An abort takes effect between pieces.
 _PIECE, _MAX_LINES = 1 << 20, 128
@@ -63,13 +63,13 @@ class VerificationBook:
     then: Sequence[Piece]
 
 
-class Checks:
+class VerificationPlan:
     """The checks of one direction. ``sides`` are the names of the source and the target side, for messages."""
 
     def __init__(
         self,
         plan: Plan,
-        ways: Ways,
+        routing: Routing,
         sources: Views,
         targets: Views,
         *,
@@ -78,10 +78,10 @@ class Checks:
         full: bool,
     ) -> None:
         self._names, self._sides = plan.names, dict(zip(("source", "target"), sides, strict=True))
-        self._scheme: Scheme = derive(plan, ways, staging=staging, full=full)
-        self._reads = Reads(plan, ways, sources, targets)
+        self._scheme: Scheme = derive(plan, routing, staging=staging, full=full)
+        self._reads = Reads(plan, routing, sources, targets)
         #: Takes the sums of the wire program's reductions.
-        self.witness = Witness(plan)
+        self.reduction_sums = ReductionSums(plan)
         most = max(map(len, (*self._scheme.gives.values(), *self._scheme.takes.values())), default=0)
         if most > MAX_SUMS:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Checks:
         gives = {a: [Line(c, True, False) for c in course.choose(seq)] for a, course in self._scheme.gives.items()}
         takes = {a: [Line(c, False, True) for c in course.choose(seq)] for a, course in self._scheme.takes.items()}
         lines = [*near, *(x for some in gives.values() for x in some), *(x for some in takes.values() for x in some)]
-        self.witness.start(
+        self.reduction_sums.start(
             [key_of(x.chunk) for x in lines if (x.gives, x.chunk.subject.kind) in _OF_WITNESS or _both(x)]
         )
         early = [x for x in lines if x.gives and self._reads.shares and self._early(x.chunk)]
@@ -126,14 +126,14 @@ class Checks:
             if source:
                 match kind:
                     case Kind.RESULT:
-                        line.expected.append(self.witness.sums[key_of(chunk)])
+                        line.expected.append(self.reduction_sums.sums[key_of(chunk)])
                     case Kind.FOLDED:
                         line.expected += reader.folded(chunk, self._reads, self._reads.sinks(chunk))
                     case _:
                         read(line.expected, [self._reads.source(chunk)])
             if target:
                 if kind is Kind.GIVEN:
-                    line.found.append(self.witness.sums[key_of(chunk)])
+                    line.found.append(self.reduction_sums.sums[key_of(chunk)])
                 else:
                     read(line.found, self._reads.sinks(chunk))
         sums = reader.sums(reads)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from etha.agent.runtime.lane import Workspaces
+from etha.agent.runtime.lane import WorkspacePool
 from etha.agent.runtime.sessions import WorkerSession
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, DeviceError, Driver, driver
@@ -57,7 +57,7 @@ class PinnedBuffer(Buffer):
         self._bytes = memory.flat
 
 
-class Card:
+class GpuDevice:
     """One GPU. ``spoilt(text)`` is called on the loop when its context is lost, and the agent has to be restarted."""
 
     def __init__(self, driver: Driver, device: Device, spoilt: Callable[[str], None]) -> None:
@@ -71,7 +71,7 @@ class Card:
         self._count = itertools.count(1)
         self.mappings = Mappings(driver, device.uuid, self._sticky)
         self.memory = CardMemory(driver, device.uuid)
-        self.workspaces = Workspaces(driver, device.uuid)
+        self.workspaces = WorkspacePool(driver, device.uuid)
         self._waits = Waits(driver, device.uuid, self._sticky)
 
     @property

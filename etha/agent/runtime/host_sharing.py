@@ -93,7 +93,7 @@ def open_shown(parts: Sequence[Exhibits], mappings: Mappings | None) -> dict[Mem
     return opened
 
 
-class Exhibition:
+class SharedTensors:
     """What other agents show to one registration here. ``close`` ends a wait for them.
 
     ``mappings`` are those of this agent's card; without them nothing on GPUs is opened.
@@ -181,8 +181,8 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
 _PARTS = 32
 
 
-class Snapshots:
-    """The snapshots that other agents show. ``close`` ends a wait for them. ``mappings`` as for ``Exhibition``."""
+class SharedSnapshots:
+    """The snapshots that other agents show. ``close`` ends a wait for them. ``mappings`` as for ``SharedTensors``."""
 
     def __init__(self, mappings: Mappings | None = None) -> None:
         self._mappings = mappings

@@ -26,7 +26,7 @@ from etha.transport.copy.cpu import Workspace
 log = logging.getLogger(__name__)
 
 
-class Workspaces:
+class WorkspacePool:
     """Workspaces, kept from job to job. With ``driver`` and ``uuid``, on a GPU's agent, each thread has a stream
     there."""
 
@@ -147,8 +147,8 @@ class Lane:
     ``workspaces`` is the scratch memory of its threads, closed with it.
     """
 
-    def __init__(self, threads: int | None = None, workspaces: Workspaces | None = None) -> None:
-        self.workspaces = Workspaces() if workspaces is None else workspaces
+    def __init__(self, threads: int | None = None, workspaces: WorkspacePool | None = None) -> None:
+        self.workspaces = WorkspacePool() if workspaces is None else workspaces
         self.threads = lane_threads() if threads is None else threads
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[Running] = deque()

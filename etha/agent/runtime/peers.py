@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from etha.addresses import Advertised, format_address, parse_address
-from etha.agent.runtime.device import Card
+from etha.agent.runtime.device import GpuDevice
 from etha.config import STAGING
 from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of
 from etha.memory.process import Beacon, allow_reading
@@ -70,7 +70,7 @@ class PeerLinks:
         said: Callable[[str, Scope, Said], None],
         on_agent_lost: Callable[[str, str], None],
         staging: int = STAGING,
-        card: Card | None = None,
+        card: GpuDevice | None = None,
     ) -> None:
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging

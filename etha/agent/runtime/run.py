@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etha.agent.protocol.verification import Checks
-from etha.agent.runtime.inspection import Inspection
-from etha.agent.runtime.lane import Lane, Running, Workspaces
-from etha.agent.runtime.transports import Wire
+from etha.agent.protocol.verification import VerificationPlan
+from etha.agent.runtime.lane import Lane, Running, WorkspacePool
+from etha.agent.runtime.transports import BatchTransport
+from etha.agent.runtime.verification import TransferVerification
 from etha.errors import TransferError
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
@@ -34,10 +34,10 @@ Over = Callable[[BaseException | None, bool], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class DirectionProgram:
     """``nbytes`` and ``peers`` are those of each ("source" | "target", rank) of this agent, however they travel.
 
-    ``checks`` is None if nothing is verified.
+    ``verification_plan`` is None if nothing is verified.
     """
 
     near: Program
@@ -47,7 +47,7 @@ class Part:
     key: bytes = b""
     #: Whether this agent takes part in the wire even if it has nothing to exchange.
     joins: bool = False
-    checks: Checks | None = None
+    verification_plan: VerificationPlan | None = None
 
     @property
     def work(self) -> int:
@@ -55,25 +55,25 @@ class Part:
         return self.near.work + (self.wire.total if self.wire is not None else 0)
 
 
-class Move:
+class TransferRun:
     """One run of a part as transfer ``seq``. ``stop`` may be called at any time. ``progress(bytes done)`` is called."""
 
     def __init__(
         self,
-        part: Part,
+        program: DirectionProgram,
         seq: int,
         guards: Mapping[Member, Guard],
         *,
         lane: Lane,
         plane: DataPlane | None,
-        wire: Wire | None,
+        wire: BatchTransport | None,
         after: int,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         progress: Callable[[int], None],
         over: Over,
-        inspection: Inspection | None = None,
+        verification: TransferVerification | None = None,
     ) -> None:
-        self._part, self._seq, self._guards = part, seq, guards
+        self._program, self._seq, self._guards = program, seq, guards
         self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
         self._spawn, self._progress, self._tell = spawn, progress, over
         self._running: Running | None = None
@@ -82,17 +82,17 @@ class Move:
         self._job: Execution | None = None
         self._run: WireRun | None = None
         self._error: BaseException | None = None
-        self._inspection = inspection
-        self._inspected = inspection is None
+        self._verification = verification
+        self._verified = verification is None
         self._peak: Peak | None = None
         self.peak_staging = 0
 
     def start(self) -> None:
         """Begin. Returns at once."""
-        if self._inspection is None:
+        if self._verification is None:
             self._begin()
         else:
-            self._spawn(self._after_reading(self._inspection))
+            self._spawn(self._after_reading(self._verification))
 
     def stop(self) -> None:
         """End it soon. Idempotent; returns at once."""
@@ -100,9 +100,9 @@ class Move:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    async def _after_reading(self, inspection: Inspection) -> None:
+    async def _after_reading(self, verification: TransferVerification) -> None:
         try:
-            await inspection.before()
+            await verification.before()
         except Exception as raised:
             self._fail(raised)
         if self._error is None:
@@ -110,24 +110,24 @@ class Move:
         else:
             self._end()
 
-    async def _inspect(self, inspection: Inspection) -> None:
+    async def _inspect(self, verification: TransferVerification) -> None:
         error: BaseException | None = None
         try:
-            await inspection.after()
+            await verification.after()
         except Exception as raised:
             error = raised
         self._half(error)
 
     def _begin(self) -> None:
-        part, job = self._part, Execution(self._part.near, self._guards, self._lane.workspaces)
+        program, job = self._program, Execution(self._program.near, self._guards, self._lane.workspaces)
         self._job = job
-        self.peak_staging = part.near.peak_staging(self._lane.threads)
-        if part.wire is not None and (part.joins or not part.wire.empty):
+        self.peak_staging = program.near.peak_staging(self._lane.threads)
+        if program.wire is not None and (program.joins or not program.wire.empty):
             assert self._plane is not None and self._wire is not None
-            run = WireRun(program=part.wire, seq=self._seq, guards=self._guards, key=part.key, after=self._after)
+            run = WireRun(program=program.wire, seq=self._seq, guards=self._guards, key=program.key, after=self._after)
             self._run = run
             self._peak = self._plane.budget.watch()
-            if part.wire.aliased:  # what lies under targets is read before anything is written
+            if program.wire.aliased:  # what lies under targets is read before anything is written
                 self._left = 1
                 self._spawn(self._in_turn(run, job, self._wire))
                 return
@@ -135,7 +135,7 @@ class Move:
             self._spawn(self._exchange(run, self._wire))
             if job.pieces:
                 self._submit(job, self._half)
-        elif part.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
+        elif program.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
             # The round trip to a lane thread takes longer than such a copy.
             self._left = 1
             asyncio.get_running_loop().call_soon(self._here, job)
@@ -156,8 +156,8 @@ class Move:
             self._running.abort(error)
         if self._wire is not None:
             self._wire.stop(error)
-        if self._inspection is not None:
-            self._inspection.stop(error)
+        if self._verification is not None:
+            self._verification.stop(error)
 
     def _here(self, job: Execution) -> None:
         """Run a short program on the loop, with the thread number after the lane's last."""
@@ -170,7 +170,7 @@ class Move:
             piece += 1
         self._half(None)
 
-    async def _exchange(self, run: WireRun, wire: Wire) -> None:
+    async def _exchange(self, run: WireRun, wire: BatchTransport) -> None:
         error: BaseException | None = None
         try:
             # A stop before this task began did not reach the transport, which did not know the run yet.
@@ -180,7 +180,7 @@ class Move:
             error = raised
         self._half(error)
 
-    async def _in_turn(self, run: WireRun, job: Execution, wire: Wire) -> None:
+    async def _in_turn(self, run: WireRun, job: Execution, wire: BatchTransport) -> None:
         try:
             await wire.prepare(run)
             copied: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
@@ -210,9 +210,9 @@ class Move:
         self._left -= 1
         if self._left:
             return
-        if not self._inspected and self._inspection is not None and self._error is None:
-            self._inspected, self._left = True, 1
-            self._spawn(self._inspect(self._inspection))
+        if not self._verified and self._verification is not None and self._error is None:
+            self._verified, self._left = True, 1
+            self._spawn(self._inspect(self._verification))
             return
         self._end()
 
@@ -221,15 +221,15 @@ class Move:
         touched = (self._job is not None and self._job.touched) or (self._run is not None and self._run.touched)
         if self._peak is not None and self._plane is not None:
             self.peak_staging += self._plane.budget.seen(self._peak)
-        if self._inspection is not None:
+        if self._verification is not None:
             # Copies and checks of one lane run one after the other, so the larger of the two counts.
-            self.peak_staging = max(self.peak_staging, self._inspection.close())
+            self.peak_staging = max(self.peak_staging, self._verification.close())
         self._running = self._job = self._run = None  # they hold this move or workers' memory
         self._tell(self._error, touched)
 
 
 #: The workspaces of threads whose agent has no card.
-_workspaces = Workspaces()
+_workspaces = WorkspacePool()
 
 
 class Execution:
@@ -239,7 +239,9 @@ class Execution:
     threads.
     """
 
-    def __init__(self, program: Program, guards: Mapping[Member, Guard], workspaces: Workspaces = _workspaces) -> None:
+    def __init__(
+        self, program: Program, guards: Mapping[Member, Guard], workspaces: WorkspacePool = _workspaces
+    ) -> None:
         self.program = program
         self._workspaces = workspaces
         self._guards = guards
@@ -292,13 +294,13 @@ def _owner(program: Program, piece: CopyPiece, pid: int | None) -> Member | None
 class TransferProgress:
     """How far a transfer has come. ``readers`` are the agents that copy from this one's workers."""
 
-    def __init__(self, part: Part, readers: Collection[str]) -> None:
-        self._own = part.work
+    def __init__(self, program: DirectionProgram, readers: Collection[str]) -> None:
+        self._own = program.work
         sent = 0
-        if part.wire is not None:
-            sent = sum(flow.nbytes for flow in part.wire.sends.values()) - part.wire.passed
-        given = sum(nbytes for (role, _), nbytes in part.nbytes.items() if role == "source")
-        self._theirs = max(0, given - sent - part.near.total) if readers else 0
+        if program.wire is not None:
+            sent = sum(flow.nbytes for flow in program.wire.sends.values()) - program.wire.passed
+        given = sum(nbytes for (role, _), nbytes in program.nbytes.items() if role == "source")
+        self._theirs = max(0, given - sent - program.near.total) if readers else 0
         self._done = 0
         self._shares = dict.fromkeys(readers, 0.0)
 

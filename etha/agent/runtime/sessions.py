@@ -108,7 +108,7 @@ class _Open:
     end: End | None = None
 
 
-class Calls:
+class OpenCalls:
     """The open calls of all workers of this agent."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from etha.transport.wire.flows import WireProgram
 T = TypeVar("T")
 
 
-class Wire(Protocol):
+class BatchTransport(Protocol):
     """One batch's ``Transport[WireRun]``, whose runs may be stopped."""
 
     async def open(self, peers: Sequence[TransportPeer]) -> None:
@@ -49,7 +49,7 @@ class Wire(Protocol):
         ...
 
 
-class NcclWire:
+class NcclBatchTransport:
     """A wire over NCCL.
 
     ``members`` are the agents' names, ``scope`` is the registration, ``unique_id`` that of the first communicator.

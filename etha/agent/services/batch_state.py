@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import CallKey, Member
 from etha.agent.protocol.evaluation import Evaluation
-from etha.agent.protocol.participant import Transfers
+from etha.agent.protocol.participant import Participant
 from etha.agent.protocol.registration import BatchRegistration
-from etha.agent.runtime.host_sharing import Exhibition, Snapshots, serves
-from etha.agent.runtime.inspection import Tally
-from etha.agent.runtime.run import Move, Part, TransferProgress
+from etha.agent.runtime.host_sharing import SharedSnapshots, SharedTensors, serves
+from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferRun
 from etha.agent.runtime.sessions import WorkerSession
-from etha.agent.runtime.transports import NcclWire, Wire
+from etha.agent.runtime.transports import BatchTransport, NcclBatchTransport
+from etha.agent.runtime.verification import ReceivedSums
 from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
@@ -28,7 +28,7 @@ from etha.peer.introductions import Exhibits, Sums, UniqueId
 from etha.peer.messages import Message, Version
 from etha.peer.wire import Scope
 from etha.store.records import PairView
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class RunningProgram:
     snapshot: bool
     calls: Mapping[Member, CallKey]
     started: float
-    part: Part | None = None
-    move: Move | None = None
+    program: DirectionProgram | None = None
+    run: TransferRun | None = None
     progress: TransferProgress | None = None
     stopped: bool = False
     #: Set while an end that is over waits for a better cause.
@@ -103,7 +103,7 @@ class RunningProgram:
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
+class BatchState:
     """``pairs`` are the batch's, primary (first by name) first; one ``generation`` of it, at these ``epochs``."""
 
     name: str
@@ -113,19 +113,19 @@ class Live:
     view: PairView
     machine: BatchRegistration
     tensors: dict[Member, Tensors] = field(default_factory=dict)
-    transfers: Transfers | None = None
+    participant: Participant | None = None
     evaluation: Evaluation | None = None
     terms: Terms = field(default_factory=Terms)
-    wire: Wire | None = None
+    transport: BatchTransport | None = None
     #: Number of the last transfer that failed.
     failed: int = 0
-    exhibition: Exhibition = field(default_factory=Exhibition)
-    snapshots: Snapshots = field(default_factory=Snapshots)
-    tally: Tally = field(default_factory=Tally)
+    shared_tensors: SharedTensors = field(default_factory=SharedTensors)
+    shared_snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
+    received_sums: ReceivedSums = field(default_factory=ReceivedSums)
     #: What other agents said before this one knew that the batch stands.
     early: list[tuple[str, Message]] = field(default_factory=list)
     #: By source side, and whether it sends a snapshot.
-    parts: dict[tuple[str, bool], Part] = field(default_factory=dict)
+    programs: dict[tuple[str, bool], DirectionProgram] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
     current: RunningProgram | None = None
     #: Whether no transfer can begin any more: a rank of this agent has left, or a pair is lost.
@@ -151,7 +151,7 @@ class Live:
         generation: int,
         view: PairView,
         mappings: Mappings | None,
-    ) -> Live:
+    ) -> BatchState:
         """A registration whose first local rank is in the roster; ``view`` is the primary pair's.
 
         ``mappings``: of this agent's card.
@@ -159,7 +159,7 @@ class Live:
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
         machine = BatchRegistration(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
         live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
-        live.exhibition, live.snapshots = Exhibition(mappings), Snapshots(mappings)
+        live.shared_tensors, live.shared_snapshots = SharedTensors(mappings), SharedSnapshots(mappings)
         return live
 
     @property
@@ -182,25 +182,29 @@ class Live:
         """What this registration is called between agents."""
         return Scope(pair=self.pairs[0], epoch=self.epoch, batch=self.name, generation=self.generation)
 
-    def ways(self, source: str) -> Ways:
+    def routing(self, source: str) -> Routing:
         """How bytes go in the direction from side ``source``."""
         agents = self.machine.agents
-        return Ways(
+        return Routing(
             me=self.machine.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads
         )
 
     def read_from(self, source: str) -> frozenset[str]:
         """Agents from whose workers this one copies in the direction from side ``source``."""
-        ways = self.ways(source)
+        routing = self.routing(source)
         return (
-            frozenset(a for a in ways.source if (ways.me, a) in ways.reads) if ways.me in ways.target else frozenset()
+            frozenset(a for a in routing.source if (routing.me, a) in routing.reads)
+            if routing.me in routing.target
+            else frozenset()
         )
 
     def read_by(self, source: str) -> frozenset[str]:
         """Agents that copy from this one's workers in the direction from side ``source``."""
-        ways = self.ways(source)
+        routing = self.routing(source)
         return (
-            frozenset(a for a in ways.target if (a, ways.me) in ways.reads) if ways.me in ways.source else frozenset()
+            frozenset(a for a in routing.target if (a, routing.me) in routing.reads)
+            if routing.me in routing.source
+            else frozenset()
         )
 
     @property
@@ -213,16 +217,18 @@ class Live:
         """ "local", "host", "tcp", "nccl", joined by "+": what bytes go by between the agents of the two sides."""
         found, wire = set(), "nccl" if self.terms.nccl else "tcp"
         for source in self.machine.agents:
-            ways = self.ways(source)
-            for giver in set(ways.source):
-                for taker in set(ways.target):
-                    found.add("local" if giver == taker else "host" if ways.reach(taker, giver) else wire)
+            routing = self.routing(source)
+            for giver in set(routing.source):
+                for taker in set(routing.target):
+                    found.add("local" if giver == taker else "host" if routing.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def stand(self, evaluation: Evaluation, terms: Terms, wire: Wire | None, can_hold: Callable[[str], bool]) -> None:
-        """The registration is agreed: its transfers can begin. ``wire`` where several agents take part."""
-        self.evaluation, self.terms, self.wire = evaluation, terms, wire
-        self.transfers = Transfers(
+    def stand(
+        self, evaluation: Evaluation, terms: Terms, transport: BatchTransport | None, can_hold: Callable[[str], bool]
+    ) -> None:
+        """The registration is agreed: its transfers can begin. ``transport`` where several agents take part."""
+        self.evaluation, self.terms, self.transport = evaluation, terms, transport
+        self.participant = Participant(
             f"{self.name!r} of pair {self.pairs[0]!r}",
             me=self.machine.me,
             agents=self.machine.agents,
@@ -235,9 +241,9 @@ class Live:
     def show(self, agent: str, message: Exhibits) -> None:
         """Another agent shows where a worker of its own has its tensors, or sets them aside."""
         if not message.snapshot:
-            self.exhibition.take(agent, message)
+            self.shared_tensors.take(agent, message)
         elif serves(self.machine.agents, agent, (message.side, message.rank)):
-            self.snapshots.take(agent, message)
+            self.shared_snapshots.take(agent, message)
         else:
             log.warning("agent %s shows a snapshot of %s rank %d, not its own", agent, message.side, message.rank)
 
@@ -269,26 +275,26 @@ class Live:
     def take(self, agent: str, message: Sums | UniqueId) -> None:
         """What another agent says for a transfer of this batch to go on."""
         if isinstance(message, Sums):
-            self.tally.take(agent, message)
-        elif isinstance(self.wire, NcclWire):
-            self.wire.hear(agent, message)
+            self.received_sums.take(agent, message)
+        elif isinstance(self.transport, NcclBatchTransport):
+            self.transport.hear(agent, message)
 
     def fail(self, seq: int, error: EthaError) -> None:
         """A transfer has failed for all: what its streams hold nobody will take."""
         self.failed = seq
-        if self.wire is not None:
-            self.wire.stop(error)
+        if self.transport is not None:
+            self.transport.stop(error)
 
     async def release(self) -> None:
         """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
-        wire, self.wire = self.wire, None  # keeps views of it, too
-        if wire is not None:
-            await wire.close()
-        parts, self.parts = list(self.parts.values()), {}
+        transport, self.transport = self.transport, None  # keeps views of it, too
+        if transport is not None:
+            await transport.close()
+        programs, self.programs = list(self.programs.values()), {}
         if self.last_error is not None:  # what raised it may have had views in its hands
             self.last_error.__cause__ = self.last_error.__traceback__ = None
         # Not on the loop: large memory takes seconds to unmap, a card's until it has done what it does.
-        await asyncio.to_thread(_drop, parts, self.exhibition, self.snapshots)
+        await asyncio.to_thread(_drop, programs, self.shared_tensors, self.shared_snapshots)
 
     def forget(self) -> None:
         """Closed: what others may still ask is how its last transfer has ended."""
@@ -308,9 +314,9 @@ class Live:
         return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
 
 
-def _drop(parts: list[Part], exhibition: Exhibition, snapshots: Snapshots) -> None:
+def _drop(programs: list[DirectionProgram], shared_tensors: SharedTensors, shared_snapshots: SharedSnapshots) -> None:
     """The last references to views of workers' memory."""
-    while parts:
-        parts.pop().near.release()
-    exhibition.release()
-    snapshots.release()
+    while programs:
+        programs.pop().near.release()
+    shared_tensors.release()
+    shared_snapshots.release()

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from etha.agent.protocol.capabilities import Terms
-from etha.agent.protocol.verification import Checks
-from etha.agent.runtime.inspection import Inspection, Readers
+from etha.agent.protocol.verification import VerificationPlan
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.runtime.run import Part
-from etha.agent.runtime.transports import NcclWire, Wire
-from etha.agent.services.batch_state import Live, RunningProgram
+from etha.agent.runtime.run import DirectionProgram
+from etha.agent.runtime.transports import BatchTransport, NcclBatchTransport
+from etha.agent.runtime.verification import ChecksumReaders, TransferVerification
+from etha.agent.services.batch_state import BatchState, RunningProgram
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
@@ -32,14 +32,14 @@ from etha.transport.wire.routing import account
 Views = dict[int, dict[int, View]]
 
 
-class Parts:
+class TransferCompiler:
     """Compiles them, and opens the streams that they need."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
-        self._readers: Readers | None = None
+        self._readers: ChecksumReaders | None = None
 
-    async def compile(self, live: Live, current: RunningProgram) -> Part | None:
+    async def compile(self, live: BatchState, current: RunningProgram) -> DirectionProgram | None:
         """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
 
         None when it was stopped while it waited for others to show the snapshots that are sent.
@@ -47,41 +47,41 @@ class Parts:
         source = current.source
         if current.snapshot:
             shown = {(source, rank): agent for rank, agent in self._read(live, source).items()}
-            if not await live.snapshots.open(shown, lambda: current.stopped):
+            if not await live.shared_snapshots.open(shown, lambda: current.stopped):
                 return None
         sources, targets = self._views(live, source, current.snapshot)
-        part = await asyncio.to_thread(_compile, live, source, sources, targets)
+        program = await asyncio.to_thread(_compile, live, source, sources, targets)
         if self._links.card is not None:
-            await asyncio.to_thread(self._links.card.prepare, part.near)
-        if part.wire is not None and part.wire.sends:
-            assert live.wire is not None
+            await asyncio.to_thread(self._links.card.prepare, program.near)
+        if program.wire is not None and program.wire.sends:
+            assert live.transport is not None
             peers = [
                 TransportPeer(agent=agent, address=self._links.data_address(agent, live.scope))
-                for agent in part.wire.sends
+                for agent in program.wire.sends
             ]
-            await live.wire.open(peers)
-        return part
+            await live.transport.open(peers)
+        return program
 
-    def inspection(
-        self, live: Live, seq: int, checks: Checks, guards: Mapping[Member, Guard], lane: Lane
-    ) -> Inspection:
-        """What verifies transfer ``seq`` of a part that has ``checks``."""
+    def verification(
+        self, live: BatchState, seq: int, plan: VerificationPlan, guards: Mapping[Member, Guard], lane: Lane
+    ) -> TransferVerification:
+        """What verifies transfer ``seq`` of a direction with this plan."""
         if self._readers is None:
-            self._readers = Readers(lane, self._links.plane.budget, self._links.plane.memory)
-        return Inspection(
-            checks,
+            self._readers = ChecksumReaders(lane, self._links.plane.budget, self._links.plane.memory)
+        return TransferVerification(
+            plan,
             seq,
             guards,
             readers=self._readers,
-            tally=live.tally,
+            received_sums=live.received_sums,
             tell=lambda agent, message: self._links.tell(agent, live.scope, message),
         )
 
-    def wire(self, live: Live, terms: Terms) -> Wire:
+    def transport(self, live: BatchState, terms: Terms) -> BatchTransport:
         """Of one batch: NCCL where all of its agents have it, else streams over this agent's data plane."""
         if not terms.nccl or self._links.nccl is None:
             return TcpTransport(self._links.plane)
-        return NcclWire(
+        return NcclBatchTransport(
             self._links.nccl,
             me=live.machine.me,
             members=sorted(live.agents),
@@ -91,12 +91,16 @@ class Parts:
         )
 
     @staticmethod
-    def _read(live: Live, source: str) -> dict[int, str]:
+    def _read(live: BatchState, source: str) -> dict[int, str]:
         """Source ranks of other agents whose memory this one reads."""
-        ways = live.ways(source)
-        return {r: agent for r, agent in enumerate(ways.source) if agent != ways.me and ways.reach(ways.me, agent)}
+        routing = live.routing(source)
+        return {
+            r: agent
+            for r, agent in enumerate(routing.source)
+            if agent != routing.me and routing.reach(routing.me, agent)
+        }
 
-    def _views(self, live: Live, source: str, snapshot: bool) -> tuple[Views, Views]:
+    def _views(self, live: BatchState, source: str, snapshot: bool) -> tuple[Views, Views]:
         """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
         assert live.evaluation is not None
         names = live.evaluation.plans[source].names
@@ -113,7 +117,7 @@ class Parts:
             found = _resolve(tensors.session.memory.resolve, handles, names if receives else held)
             (targets if receives else sources)[rank] = found
         for rank in self._read(live, source):
-            shown = live.snapshots if snapshot else live.exhibition
+            shown = live.shared_snapshots if snapshot else live.shared_tensors
             sources[rank] = shown.memory((source, rank)).views(held)
         return sources, targets
 
@@ -124,19 +128,19 @@ def _resolve(
     return {i: resolve(handles[name]) for i, name in enumerate(names) if name in handles}
 
 
-def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
+def _compile(live: BatchState, source: str, sources: Views, targets: Views) -> DirectionProgram:
     assert live.evaluation is not None
     plan = live.evaluation.plans[source]
-    checks = _checks(live, source, sources, targets)
+    verification_plan = _verification_plan(live, source, sources, targets)
     if live.machine.alone:
         near = compile_local(plan, sources, targets)
-        return Part(near=near, nbytes=near.nbytes, peers=near.peers, checks=checks)
-    ways = live.ways(source)
-    nbytes, peers = account(plan, ways)
+        return DirectionProgram(near=near, nbytes=near.nbytes, peers=near.peers, verification_plan=verification_plan)
+    routing = live.routing(source)
+    nbytes, peers = account(plan, routing)
     name = f"{live.scope} from {source}"
     wire = compile_wire(
         plan,
-        ways,
+        routing,
         sources,
         targets,
         staging=live.terms.staging,
@@ -144,24 +148,24 @@ def _compile(live: Live, source: str, sources: Views, targets: Views) -> Part:
         streams=live.terms.streams,
         cut=device_cut(sorted(live.agents), live.terms.staging) if live.over_nccl else None,
     )
-    return Part(
-        near=compile_host(plan, ways, sources, targets),
+    return DirectionProgram(
+        near=compile_host(plan, routing, sources, targets),
         nbytes=nbytes,
         peers=peers,
-        wire=wire if checks is None else replace(wire, witness=checks.witness),
+        wire=wire if verification_plan is None else replace(wire, observer=verification_plan.reduction_sums),
         key=hashlib.sha256(name.encode()).digest(),
         joins=live.over_nccl,
-        checks=checks,
+        verification_plan=verification_plan,
     )
 
 
-def _checks(live: Live, source: str, sources: Views, targets: Views) -> Checks | None:
+def _verification_plan(live: BatchState, source: str, sources: Views, targets: Views) -> VerificationPlan | None:
     assert live.evaluation is not None
     if live.evaluation.verify is None:
         return None
-    return Checks(
+    return VerificationPlan(
         live.evaluation.plans[source],
-        live.ways(source),
+        live.routing(source),
         sources,
         targets,
         sides=(source, live.other(source)),

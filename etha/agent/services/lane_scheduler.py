@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
+from etha.agent.protocol.lane_queue import Granted, LaneQueue, Need, Recalled
 from etha.agent.protocol.participant import TransferEffect
-from etha.agent.services.batch_state import Live
+from etha.agent.services.batch_state import BatchState
 from etha.peer.messages import Ticket
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.verify.checksums import READER
@@ -34,7 +34,7 @@ class Needs:
         """How much there is."""
         return {"staging": self._staging, "card": _CARD}.get(resource, PLACES)
 
-    def of(self, live: Live, source: str) -> Need:
+    def of(self, live: BatchState, source: str) -> Need:
         """For the direction from side ``source``: what its program takes, or may take while that is not compiled."""
         if live.over_nccl:
             return {"card": _CARD}
@@ -47,18 +47,18 @@ class Needs:
         return {"card": 1, "staging": nbytes, **dict.fromkeys((f"to {peer}" for peer in peers), 1)}
 
     @staticmethod
-    def _programs(live: Live, source: str) -> list[WireProgram] | None:
+    def _programs(live: BatchState, source: str) -> list[WireProgram] | None:
         """What may be run, None while some of it is not compiled: what is sent may be tensors or snapshots of them."""
         sent = [tensors for (side, _), tensors in live.tensors.items() if side == source]
         kinds = [(source, False), (source, True)]
         if sent and all(tensors.snapshot is None for tensors in sent):
             kinds.pop()
-        found = [live.parts[kind] for kind in kinds if kind in live.parts]
+        found = [live.programs[kind] for kind in kinds if kind in live.programs]
         if not found or (sent and len(found) < len(kinds)):
             return None
-        return [part.wire for part in found if part.wire is not None]
+        return [program.wire for program in found if program.wire is not None]
 
-    def _bound(self, live: Live, source: str) -> int:
+    def _bound(self, live: BatchState, source: str) -> int:
         assert live.evaluation is not None
         chunks = 2 * (len(live.agents) - 1) * live.terms.streams * CHUNK
         reduces = any(klass.reduction is not None for klass in live.evaluation.plans[source].classes)
@@ -70,31 +70,31 @@ class Needs:
 class LaneScheduler:
     """``perform`` takes what a batch's transfers make of a grant or a recall; ``needs`` is asked once it is used."""
 
-    def __init__(self, perform: Callable[[Live, list[TransferEffect]], None], needs: Callable[[], Needs]) -> None:
+    def __init__(self, perform: Callable[[BatchState, list[TransferEffect]], None], needs: Callable[[], Needs]) -> None:
         self._perform, self._needs = perform, needs
-        self._bookings = Bookings(lambda resource: needs().limit(resource))
-        self._booked: dict[Hashable, Live] = {}
+        self._bookings = LaneQueue(lambda resource: needs().limit(resource))
+        self._booked: dict[Hashable, BatchState] = {}
 
-    def want(self, live: Live, ticket: Ticket, source: str) -> None:
+    def want(self, live: BatchState, ticket: Ticket, source: str) -> None:
         """A batch's coordinator books for a transfer from side ``source``."""
         self._booked[live.key] = live
         self._tell(self._bookings.want(live.key, ticket, self._needs().of(live, source)))
 
-    def can_hold(self, live: Live, source: str) -> bool:
+    def can_hold(self, live: BatchState, source: str) -> bool:
         """Whether what a transfer from side ``source`` needs is free."""
         return self._bookings.can_hold(live.key, self._needs().of(live, source))
 
-    def hold(self, live: Live, source: str) -> None:
+    def hold(self, live: BatchState, source: str) -> None:
         """A batch's calls are ready here: book what they need, which is free."""
         held = self._bookings.hold(live.key, self._needs().of(live, source))
         assert held, f"{live.name}: what was free is not"
         self._booked[live.key] = live
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: BatchState) -> None:
         """GO: what it has booked is this batch's until it is freed."""
         self._tell(self._bookings.begin(live.key))
 
-    def free(self, live: Live) -> None:
+    def free(self, live: BatchState) -> None:
         """The batch needs it no more."""
         self._booked.pop(live.key, None)
         self._tell(self._bookings.free(live.key))
@@ -102,6 +102,6 @@ class LaneScheduler:
     def _tell(self, changes: list[Granted | Recalled]) -> None:
         for change in changes:
             live = self._booked.get(change.key)
-            if live is not None and live.transfers is not None:
+            if live is not None and live.participant is not None:
                 granted = isinstance(change, Granted)
-                self._perform(live, live.transfers.granted() if granted else live.transfers.recalled())
+                self._perform(live, live.participant.granted() if granted else live.participant.recalled())

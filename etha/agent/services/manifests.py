@@ -9,7 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from etha.agent.protocol.evaluation import Evaluations
+from etha.agent.protocol.evaluation import EvaluationCache
 from etha.agent.protocol.records import Manifest, digest_of
 from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
@@ -19,12 +19,12 @@ from etha.store.registry import Store
 _KEPT = 256
 
 
-class Library:
+class ManifestCache:
     """A cache in front of the store. Layouts are interned, so that equal ones are one object."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.evaluations = Evaluations()
+        self.evaluations = EvaluationCache()
         self._layouts: dict[str, Layout] = {}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         #: What was published here before: all of a manifest -> its digest and fields.

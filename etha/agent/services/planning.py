@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from etha.agent.protocol.capabilities import HAS_NCCL, Apart, Verdict
+from etha.agent.protocol.capabilities import HAS_NCCL, Apart, Capabilities
 from etha.agent.protocol.effects import Member
 from etha.agent.protocol.evaluation import Evaluation, Where
 from etha.agent.protocol.records import Record
 from etha.agent.runtime.host_sharing import exhibits
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.services.batch_state import Live
-from etha.agent.services.manifests import Library
+from etha.agent.services.batch_state import BatchState
+from etha.agent.services.manifests import ManifestCache
 from etha.store.registry import Store
 from etha.transport.geometry.overlap import Written
 
 
 async def plan(
-    live: Live, entries: Mapping[Member, str], store: Store, library: Library, links: PeerLinks
-) -> tuple[Evaluation, Verdict | None]:
+    live: BatchState, entries: Mapping[Member, str], store: Store, manifest_cache: ManifestCache, links: PeerLinks
+) -> tuple[Evaluation, Capabilities | None]:
     """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
 
     What this agent has planned before is not planned again.
@@ -31,12 +31,12 @@ async def plan(
     """
     key = store.keys.batch(live.pairs[0], live.name)
     records = {member: Record.from_json(key, text) for member, text in entries.items()}
-    manifests = await library.fetch({record.manifest for record in records.values()})
+    manifests = await manifest_cache.fetch({record.manifest for record in records.values()})
     where = Where(
         agents=live.machine.agents,
         hosts={s: [x.members[r].host for r in sorted(x.members)] for s, x in live.view.sides.items()},
     )
-    evaluation = await asyncio.to_thread(library.evaluations.of, records, manifests, where)
+    evaluation = await asyncio.to_thread(manifest_cache.evaluations.of, records, manifests, where)
     for pair in live.pairs:
         view = await store.batches.get(pair, live.name)
         live.seq = max(live.seq, view.seq if view is not None else 0)
@@ -45,7 +45,7 @@ async def plan(
     return evaluation, await introduce(live, links, evaluation)
 
 
-async def introduce(live: Live, links: PeerLinks, evaluation: Evaluation) -> Verdict:
+async def introduce(live: BatchState, links: PeerLinks, evaluation: Evaluation) -> Capabilities:
     """This agent's verdict on a registration. Waits for what is shown to it."""
     agents = live.agents
     readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
@@ -54,7 +54,7 @@ async def introduce(live: Live, links: PeerLinks, evaluation: Evaluation) -> Ver
         for message in await asyncio.to_thread(exhibits, shown):
             for agent in readers:
                 links.tell(agent, live.scope, message)
-    await live.exhibition.wait(readable)
+    await live.shared_tensors.wait(readable)
     # Checks see reductions as streams cut them: such a batch goes over streams.
     seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
     nccl = ""
@@ -62,12 +62,12 @@ async def introduce(live: Live, links: PeerLinks, evaluation: Evaluation) -> Ver
         # An id costs a thread and a descriptor of its maker until the communicator is there: one of them makes it.
         mine = live.machine.me == min(agents)
         nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
-    return await asyncio.to_thread(_verdict, live, links, evaluation.digest, readable, nccl)
+    return await asyncio.to_thread(_capabilities, live, links, evaluation.digest, readable, nccl)
 
 
-def _verdict(live: Live, links: PeerLinks, digest: str, readable: list[str], nccl: str) -> Verdict:
-    reads = tuple(agent for agent in readable if live.exhibition.open(agent, live.machine.agents))
-    return Verdict(
+def _capabilities(live: BatchState, links: PeerLinks, digest: str, readable: list[str], nccl: str) -> Capabilities:
+    reads = tuple(agent for agent in readable if live.shared_tensors.open(agent, live.machine.agents))
+    return Capabilities(
         digest=digest,
         nccl=nccl,
         reads=reads,
@@ -79,7 +79,7 @@ def _verdict(live: Live, links: PeerLinks, digest: str, readable: list[str], ncc
     )
 
 
-def _shares(live: Live) -> bool:
+def _shares(live: BatchState) -> bool:
     """Whether workers of both sides here have registered overlapping memory."""
     views = {member: [t.session.memory.resolve(h) for h in t.handles.values()] for member, t in live.tensors.items()}
     first = min(live.machine.agents)
@@ -87,9 +87,9 @@ def _shares(live: Live) -> bool:
     return any(written.overlaps(view) for (side, _), some in views.items() if side != first for view in some)
 
 
-def _apart(live: Live) -> tuple[Apart, ...]:
+def _apart(live: BatchState) -> tuple[Apart, ...]:
     """A tensor of each side here that lies where a worker of the other side, whom another agent serves, has one."""
-    shown = live.exhibition.opened()
+    shown = live.shared_tensors.opened()
     found: dict[str, Apart] = {}
     for side in live.machine.agents:
         far = {rank: memory.all_views() for (other, rank), memory in sorted(shown.items()) if other != side}

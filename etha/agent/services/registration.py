@@ -25,19 +25,19 @@ from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.records import Manifest, Record
-from etha.agent.protocol.registration import BatchEffect, Declare, Evaluate, RegistrationState, Stand, Unenroll
+from etha.agent.protocol.registration import BatchEffect, Declare, EvaluateRoster, RegistrationState, Stand, Unenroll
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.host_sharing import exhibits
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.runtime.sessions import Calls, WorkerSession
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, outage
-from etha.agent.services.batch_state import Field, Key, Live, Tensors
+from etha.agent.services.batch_state import BatchState, Field, Key, Tensors
 from etha.agent.services.hints import Hints
-from etha.agent.services.manifests import Library
+from etha.agent.services.manifests import ManifestCache
 from etha.agent.services.planning import plan
-from etha.agent.services.rendezvous import Pairs
-from etha.agent.services.transfers import Movers
+from etha.agent.services.rendezvous import RendezvousService
+from etha.agent.services.transfers import TransferService
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
 from etha.config import check_name
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 _PATIENCE = 1.0
 
 
-class Batches:
+class RegistrationService:
     """All registrations of this agent."""
 
     def __init__(
@@ -61,27 +61,27 @@ class Batches:
         me: str,
         store: Store,
         links: PeerLinks,
-        calls: Calls,
-        pairs: Pairs,
-        movers: Movers,
+        calls: OpenCalls,
+        rendezvous: RendezvousService,
+        transfers: TransferService,
         gc_scheduler: GcScheduler,
         spawn: Spawn,
         hints: Hints,
     ) -> None:
         self._hints = hints
-        self._me, self._store, self._links, self._calls, self._pairs = me, store, links, calls, pairs
-        self._movers, self._gc, self._spawn = movers, gc_scheduler, spawn
-        self._library = Library(store)
-        self.live: dict[Key, Live] = {}
+        self._me, self._store, self._links, self._calls, self._rendezvous = me, store, links, calls, rendezvous
+        self._transfers, self._gc, self._spawn = transfers, gc_scheduler, spawn
+        self._manifests = ManifestCache(store)
+        self.live: dict[Key, BatchState] = {}
         #: Those that are over but hold workers' memory still.
-        self._releasing: dict[Key, Live] = {}
-        self._mailbox = Mailbox()
+        self._releasing: dict[Key, BatchState] = {}
+        self._memory = RegistrationMemory()
         self._forsaking = Forsaking(links)
 
     def register(self, session: WorkerSession, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
         check_name("batch", message.batch)
-        member, epochs = footing(self._pairs, session, message)
+        member, epochs = membership(self._rendezvous, session, message)
         old = self._live(session, message.batch)
         if old is not None and old.machine.lost is None:
             raise RegistrationError(
@@ -89,7 +89,7 @@ class Batches:
             )
         self.leave(session, message.batch)  # one of an epoch that is over needs no close
         session.staged = message.staged or session.staged
-        box: list[Live] = []
+        box: list[BatchState] = []
         name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
@@ -116,13 +116,13 @@ class Batches:
             self.leave(session, message.batch)
             self._spawn(self._tell_all(live, session, request, text))
 
-    def find(self, session: WorkerSession, batch: str, epoch: int) -> Live:
+    def find(self, session: WorkerSession, batch: str, epoch: int) -> BatchState:
         """The registration that a worker's call means; an error that says why there is none."""
         live = self._live(session, batch)
         if live is None:
             raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
         for pair in live.pairs:
-            error = self._pairs.error(session.seats[pair]) if pair in session.seats else live.machine.lost
+            error = self._rendezvous.error(session.seats[pair]) if pair in session.seats else live.machine.lost
             if error is not None:
                 raise error
         if (lost := live.machine.lost) is not None:
@@ -140,7 +140,7 @@ class Batches:
             return
         for member in [m for m, t in live.tensors.items() if t.session is session]:
             error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
-            self._movers.withdraw(live, member, error)
+            self._transfers.withdraw(live, member, error)
             self._perform(live, live.machine.close(member))
         if not live.over and live.machine.state is RegistrationState.REGISTERED:  # others here have it open still
             self._let_go(live)
@@ -169,12 +169,12 @@ class Batches:
         if isinstance(message, Noted):
             self._forsaking.hear(agent, message)
             return
-        live = self.live.get(key) or self._mailbox.ended(key)
+        live = self.live.get(key) or self._memory.ended(key)
         if live is None and isinstance(message, Forsaken):
-            self._mailbox.note_lost(key, _forsaken(message.text))
+            self._memory.note_lost(key, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif live is None:  # it has heard of everybody's entry before us
-            self._mailbox.hold(key, agent, message)
+            self._memory.hold(key, agent, message)
         elif live.epoch != scope.epoch or agent not in live.agents:
             log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
@@ -183,36 +183,36 @@ class Batches:
             self._end_for_all(live, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif isinstance(message, AskMissing | TellMissing):
-            self._movers.inquiries.hear(agent, live, message)
+            self._transfers.stragglers.hear(agent, live, message)
         elif isinstance(message, Copied):
-            self._movers.progress_reporter.heard(live, agent, message)
-        elif live.transfers is None:
+            self._transfers.progress_reporter.heard(live, agent, message)
+        elif live.participant is None:
             live.early.append((agent, message))  # type: ignore[arg-type]
         else:
-            self._movers.hear(live, agent, message)  # type: ignore[arg-type]
+            self._transfers.hear(live, agent, message)  # type: ignore[arg-type]
 
     def on_agent_lost(self, agent: str) -> None:
         """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
         self._forsaking.on_agent_lost(agent)
-        for live in [*self.live.values(), *self._mailbox.ended_with(agent)]:
+        for live in [*self.live.values(), *self._memory.ended_with(agent)]:
             if agent in live.agents:
-                self._movers.on_agent_lost(live, agent)
+                self._transfers.on_agent_lost(live, agent)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _live(self, session: WorkerSession, batch: str) -> Live | None:
+    def _live(self, session: WorkerSession, batch: str) -> BatchState | None:
         """The registration that a worker has open under this id."""
         where = session.batches.get(batch)
         return self.live.get((where[0], batch, where[1])) if where is not None else None
 
-    def _forsake(self, live: Live, session: WorkerSession, why: str) -> str:
+    def _forsake(self, live: BatchState, session: WorkerSession, why: str) -> str:
         """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
         ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
         text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
         self._end_for_all(live, _forsaken(text), but=session)
         return text
 
-    async def _show_snapshot(self, live: Live, member: Member) -> None:
+    async def _show_snapshot(self, live: BatchState, member: Member) -> None:
         """Tell the agents that copy from ``member`` where its snapshots are."""
         tensors = live.tensors.get(member)  # None if the batch was closed at once
         readers = live.read_by(member[0])
@@ -223,11 +223,11 @@ class Batches:
             for agent in readers:
                 self._links.tell(agent, live.scope, message)
 
-    async def _tell_all(self, live: Live, session: WorkerSession, request: Request, text: str) -> None:
+    async def _tell_all(self, live: BatchState, session: WorkerSession, request: Request, text: str) -> None:
         await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
         session.peer.reply(request.id, Ok())
 
-    def _end_for_all(self, live: Live, error: PeerLostError, *, but: WorkerSession | None = None) -> None:
+    def _end_for_all(self, live: BatchState, error: PeerLostError, *, but: WorkerSession | None = None) -> None:
         """A registration is over while its pair stands: the workers here that hold it hear so, then their calls end."""
         if live.machine.lost is None:
             lost = BatchLost(
@@ -244,12 +244,12 @@ class Batches:
                     session.peer.push(lost)
         self._break(live, error)
 
-    def _break(self, live: Live, error: PeerLostError) -> None:
-        self._mailbox.note_lost(live.key, error)
+    def _break(self, live: BatchState, error: PeerLostError) -> None:
+        self._memory.note_lost(live.key, error)
         self._perform(live, live.machine.break_up(error))
-        self._movers.break_up(live, error)
+        self._transfers.break_up(live, error)
 
-    def _ended(self, name: str, box: list[Live], key: CallKey, expired: bool) -> None:
+    def _ended(self, name: str, box: list[BatchState], key: CallKey, expired: bool) -> None:
         if box and expired:
             self._spawn(self._expire(box[0], key))
             return
@@ -260,7 +260,7 @@ class Batches:
         text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
 
-    async def _expire(self, live: Live, key: CallKey) -> None:
+    async def _expire(self, live: BatchState, key: CallKey) -> None:
         """A deadline has passed: look for what this call may have missed, then end it, unless the batch stands."""
         hint = await self._hints.of_batch(live.pairs[0], live.name) if live.machine.absent else ""
         self._perform(live, live.machine.expire(key, cancelled=False, hint=hint))
@@ -273,16 +273,16 @@ class Batches:
         epochs: Mapping[str, int],
         message: Register,
         deadline: float,
-        box: list[Live],
+        box: list[BatchState],
     ) -> None:
         try:
             manifest = await asyncio.to_thread(Manifest.of, message, member[1])
             timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
-            digest = await self._library.publish(manifest, timeout=timeout)
+            digest = await self._manifests.publish(manifest, timeout=timeout)
             primary = message.pairs[0]
-            if (lost := lost_since(self._pairs, session, epochs)) is not None:
+            if (lost := lost_since(self._rendezvous, session, epochs)) is not None:
                 raise lost
-            view = self._pairs.view(primary)
+            view = self._rendezvous.view(primary)
             expected = sum(len(side.members) for side in view.sides.values())
             generation = await self._store.batches.enroll(
                 primary,
@@ -294,7 +294,9 @@ class Batches:
                 expected=expected,
                 timeout=timeout,
             )
-            lost = lost_since(self._pairs, session, epochs) or self._mailbox.lost((primary, message.batch, generation))
+            lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
+                (primary, message.batch, generation)
+            )
             if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
                 await self._store.batches.unenroll(primary, message.batch, generation, *member)
             if lost is not None:
@@ -310,9 +312,11 @@ class Batches:
             return
         live = self.live.get((primary, message.batch, generation))
         if live is None:
-            live = Live.begin(self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings)
+            live = BatchState.begin(
+                self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings
+            )
             self.live[live.key] = live
-            for agent, said in self._mailbox.held(live.key):
+            for agent, said in self._memory.held(live.key):
                 self.hear(agent, live.scope, said)
             self._spawn(self._follow(live))
         box.append(live)
@@ -324,7 +328,7 @@ class Batches:
         session.batches[message.batch] = (primary, generation)
         self._perform(live, live.machine.enrolled(key, member))
 
-    async def _follow(self, live: Live) -> None:
+    async def _follow(self, live: BatchState) -> None:
         """Read the roster after every wake-up until this agent's part is decided."""
         primary, batch, generation = live.key
         states = (RegistrationState.ENROLLING, RegistrationState.EVALUATING, RegistrationState.AGREEING)
@@ -338,7 +342,7 @@ class Batches:
                 if live.machine.state in states:
                     await changed()
 
-    def _perform(self, live: Live, effects: list[BatchEffect]) -> None:
+    def _perform(self, live: BatchState, effects: list[BatchEffect]) -> None:
         primary, batch, generation = live.key
         for effect in effects:
             match effect:
@@ -347,7 +351,7 @@ class Batches:
                 case Fail(call=key, error=error):
                     live.drop(key)
                     self._calls.fail(key, error)
-                case Evaluate(entries=entries):
+                case EvaluateRoster(entries=entries):
                     self._spawn(self._evaluate(live, dict(entries)))
                 case Declare(verdict=verdict):
                     self._spawn(quietly(self._store.batches.verdict(primary, batch, generation, self._me, verdict)))
@@ -356,25 +360,25 @@ class Batches:
                 case Stand(evaluation=evaluation, terms=terms):
                     self._stand(live, evaluation, terms)
         if live.machine.state in (RegistrationState.REFUSED, RegistrationState.LOST, RegistrationState.CLOSED):
-            live.exhibition.close()
-            live.snapshots.close()
+            live.shared_tensors.close()
+            live.shared_snapshots.close()
         closed = live.machine.state is RegistrationState.CLOSED and self.live.get(live.key) is live
         if closed:
             del self.live[live.key]
         if closed and not live.machine.alone:
-            self._mailbox.keep(live)
+            self._memory.keep(live)
         if closed or (live.machine.state is RegistrationState.LOST and not live.over):
             self._let_go(live)
 
-    def _let_go(self, live: Live) -> None:
+    def _let_go(self, live: BatchState) -> None:
         """No transfer of it begins again."""
         live.over = True
         self._releasing[live.key] = live
         self._spawn(self._release(live))
 
-    async def _release(self, live: Live) -> None:
+    async def _release(self, live: BatchState) -> None:
         """Let go of workers' memory, and of a card's tables, once no lane can be inside it."""
-        await self._movers.idle_tracker.wait_for([live])
+        await self._transfers.idle_tracker.wait_for([live])
         try:
             await live.release()
         finally:
@@ -395,9 +399,9 @@ class Batches:
                 for live in left:
                     await live.released.wait()
 
-    async def _evaluate(self, live: Live, entries: dict[Member, str]) -> None:
+    async def _evaluate(self, live: BatchState, entries: dict[Member, str]) -> None:
         try:
-            evaluation, verdict = await plan(live, entries, self._store, self._library, self._links)
+            evaluation, verdict = await plan(live, entries, self._store, self._manifests, self._links)
         except EthaError as error:
             self._perform(live, live.machine.failed(error))
             return
@@ -408,9 +412,9 @@ class Batches:
             return
         self._perform(live, live.machine.evaluated(evaluation, verdict))
 
-    def _stand(self, live: Live, evaluation: Evaluation, terms: Terms) -> None:
-        wire = None if live.machine.alone else self._movers.parts.wire(live, terms)
-        live.stand(evaluation, terms, wire, lambda source: self._movers.lane_scheduler.can_hold(live, source))
+    def _stand(self, live: BatchState, evaluation: Evaluation, terms: Terms) -> None:
+        wire = None if live.machine.alone else self._transfers.compiler.transport(live, terms)
+        live.stand(evaluation, terms, wire, lambda source: self._transfers.lane_scheduler.can_hold(live, source))
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
         fields["transport"] = live.transports
@@ -418,7 +422,7 @@ class Batches:
             self._spawn(quietly(self._store.batches.set_fields(pair, live.name, written)))
         early, live.early = live.early, []
         for agent, message in early:
-            self._movers.hear(live, agent, message)
+            self._transfers.hear(live, agent, message)
 
 
 def _forsaken(text: str) -> PeerLostError:
@@ -431,12 +435,12 @@ MAX_KEPT = 256
 MAX_MESSAGES = 1000
 
 
-class Mailbox:
+class RegistrationMemory:
     """Bounded memory at both ends of a registration's life."""
 
     def __init__(self) -> None:
         self._early: OrderedDict[Key, list[tuple[str, Said]]] = OrderedDict()
-        self._ended: OrderedDict[Key, Live] = OrderedDict()
+        self._ended: OrderedDict[Key, BatchState] = OrderedDict()
         self._lost: OrderedDict[Key, PeerLostError] = OrderedDict()
 
     def note_lost(self, key: Key, error: PeerLostError) -> None:
@@ -462,17 +466,17 @@ class Mailbox:
         """What was kept of a registration that is taken in now, in order."""
         return self._early.pop(key, [])
 
-    def keep(self, live: Live) -> None:
+    def keep(self, live: BatchState) -> None:
         """A registration over several agents was closed here: others may still ask how its last transfer ended."""
         self._ended[live.key] = live
         while len(self._ended) > MAX_KEPT:
             self._ended.popitem(last=False)
 
-    def ended(self, key: Key) -> Live | None:
+    def ended(self, key: Key) -> BatchState | None:
         """A closed registration, if it is remembered."""
         return self._ended.get(key)
 
-    def ended_with(self, agent: str) -> list[Live]:
+    def ended_with(self, agent: str) -> list[BatchState]:
         """The closed registrations in which ``agent`` had part."""
         return [live for live in self._ended.values() if agent in live.agents]
 
@@ -489,7 +493,7 @@ class Forsaking:
         self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
         self._requests = 0
 
-    async def tell(self, live: Live, agents: Collection[str], text: str, deadline: float) -> None:
+    async def tell(self, live: BatchState, agents: Collection[str], text: str, deadline: float) -> None:
         """Return once these agents have ended the registration, or do not answer by ``deadline`` (of the loop)."""
         self._requests += 1
         request, silent, heard = self._requests, set(agents), asyncio.Event()
@@ -519,7 +523,9 @@ class Forsaking:
             self.hear(agent, Noted(request=request))
 
 
-def footing(pairs: Pairs, session: WorkerSession, message: Register) -> tuple[Member, dict[str, int]]:
+def membership(
+    rendezvous: RendezvousService, session: WorkerSession, message: Register
+) -> tuple[Member, dict[str, int]]:
     """The worker's (side, rank), which all pairs of the batch must agree on, and the epoch of each pair.
 
     Raises ConfigError, PeerLostError, RegistrationError.
@@ -531,7 +537,7 @@ def footing(pairs: Pairs, session: WorkerSession, message: Register) -> tuple[Me
         seat = session.seats.get(pair)
         if seat is None:
             raise ConfigError(f"this client is not in pair {pair!r}: call init_pair first")
-        if (error := pairs.error(seat)) is not None:
+        if (error := rendezvous.error(seat)) is not None:
             raise error
         seats.append(seat)
     first = seats[0]
@@ -547,13 +553,15 @@ def footing(pairs: Pairs, session: WorkerSession, message: Register) -> tuple[Me
     return first.member, {seat.pair: seat.epoch for seat in seats}
 
 
-def lost_since(pairs: Pairs, session: WorkerSession, epochs: Mapping[str, int]) -> PeerLostError | None:
+def lost_since(
+    rendezvous: RendezvousService, session: WorkerSession, epochs: Mapping[str, int]
+) -> PeerLostError | None:
     """Why a registration that began at these epochs cannot go on; None when it can."""
     for pair, epoch in epochs.items():
         seat = session.seats.get(pair)
         if seat is None:
             return PeerLostError(f"this client has left pair {pair!r}", reason="closed")
-        if (error := pairs.error(seat)) is not None:
+        if (error := rendezvous.error(seat)) is not None:
             return error
         if seat.epoch != epoch:
             return PeerLostError(f"pair {pair!r} is at epoch {seat.epoch} now, not {epoch}", reason="relaunched")

@@ -13,7 +13,7 @@ from typing import Any
 from etha.agent.protocol.effects import Answer, CallKey, Fail
 from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, PairEffect, PairMachine, Sever
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.runtime.sessions import Calls, Seat, WorkerSession
+from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
 from etha.agent.runtime.tasks import Spawn, outage
 from etha.agent.services.hints import Hints
 from etha.bus.codec import Request
@@ -50,7 +50,7 @@ class _Known:
     ahead: bool = False
 
 
-class Pairs:
+class RendezvousService:
     """All pairs of this agent. ``broken(pair, epoch, error)`` is told when one's epoch is over."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Pairs:
         *,
         store: Store,
         links: PeerLinks,
-        calls: Calls,
+        calls: OpenCalls,
         sessions: Callable[[], Iterable[WorkerSession]],
         spawn: Spawn,
         broken: Callable[[str, int, PeerLostError], None],

@@ -7,7 +7,7 @@ import asyncio
 from etha.agent.protocol.effects import CallKey, Member
 from etha.agent.protocol.participant import Call
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.services.batch_state import Live
+from etha.agent.services.batch_state import BatchState
 from etha.peer.introductions import AskMissing, TellMissing
 
 #: Seconds that a status report waits for other agents, and a call at its deadline; then this agent says what it knows.
@@ -15,7 +15,7 @@ PATIENCE = 0.5
 LAST_PATIENCE = 0.1
 
 
-class Inquiries:
+class StragglerQueries:
     """Questions to coordinators of other agents, and answers to theirs."""
 
     def __init__(self, links: PeerLinks) -> None:
@@ -23,38 +23,38 @@ class Inquiries:
         self._asked: dict[int, asyncio.Future[tuple[Member, ...]]] = {}
         self._requests = 0
 
-    async def refresh(self, lives: list[Live]) -> None:
+    async def refresh(self, lives: list[BatchState]) -> None:
         """Bring ``missing`` of these batches up to date, as far as their coordinators answer in time."""
-        asked = [(live, self._ask(live, _oldest(live))) for live in lives if live.transfers is not None and live.asks]
+        asked = [(live, self._ask(live, _oldest(live))) for live in lives if live.participant is not None and live.asks]
         futures = {future for _, future in asked if future is not None}
         if futures:
             await asyncio.wait(futures, timeout=PATIENCE)
         for live, future in asked:
-            assert live.transfers is not None
+            assert live.participant is not None
             known = future.result() if future is not None and future.done() and not future.cancelled() else ()
-            live.missing = tuple(sorted({*live.transfers.missing(), *known}))
+            live.missing = tuple(sorted({*live.participant.missing(), *known}))
         self._forget(futures)
 
-    async def learn(self, live: Live, key: CallKey) -> None:
+    async def learn(self, live: BatchState, key: CallKey) -> None:
         """Before a waiting call ends at its deadline: ask who was not ready, where READY has not told."""
-        transfers = live.transfers
-        call = transfers.find(key) if transfers is not None else None
-        if transfers is None or call is None or call not in transfers.queues.of(call.member[0]):
+        participant = live.participant
+        call = participant.find(key) if participant is not None else None
+        if participant is None or call is None or call not in participant.queues.of(call.member[0]):
             return
-        if transfers.sides[call.member[0]].standing is not None:
+        if participant.sides[call.member[0]].standing is not None:
             return  # taking READY back is answered with it
         future = self._ask(live, call)
         if future is not None:
             await asyncio.wait({future}, timeout=LAST_PATIENCE)
             if future.done():
-                transfers.note_missing(_source(live, call), future.result())
+                participant.note_missing(_source(live, call), future.result())
             self._forget({future})
 
-    def hear(self, agent: str, live: Live, message: AskMissing | TellMissing) -> None:
+    def hear(self, agent: str, live: BatchState, message: AskMissing | TellMissing) -> None:
         """Another agent asks, or answers."""
         match message:
             case AskMissing(request=request, source=source):
-                found = live.transfers.coordinators.get(source) if live.transfers is not None else None
+                found = live.participant.coordinators.get(source) if live.participant is not None else None
                 missing = found.missing() if found is not None else ()
                 self._links.tell(agent, live.scope, TellMissing(request=request, missing=missing))
             case TellMissing(request=request, missing=missing):
@@ -62,7 +62,7 @@ class Inquiries:
                 if future is not None and not future.done() and agent in live.agents:
                     future.set_result(missing)
 
-    def _ask(self, live: Live, call: Call | None) -> asyncio.Future[tuple[Member, ...]] | None:
+    def _ask(self, live: BatchState, call: Call | None) -> asyncio.Future[tuple[Member, ...]] | None:
         if call is None:
             return None
         source = _source(live, call)
@@ -79,10 +79,10 @@ class Inquiries:
             del self._asked[request]
 
 
-def _oldest(live: Live) -> Call | None:
-    return next(iter(live.transfers.queues), None) if live.transfers is not None else None
+def _oldest(live: BatchState) -> Call | None:
+    return next(iter(live.participant.queues), None) if live.participant is not None else None
 
 
-def _source(live: Live, call: Call) -> str:
+def _source(live: BatchState, call: Call) -> str:
     """The side that a call's direction sends from."""
     return call.member[0] if call.verb == "send" else live.other(call.member[0])

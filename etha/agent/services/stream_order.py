@@ -7,16 +7,16 @@ from copy import copy
 from dataclasses import dataclass
 
 from etha.agent.protocol.effects import CallKey
-from etha.agent.runtime.device import Card
-from etha.agent.runtime.sessions import Calls, WorkerSession
-from etha.agent.services.batch_state import Live
+from etha.agent.runtime.device import GpuDevice
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.services.batch_state import BatchState
 from etha.errors import EthaError, TransferError, TransferTimeoutError
 from etha.transport.copy.device_memory import CardError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    live: Live
+    live: BatchState
     session: WorkerSession
     go: Callable[[], None]
 
@@ -24,11 +24,13 @@ class _Held:
 class StreamOrder:
     """Holds each such call until its device has come so far. Nobody else knows of it before; loop thread only."""
 
-    def __init__(self, card: Card | None, calls: Calls) -> None:
+    def __init__(self, card: GpuDevice | None, calls: OpenCalls) -> None:
         self._card, self._calls = card, calls
         self._held: dict[CallKey, _Held] = {}
 
-    def pass_on(self, live: Live, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]) -> None:
+    def pass_on(
+        self, live: BatchState, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]
+    ) -> None:
         """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
         if not mark or self._card is None:
             return go()
@@ -58,11 +60,11 @@ class StreamOrder:
         self._calls.fail(key, error)
         return True
 
-    def leave(self, live: Live, session: WorkerSession, error: TransferError) -> None:
+    def leave(self, live: BatchState, session: WorkerSession, error: TransferError) -> None:
         """A worker leaves a batch: its calls there end, and it is told so, if it still is there."""
         self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
 
-    def break_up(self, live: Live, error: TransferError) -> None:
+    def break_up(self, live: BatchState, error: TransferError) -> None:
         """The batch is over."""
         self._drop([key for key, held in self._held.items() if held.live is live], error)
 

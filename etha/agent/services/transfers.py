@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from etha.agent.protocol.effects import (
     BeginLane,
     CallKey,
-    Doubt,
     Fail,
     FreeLane,
     HoldLane,
+    InDoubt,
     Member,
     OfferChanged,
     Settled,
@@ -25,15 +25,15 @@ from etha.agent.protocol.effects import (
 from etha.agent.protocol.participant import Call, TransferEffect
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
-from etha.agent.runtime.run import Move, Part, TransferProgress
-from etha.agent.runtime.sessions import Calls, WorkerSession
+from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferRun
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
-from etha.agent.services.batch_state import Ask, Key, Live, RunningProgram
-from etha.agent.services.compile import Parts
+from etha.agent.services.batch_state import Ask, BatchState, Key, RunningProgram
+from etha.agent.services.compile import TransferCompiler
 from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
-from etha.agent.services.stragglers import Inquiries
+from etha.agent.services.stragglers import StragglerQueries
 from etha.agent.services.stream_order import StreamOrder
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Progress, Transfer
@@ -54,17 +54,17 @@ DOUBT = 1.0
 GRACE = 0.3
 
 
-class Movers:
+class TransferService:
     """All transfers of this agent; their copies share one lane."""
 
     def __init__(
-        self, *, store: Store, links: PeerLinks, calls: Calls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
+        self, *, store: Store, links: PeerLinks, calls: OpenCalls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
     ) -> None:
         self._stream_order = stream_order
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
-        self.parts = Parts(links)
+        self.compiler = TransferCompiler(links)
         self.offers = Offers(calls)
-        self.inquiries = Inquiries(links)
+        self.stragglers = StragglerQueries(links)
         self.lane_scheduler = LaneScheduler(self._perform, self._needs)
         self.status_writer = StatusWriter(store, spawn)
         self._known_needs: Needs | None = None
@@ -73,10 +73,10 @@ class Movers:
 
     # ---- what workers ask ---------------------------------------------------------------------
 
-    def transfer(self, session: WorkerSession, request: Request, message: Transfer, live: Live) -> None:
+    def transfer(self, session: WorkerSession, request: Request, message: Transfer, live: BatchState) -> None:
         """A worker calls ``transfer``; the batch stands."""
         member = session.seats[live.pairs[0]].member
-        assert live.evaluation is not None and live.transfers is not None
+        assert live.evaluation is not None and live.participant is not None
         source = member[0] if message.verb == "send" else live.other(member[0])
         if violations := live.evaluation.violations[source]:
             listed = "\n  ".join(map(str, violations[:20]))
@@ -94,61 +94,63 @@ class Movers:
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
         live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
-        transfers = live.transfers
-        self._stream_order.pass_on(live, session, key, message.mark, lambda: self._perform(live, transfers.wait(call)))
+        participant = live.participant
+        self._stream_order.pass_on(
+            live, session, key, message.mark, lambda: self._perform(live, participant.wait(call))
+        )
 
-    def supersede(self, session: WorkerSession, live: Live) -> None:
+    def supersede(self, session: WorkerSession, live: BatchState) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
-        assert live.transfers is not None
-        self._perform(live, live.transfers.supersede(session.seats[live.pairs[0]].member))
+        assert live.participant is not None
+        self._perform(live, live.participant.supersede(session.seats[live.pairs[0]].member))
 
     # ---- what happens around ------------------------------------------------------------------
 
-    def withdraw(self, live: Live, member: Member, error: PeerLostError) -> None:
+    def withdraw(self, live: BatchState, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
         self.offers.withdraw(live, member, error)
         self._stream_order.leave(live, live.tensors[member].session, error)
-        if live.transfers is not None:
+        if live.participant is not None:
             for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
-                self._perform(live, live.transfers.end(key, expired=False))
+                self._perform(live, live.participant.end(key, expired=False))
 
-    def break_up(self, live: Live, error: PeerLostError) -> None:
+    def break_up(self, live: BatchState, error: PeerLostError) -> None:
         """The batch is over for everybody."""
         self.offers.end(live, list(live.offers), error)
         self._stream_order.break_up(live, error)
-        if live.transfers is not None:
-            self._perform(live, live.transfers.break_up(error))
+        if live.participant is not None:
+            self._perform(live, live.participant.break_up(error))
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _ended(self, live: Live, key: CallKey, expired: bool) -> None:
-        assert live.transfers is not None
+    def _ended(self, live: BatchState, key: CallKey, expired: bool) -> None:
+        assert live.participant is not None
         if self._stream_order.end(key, expired=expired):
             return
         if expired and not live.machine.alone:
             self._spawn(self._expire(live, key))
         else:
-            self._perform(live, live.transfers.end(key, expired=expired))
+            self._perform(live, live.participant.end(key, expired=expired))
 
-    async def _expire(self, live: Live, key: CallKey) -> None:
-        assert live.transfers is not None
-        await self.inquiries.learn(live, key)
-        self._perform(live, live.transfers.end(key, expired=True))
+    async def _expire(self, live: BatchState, key: CallKey) -> None:
+        assert live.participant is not None
+        await self.stragglers.learn(live, key)
+        self._perform(live, live.participant.end(key, expired=True))
 
-    def hear(self, live: Live, agent: str, message: Message | Sums | UniqueId) -> None:
+    def hear(self, live: BatchState, agent: str, message: Message | Sums | UniqueId) -> None:
         """What another agent of the batch says."""
-        assert live.transfers is not None
+        assert live.participant is not None
         if isinstance(message, Sums | UniqueId):
             live.take(agent, message)
         else:
-            self._perform(live, live.transfers.hear(agent, message))
+            self._perform(live, live.participant.hear(agent, message))
 
-    def on_agent_lost(self, live: Live, agent: str) -> None:
+    def on_agent_lost(self, live: BatchState, agent: str) -> None:
         """The link to an agent of the batch is lost."""
-        if live.transfers is not None:
-            self._perform(live, live.transfers.on_agent_lost(agent))
+        if live.participant is not None:
+            self._perform(live, live.participant.on_agent_lost(agent))
 
-    def _perform(self, live: Live, effects: list[TransferEffect]) -> None:
+    def _perform(self, live: BatchState, effects: list[TransferEffect]) -> None:
         for effect in effects:
             match effect:
                 case StartMove():
@@ -165,7 +167,7 @@ class Movers:
                     self.offers.tell(live)
                 case Tell(agent=agent, message=message):
                     self._links.tell(agent, live.scope, message)
-                case Doubt(seq=seq):
+                case InDoubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
                 case HoldLane(source=source):
                     self.lane_scheduler.hold(live, source)
@@ -181,41 +183,41 @@ class Movers:
             self._known_needs = Needs(self._links.plane, self._lane.threads)
         return self._known_needs
 
-    def _undecided(self, live: Live, seq: int) -> None:
-        assert live.transfers is not None
-        self._perform(live, live.transfers.undecided(seq))
+    def _undecided(self, live: BatchState, seq: int) -> None:
+        assert live.participant is not None
+        self._perform(live, live.participant.undecided(seq))
 
-    def _begin(self, live: Live, start: StartMove) -> None:
+    def _begin(self, live: BatchState, start: StartMove) -> None:
         self.idle_tracker.begin(live)
         current = live.current = RunningProgram(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
         if live.offers:  # workers that wait for this side's offer
             self.offers.tell(live, going=start.source)
-        part = live.parts.get((start.source, start.snapshot))
-        if part is not None:
-            self._submit(live, current, part)
+        program = live.programs.get((start.source, start.snapshot))
+        if program is not None:
+            self._submit(live, current, program)
         else:
             self._spawn(self._compile(live, current))
 
-    def _stop(self, live: Live, current: RunningProgram) -> None:
+    def _stop(self, live: BatchState, current: RunningProgram) -> None:
         current.stopped = True
         if current.late is not None:
             current.late.cancel()
             asyncio.get_running_loop().call_soon(self._over, live, current, None, current.touched)
-        elif current.move is not None:
-            current.move.stop()
+        elif current.run is not None:
+            current.run.stop()
         else:
-            live.snapshots.wake()  # what is compiled may wait for one that will not be shown
+            live.shared_snapshots.wake()  # what is compiled may wait for one that will not be shown
 
-    async def _compile(self, live: Live, current: RunningProgram) -> None:
+    async def _compile(self, live: BatchState, current: RunningProgram) -> None:
         """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
         if live.over:  # GO was on its way when a rank here left: its vote ends the transfer
             text = f"batch {live.name!r}: a rank of this agent has left it"
             self._over(live, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
             return
         try:
-            part = await self.parts.compile(live, current)
+            program = await self.compiler.compile(live, current)
         except EthaError as error:
             self._moved(live, current, error, False)
             return
@@ -224,41 +226,41 @@ class Movers:
             text = f"batch {live.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
             self._over(live, current, TransferError(text), False)
             return
-        if part is not None:
-            live.parts[current.source, current.snapshot] = part
-        self._submit(live, current, part)
+        if program is not None:
+            live.programs[current.source, current.snapshot] = program
+        self._submit(live, current, program)
 
-    def _submit(self, live: Live, current: RunningProgram, part: Part | None) -> None:
-        if current.stopped or part is None:
+    def _submit(self, live: BatchState, current: RunningProgram, program: DirectionProgram | None) -> None:
+        if current.stopped or program is None:
             self._over(live, current, None, False)
             return
-        current.part = part
+        current.program = program
         guards = {}
         for member, key in current.calls.items():
             ask = live.asks[key]
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
-        current.progress = TransferProgress(part, live.read_by(current.source))
-        inspection = None  # nothing is verified
-        if part.checks is not None:
-            inspection = self.parts.inspection(live, current.seq, part.checks, guards, self._lane)
-        current.move = Move(
-            part,
+        current.progress = TransferProgress(program, live.read_by(current.source))
+        verification = None  # nothing is verified
+        if program.verification_plan is not None:
+            verification = self.compiler.verification(live, current.seq, program.verification_plan, guards, self._lane)
+        current.run = TransferRun(
+            program,
             current.seq,
             guards,
             lane=self._lane,
             plane=self._links.plane,
-            wire=live.wire,
+            wire=live.transport,
             after=live.failed,
             spawn=self._spawn,
             progress=lambda done: self.progress_reporter.went(live, current, done),
             over=lambda error, touched: self._moved(live, current, error, touched),
-            inspection=inspection,
+            verification=verification,
         )
-        current.move.start()
+        current.run.start()
 
-    def _moved(self, live: Live, current: RunningProgram, error: BaseException | None, touched: bool) -> None:
+    def _moved(self, live: BatchState, current: RunningProgram, error: BaseException | None, touched: bool) -> None:
         self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
             # Its other end has most likely ended the transfer, and the cause is on its way over the link.
@@ -269,12 +271,12 @@ class Movers:
             return
         self._over(live, current, None if error is None else translate(live, error), touched)
 
-    def _over(self, live: Live, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
+    def _over(self, live: BatchState, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late = None
-        assert live.transfers is not None
-        self._perform(live, live.transfers.moved(current.seq, error, touched=touched))
+        assert live.participant is not None
+        self._perform(live, live.participant.moved(current.seq, error, touched=touched))
 
-    def _settled(self, live: Live, effect: Settled) -> None:
+    def _settled(self, live: BatchState, effect: Settled) -> None:
         current, live.current = live.current, None
         assert current is not None
         if effect.error is not None:
@@ -283,8 +285,8 @@ class Movers:
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             live.version, live.last_seconds, live.last_error = effect.version, seconds, None
-            if live.wire is not None:
-                live.wire.settled()
+            if live.transport is not None:
+                live.transport.settled()
             self._answer(live, effect, current, seconds)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
         else:
@@ -293,29 +295,29 @@ class Movers:
         for pair in live.pairs:
             self.status_writer.tell(pair, live.name, fields)
         # The move knows its end and its end the move: undone here, workers' memory does not wait for the collector.
-        current.part = current.move = current.progress = None
+        current.program = current.run = current.progress = None
         self.idle_tracker.end(live)
 
-    def _answer(self, live: Live, effect: Settled, current: RunningProgram, seconds: float) -> None:
-        part = current.part
-        assert part is not None
+    def _answer(self, live: BatchState, effect: Settled, current: RunningProgram, seconds: float) -> None:
+        program = current.program
+        assert program is not None
         for (side, rank), key in effect.calls.items():
             live.asks.pop(key, None)
             role = "source" if side == effect.source else "target"
             sides = {"source": effect.source, "target": live.other(effect.source)}
-            peers = tuple(sorted((sides[where], peer) for where, peer in part.peers[role, rank]))
+            peers = tuple(sorted((sides[where], peer) for where, peer in program.peers[role, rank]))
             moved = Moved(
                 seq=effect.seq,
                 version=effect.version,
-                nbytes=part.nbytes[role, rank],
+                nbytes=program.nbytes[role, rank],
                 seconds=seconds,
                 peers=peers,
-                peak_staging=current.move.peak_staging if current.move is not None else 0,
+                peak_staging=current.run.peak_staging if current.run is not None else 0,
             )
             self._calls.answer(key, moved)
 
 
-def translate(live: Live, error: BaseException) -> EthaError:
+def translate(live: BatchState, error: BaseException) -> EthaError:
     """``error`` of the transfer that moves now as what its workers are told."""
     if isinstance(error, EthaError):
         return error
@@ -340,7 +342,7 @@ def translate(live: Live, error: BaseException) -> EthaError:
     return TransferError(f"the agent's lane failed, a bug of Etha: {type(error).__name__}: {error}")
 
 
-def _tensor_at(live: Live, error: FaultError) -> tuple[tuple[str, int], str] | None:
+def _tensor_at(live: BatchState, error: FaultError) -> tuple[tuple[str, int], str] | None:
     """Which registered tensor of this agent's workers lies where nothing is: ((side, rank), name).
 
     The address tells, because ``error.owner`` is a guess where one process is several ranks.
@@ -362,10 +364,10 @@ def _tensor_at(live: Live, error: FaultError) -> tuple[tuple[str, int], str] | N
 class ProgressReporter:
     """Of all transfers of this agent; ``TransferProgress`` holds the numbers of one."""
 
-    def __init__(self, links: PeerLinks, calls: Calls) -> None:
+    def __init__(self, links: PeerLinks, calls: OpenCalls) -> None:
         self._links, self._calls = links, calls
 
-    def went(self, live: Live, current: RunningProgram, done: int) -> None:
+    def went(self, live: BatchState, current: RunningProgram, done: int) -> None:
         """This agent's own part of ``current`` has done ``done`` bytes."""
         if live.current is not current or current.progress is None:
             return
@@ -374,20 +376,20 @@ class ProgressReporter:
             self._links.tell(agent, live.scope, Copied(seq=current.seq, share=share))
         self._push(live, current, current.progress.fraction)
 
-    def heard(self, live: Live, agent: str, message: Copied) -> None:
+    def heard(self, live: BatchState, agent: str, message: Copied) -> None:
         """An agent that copies from workers here says how far it is."""
         current = live.current
         if current is not None and current.seq == message.seq and current.progress is not None:
             current.progress.heard(agent, message.share)
             self._push(live, current, current.progress.fraction)
 
-    def _push(self, live: Live, current: RunningProgram, fraction: float) -> None:
-        part = current.part
-        assert part is not None
+    def _push(self, live: BatchState, current: RunningProgram, fraction: float) -> None:
+        program = current.program
+        assert program is not None
         for (side, rank), key in current.calls.items():
             ask = live.asks.get(key)
             if ask is not None and ask.progress:
-                total = part.nbytes["source" if side == current.source else "target", rank]
+                total = program.nbytes["source" if side == current.source else "target", rank]
                 self._calls.push(key, Progress(done=int(total * fraction), total=total))
 
 
@@ -395,7 +397,7 @@ class IdleTracker:
     """Registrations with a transfer that runs; each has one at a time. Loop thread only."""
 
     def __init__(self) -> None:
-        self._moving: dict[Key, Live] = {}
+        self._moving: dict[Key, BatchState] = {}
         self._ended = asyncio.Event()
 
     @property
@@ -404,15 +406,15 @@ class IdleTracker:
         return len(self._moving)
 
     @property
-    def moving(self) -> tuple[Live, ...]:
+    def moving(self) -> tuple[BatchState, ...]:
         """The registrations whose transfer runs."""
         return tuple(self._moving.values())
 
-    def begin(self, live: Live) -> None:
+    def begin(self, live: BatchState) -> None:
         """Its transfer runs."""
         self._moving[live.key] = live
 
-    def end(self, live: Live) -> None:
+    def end(self, live: BatchState) -> None:
         """It has ended."""
         del self._moving[live.key]
         self._ended.set()
@@ -423,7 +425,7 @@ class IdleTracker:
             self._ended.clear()
             await self._ended.wait()
 
-    async def wait_for(self, lives: Iterable[Live]) -> None:
+    async def wait_for(self, lives: Iterable[BatchState]) -> None:
         """As ``wait``, for these alone: on a busy agent there is always some transfer that runs."""
         keys = {live.key for live in lives}
         while not keys.isdisjoint(self._moving):

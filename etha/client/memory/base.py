@@ -59,7 +59,7 @@ class StagedTensors:
     ``memory`` is what keeps it allocated.
     """
 
-    home: Home
+    home: TensorMemory
     tensors: list[torch.Tensor | None]
     memory: object = field(default=None, repr=False)
 
@@ -91,7 +91,7 @@ class StagedTensors:
         self.home.copy([(t, s) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=True)
 
 
-class Home(Protocol):
+class TensorMemory(Protocol):
     """See the module's head."""
 
     name: str

@@ -19,7 +19,7 @@ from etha.memory.room import check_room
 _SMALL = 1 << 18
 
 
-class CpuHome:
+class CpuMemory:
     """The host's memory."""
 
     name = agent = "cpu"

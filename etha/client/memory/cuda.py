@@ -41,7 +41,7 @@ class _Allocation:
         self.address, self.nbytes = address, nbytes
 
 
-class GpuHome:
+class GpuMemory:
     """One GPU, by uuid. Stages' memory is kept for the next stage, for the agent has it mapped until ``close``."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:

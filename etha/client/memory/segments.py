@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from etha.bus.link import AgentLink
 from etha.bus.messages import LetGo, Released
-from etha.client.memory.base import Home
+from etha.client.memory.base import TensorMemory
 from etha.memory.handles import TensorHandle
 
 #: Segments of one request.
@@ -25,7 +25,7 @@ _MOST = 1 << 15
 class SharedSegments:
     """All of one connection."""
 
-    def __init__(self, link: AgentLink, home: Home) -> None:
+    def __init__(self, link: AgentLink, home: TensorMemory) -> None:
         self._link, self._home = link, home
         self._shown: set[str] = set()
         self._uses: set[SegmentUse] = set()

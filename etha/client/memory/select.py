@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from etha.client.memory.base import Home
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.base import TensorMemory
+from etha.client.memory.cpu import CpuMemory
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import DeviceError, driver
 from etha.errors import ConfigError
@@ -28,13 +28,13 @@ def agent_of(device: torch.device) -> str:
     raise ConfigError(f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees")
 
 
-def home_of(agent: str) -> Home:
+def home_of(agent: str) -> TensorMemory:
     """The home that the agent of this name serves."""
     if not agent.startswith(CUDA_AGENT):
-        return CpuHome()
-    from etha.client.memory.cuda import GpuHome
+        return CpuMemory()
+    from etha.client.memory.cuda import GpuMemory
 
     try:
-        return GpuHome(driver(), agent.removeprefix(CUDA_AGENT))
+        return GpuMemory(driver(), agent.removeprefix(CUDA_AGENT))
     except DeviceError as error:
         raise ConfigError(f"the agent serves {agent}: {error}; `etha doctor` says more") from error

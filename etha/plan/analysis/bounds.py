@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.plan.analysis.demand import DemandGroup, demand
-from etha.plan.analysis.links import Flows, flows
+from etha.plan.analysis.links import LinkTable, flows
 from etha.plan.analysis.max_density import densest
 from etha.plan.planner.plan import BasePlan
 
@@ -178,7 +178,7 @@ class Loads:
     nic_in: Ints
 
 
-def loads(plan: BasePlan, found: Flows) -> Loads:
+def loads(plan: BasePlan, found: LinkTable) -> Loads:
     """Bytes that every rank, host and NIC carries between hosts."""
     t, wire = plan.topology, found.distance == 2
     m, n = len(t.source_host), len(t.target_host)
@@ -205,7 +205,7 @@ def loads(plan: BasePlan, found: Flows) -> Loads:
 class Survey:
     """Everything counted about a plan: its links, loads, bounds and figures."""
 
-    flows: Flows
+    flows: LinkTable
     loads: Loads
     bounds: LowerBounds
     stats: PlanStats
@@ -218,7 +218,7 @@ def survey(plan: BasePlan) -> Survey:
     return Survey(flows=found, loads=load, bounds=limit, stats=_stats(plan, found, load, limit))
 
 
-def _stats(plan: BasePlan, found: Flows, load: Loads, limit: LowerBounds) -> PlanStats:
+def _stats(plan: BasePlan, found: LinkTable, load: Loads, limit: LowerBounds) -> PlanStats:
     busiest = max(int(load.nic_out.max()), int(load.nic_in.max()))
     far = found.distance > 0
     rounds = plan.rounds(found.kind[far], found.source[far], found.target[far])

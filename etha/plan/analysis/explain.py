@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.plan.analysis.bounds import Loads, LowerBounds, PlanStats, Survey, nics_of_hosts
-from etha.plan.analysis.links import Flows
+from etha.plan.analysis.links import LinkTable
 from etha.plan.analysis.packing import ZERO_COPY, packing
 from etha.plan.analysis.predict import Links, predict
 from etha.plan.layouts import dtypes
@@ -81,7 +81,7 @@ def _lines(plan: BasePlan, seen: Survey, links: Links) -> Iterator[str]:
     yield from _links(found)
 
 
-def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: LowerBounds, found: Flows) -> Iterator[str]:
+def _busiest(plan: BasePlan, s: PlanStats, load: Loads, limit: LowerBounds, found: LinkTable) -> Iterator[str]:
     if not s.wire_bytes:
         return
     yield f"  busiest    rank out {size(s.max_rank_egress)}, in {size(s.max_rank_ingress)}; host out " + (
@@ -129,7 +129,7 @@ def _limits(plan: BasePlan, s: PlanStats, limit: LowerBounds) -> Iterator[str]:
     yield f"  quality    {s.quality:.3f}: the busiest NIC over its bound"
 
 
-def _time(found: Flows, load: Loads, limit: LowerBounds, links: Links) -> Iterator[str]:
+def _time(found: LinkTable, load: Loads, limit: LowerBounds, links: Links) -> Iterator[str]:
     p = predict(found, load, limit, links)
     parts = f"wire {_seconds(p.wire)}, host {_seconds(p.host)}, local {_seconds(p.local)}"
     yield f"  predicted  {_seconds(p.seconds)}: the longest of {parts}, and {_seconds(p.latency)} of latency; " + (
@@ -166,7 +166,7 @@ def _short(runs: str) -> str:
     return runs if len(runs) <= _RUNS else f"{runs[: _RUNS - 3]}..."
 
 
-def _links(found: Flows) -> Iterator[str]:
+def _links(found: LinkTable) -> Iterator[str]:
     order = np.argsort(-found.nbytes, kind="stable")
     yield f"links ({len(order)}, heaviest first)"
     for i in order[:_LINKS].tolist():

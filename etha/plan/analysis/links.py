@@ -21,7 +21,7 @@ _MOST_PAIRS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flows:
+class LinkTable:
     """All links of a plan, each once: (kind, sender, receiver), with bytes, rows and distance.
 
     ``distance`` is 0 inside one agent, 1 inside one host, 2 between hosts. Both ends of a CONTRIBUTE link are on the
@@ -46,7 +46,7 @@ class Flows:
     hops: int
 
 
-def flows(plan: BasePlan) -> Flows:
+def flows(plan: BasePlan) -> LinkTable:
     """Every link of ``plan``; O(links of each class)."""
     m, n = len(plan.topology.source_host), len(plan.topology.target_host)
     sums = {
@@ -73,7 +73,7 @@ def flows(plan: BasePlan) -> Flows:
     hosts, agents = np.concatenate([t.source_host, t.target_host]), np.concatenate([t.source_agent, t.target_agent])
     here, there, nic_out, nic_in = hosts[sender], hosts[receiver], agents[sender], agents[receiver]
     distance = np.where(nic_out == nic_in, 0, np.where(here == there, 1, 2)).astype(np.int64)
-    return Flows(
+    return LinkTable(
         kind=kinds,
         source=source,
         target=target,

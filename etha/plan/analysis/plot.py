@@ -11,7 +11,7 @@ import numpy.typing as npt
 from etha.errors import ConfigError
 from etha.plan.analysis.bounds import Loads, PlanStats, Survey
 from etha.plan.analysis.explain import size
-from etha.plan.analysis.links import Flows
+from etha.plan.analysis.links import LinkTable
 from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
 
@@ -41,7 +41,7 @@ def plot(plan: BasePlan, seen: Survey, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _map(figure: Any, axes: Any, plan: BasePlan, found: Flows) -> None:
+def _map(figure: Any, axes: Any, plan: BasePlan, found: LinkTable) -> None:
     """Source ranks down, target ranks across; on a logarithmic scale if links differ by orders of magnitude."""
     from matplotlib.colors import LogNorm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etha.plan.analysis.bounds import Loads, LowerBounds
-from etha.plan.analysis.links import Flows
+from etha.plan.analysis.links import LinkTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Prediction:
         return max(self.wire, self.host, self.local) + self.latency
 
 
-def predict(found: Flows, load: Loads, limit: LowerBounds, links: Links) -> Prediction:
+def predict(found: LinkTable, load: Loads, limit: LowerBounds, links: Links) -> Prediction:
     """max(wire, host, local) + latency, because the three kinds of links work at the same time.
 
     wire = bytes of the busiest NIC, out or in / nic. host and local = bytes of the busiest rank that stay in its host,
@@ -60,7 +60,7 @@ def _most(ranks: np.typing.NDArray[np.int64]) -> int:
     return int(np.bincount(ranks).max(initial=0)) if len(ranks) else 0
 
 
-def _busiest(found: Flows, distance: int) -> int:
+def _busiest(found: LinkTable, distance: int) -> int:
     keep = found.distance == distance
     most = 0
     for ends in (found.sender[keep], found.receiver[keep]):

@@ -22,7 +22,7 @@ _WIDTHS = {
 }
 
 
-class Sheet:
+class RankRows:
     """All rows of one rank, each once for all equal tensors. It is made once, and is as long as the templates together.
 
     ``local(kind, source, target)`` says which rows stay on one agent; ``rounds`` numbers them.

@@ -18,7 +18,7 @@ from etha.errors import Violation
 from etha.plan.layouts import dtypes
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.tensor_spec import TensorSpec
-from etha.plan.planner.assemble import Sheet
+from etha.plan.planner.assemble import RankRows
 from etha.plan.planner.chunks import TensorClass
 from etha.plan.planner.digest import digest_of
 from etha.plan.planner.fanout import decide
@@ -66,7 +66,7 @@ class BasePlan:
         self._problems: list[list[Problem]] = []
         self._maps: dict[object, tuple[M2M, Holding | None]] = {}
         self._templates: dict[tuple[str, int, int], tuple[Template | None, dict[int, Region]]] = {}
-        self._sheets: dict[tuple[str, int], tuple[Sheet, tuple[Ints, Ints, Ints]]] = {}
+        self._sheets: dict[tuple[str, int], tuple[RankRows, tuple[Ints, Ints, Ints]]] = {}
         self._digest: str | None = None
         self._classify()
 
@@ -167,7 +167,7 @@ class BasePlan:
             self._sheets[side, rank] = found
         return found[0].rows(*found[1])
 
-    def _sheet(self, side: str, rank: int) -> tuple[Sheet, tuple[Ints, Ints, Ints]]:
+    def _sheet(self, side: str, rank: int) -> tuple[RankRows, tuple[Ints, Ints, Ints]]:
         """The rows of one rank, and for each of its tensors: template, turn and number."""
         templates: list[Template] = []
         caches: list[dict[int, Region]] = []
@@ -180,7 +180,7 @@ class BasePlan:
                 caches.append(cache)
         where = place[self.class_of]
         mine = np.flatnonzero(where >= 0)
-        sheet = Sheet(side, rank, templates, caches, self.is_local, self.rounds)
+        sheet = RankRows(side, rank, templates, caches, self.is_local, self.rounds)
         return sheet, (where[mine], self.turn_of[mine], mine)
 
     def template(self, klass: int, side: str, rank: int) -> tuple[Template | None, dict[int, Region]]:

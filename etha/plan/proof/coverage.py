@@ -58,7 +58,7 @@ class _Proof:
         self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
         #: Answers by content, because replicas, and ranks with equal cells, ask the same questions.
         self.same: dict[tuple[bytes, int, int], tuple[str, str] | None] = {}
-        self.covers = Covers()
+        self.covers = CoverCache()
         self.numbers: dict[tuple[bytes, bytes, int], int] = {}
         self.number_of: dict[tuple[str, int], list[int]] = {}
         self.held: dict[tuple[int, int], bool] = {}
@@ -344,7 +344,7 @@ def cover(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[int, int]:
     return int(volume[count < expected].sum()), int(volume[count > expected].sum())
 
 
-class Covers:
+class CoverCache:
     """Caches ``cover`` for equal regions of equal shapes, because replicas ask the same."""
 
     def __init__(self) -> None:

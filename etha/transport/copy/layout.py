@@ -40,7 +40,7 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> View:
     )
 
 
-class Geometry:
+class TileCache:
     """Tiles of regions, cached, numbered as in one program's columns."""
 
     def __init__(self, columns: Columns) -> None:

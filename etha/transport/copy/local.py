@@ -19,7 +19,7 @@ from etha.memory.views import View, view_of
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.copy.device_memory import DeviceMemory, dense_on
-from etha.transport.copy.layout import Geometry, check, scratch
+from etha.transport.copy.layout import TileCache, check, scratch
 from etha.transport.copy.program import PIECE, Columns, CopyPiece, Member, Program, ViewPair
 from etha.transport.copy.reduce import PART, Reduced, TileStep, part_numel
 from etha.transport.geometry.bounds import clip, parts
@@ -97,7 +97,7 @@ class _Compiler:
     def __init__(self, plan: Plan, sources: Views, targets: Views) -> None:
         self._plan, self._sources, self._targets = plan, sources, targets
         self._columns = Columns()
-        self._geometry = Geometry(self._columns)
+        self._geometry = TileCache(self._columns)
         self._total = self._staged = 0
         members: list[Member] = [("source", r) for r in sources] + [("target", r) for r in targets]
         self._nbytes: dict[Member, int] = dict.fromkeys(members, 0)

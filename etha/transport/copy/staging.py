@@ -89,8 +89,8 @@ class Budget:
 
 
 class StagingMemory:
-    """Where staging is allocated: in the host's memory. A GPU agent's (``Card.memory``) is reachable by its devices,
-    too."""
+    """Where staging is allocated: in the host's memory. A GPU agent's (``GpuDevice.memory``) is reachable by
+    its devices, too."""
 
     def buffer(self, nbytes: int) -> Buffer:
         return Buffer(nbytes)

@@ -1,4 +1,4 @@
-"""Steps: the groups of a program with addresses, and its copies as launches; made once, used by every transfer.
+"""The groups of a program with addresses, and its copies as launches; made once, used by every transfer.
 
 They refer to one ring's memory. ``generation`` says whether that memory is still the same.
 """
@@ -17,8 +17,8 @@ from etha.transport.copy.device import Copier, Launch
 from etha.transport.copy.device_memory import PinnedMemory, reaching
 from etha.transport.copy.device_warmup import kinds, rehearse
 from etha.transport.geometry.iovec import Op
-from etha.transport.nccl.schedule import Message, MessageGroup, Rounds
-from etha.transport.nccl.staging_ring import GIVEN, VALUE, Ring
+from etha.transport.nccl.schedule import Message, MessageGroup, NcclSchedule
+from etha.transport.nccl.staging_ring import GIVEN, VALUE, StagingRing
 from etha.transport.nccl.thread import Task
 from etha.transport.wire.crossings import ALIGN, SlotPart
 from etha.transport.wire.flows import End, FlowObserver, FlowPiece, PartWork, WireProgram
@@ -33,7 +33,7 @@ class ReductionLaunch:
     """How a part is reduced. ``far`` are addresses of contributions, by index; ``near`` launches fetch the others to
     GIVEN.
 
-    ``shown`` is host memory to which contributions and value are copied for a witness, which sees them later.
+    ``shown`` is host memory to which contributions and value are copied for the observer, which sees them later.
     """
 
     part: SlotPart
@@ -55,22 +55,22 @@ class ReductionLaunch:
         value = -(-self.part.numel * self.work.wire.itemsize // ALIGN) * ALIGN
         return self.part.slot.count * self.width + value
 
-    def tell(self, witness: FlowObserver) -> None:
-        """Show the witness what was reduced, once the device has passed it."""
+    def tell(self, observer: FlowObserver) -> None:
+        """Show the observer what was reduced, once the device has passed it."""
         if self.shown is None:
             return
         part, source, wire = self.part, self.work.source, self.work.wire
         for index in range(part.slot.count):
             at = index * self.width
-            witness.given(part, index, self.shown[at : at + part.numel * source.itemsize].view(source))
+            observer.given(part, index, self.shown[at : at + part.numel * source.itemsize].view(source))
         at = part.slot.count * self.width
-        witness.value(part, self.shown[at : at + part.numel * wire.itemsize].view(wire))
+        observer.value(part, self.shown[at : at + part.numel * wire.itemsize].view(wire))
 
-    def _show(self, ring: Ring, place: int, address: int, nbytes: int) -> None:
+    def _show(self, ring: StagingRing, place: int, address: int, nbytes: int) -> None:
         if self.shown is not None:
             ring.driver.copy(self.shown.data_ptr() + place * self.width, address, nbytes, ring.unpack)
 
-    def enqueue(self, ring: Ring, copier: Copier) -> None:
+    def enqueue(self, ring: StagingRing, copier: Copier) -> None:
         """Queue it on the unpack stream, with the arithmetic of ``etha.plan.proof.simulate``: in index order, rounded
         once."""
         numel, source = self.part.numel, self.work.source
@@ -87,10 +87,10 @@ class ReductionLaunch:
         if self.results is not None:
             copier.enqueue(self.results, ring.unpack)
 
-    def _queue(self, ring: Ring, work: Callable[[], None]) -> None:
+    def _queue(self, ring: StagingRing, work: Callable[[], None]) -> None:
         ring.driver.launch(ring.uuid, ring.unpack, work)
 
-    def _add(self, ring: Ring, totals: list[torch.Tensor], address: int, nbytes: int) -> None:
+    def _add(self, ring: StagingRing, totals: list[torch.Tensor], address: int, nbytes: int) -> None:
         slot = self.part.slot
         with torch.no_grad():
             given = ring.driver.tensor(ring.uuid, address, nbytes).view(self.work.source)
@@ -99,7 +99,7 @@ class ReductionLaunch:
                 term = term**slot.p
             totals[:] = [combine(totals[0], term, slot) if totals else term]
 
-    def _finish(self, ring: Ring, totals: list[torch.Tensor]) -> None:
+    def _finish(self, ring: StagingRing, totals: list[torch.Tensor]) -> None:
         wire = self.work.wire
         with torch.no_grad():
             value = finish(totals[0], self.part.slot).to(wire)
@@ -121,7 +121,7 @@ class LaunchStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Steps:
+class LaunchProgram:
     """All steps of a program. ``early`` must be done before anything is written."""
 
     program: WireProgram
@@ -148,7 +148,7 @@ def _launches(steps: Sequence[LaunchStep]) -> list[Launch]:
     return [launch for launch in found if launch is not None]
 
 
-def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier) -> Task[Steps]:
+def make_steps(program: WireProgram, rounds: NcclSchedule, ring: StagingRing, copier: Copier) -> Task[LaunchProgram]:
     """Compile a program for a ring that has its memory (``provide``), a group at a time. It waits only for its own
     work."""
     maker = _Maker(program, ring, copier)
@@ -165,11 +165,11 @@ def make_steps(program: WireProgram, rounds: Rounds, ring: Ring, copier: Copier)
     yield from maker.rehearse([*_launches(steps), *([before] if before else ())])
     shown = None
     most = max((sum(one.shows for one in step.makes) for step in steps), default=0)
-    if program.witness is not None and most:
+    if program.observer is not None and most:
         # One place for each group that is in use at once. This is page-locked host memory, none of the card's.
         shown = PinnedMemory(ring.driver, ring.uuid, DEPTH * most)
         steps = [_witnessed(step, shown.flat[number % DEPTH * most :]) for number, step in enumerate(steps)]
-    return Steps(
+    return LaunchProgram(
         program=program,
         steps=tuple(steps),
         early=before,
@@ -187,7 +187,7 @@ def _witnessed(step: LaunchStep, room: torch.Tensor) -> LaunchStep:
 
 
 class _Maker:
-    def __init__(self, program: WireProgram, ring: Ring, copier: Copier) -> None:
+    def __init__(self, program: WireProgram, ring: StagingRing, copier: Copier) -> None:
         self._program, self._ring, self._copier = program, ring, copier
         self._ranks = {name: rank for rank, name in enumerate(program.members)}
 

@@ -25,8 +25,8 @@ from etha.transport.copy.device_memory import reaching
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, CopySlot
 from etha.transport.nccl.communicator import Communicator
-from etha.transport.nccl.launches import LaunchStep, Steps
-from etha.transport.nccl.staging_ring import Ring
+from etha.transport.nccl.launches import LaunchProgram, LaunchStep
+from etha.transport.nccl.staging_ring import StagingRing
 from etha.transport.nccl.thread import Task
 from etha.transport.wire.nccl_messages import DEPTH
 
@@ -59,8 +59,8 @@ class NcclPipeline:
 
     def __init__(
         self,
-        steps: Steps,
-        ring: Ring,
+        steps: LaunchProgram,
+        ring: StagingRing,
         copier: Copier,
         guards: Mapping[Member, Guard],
         *,
@@ -172,10 +172,10 @@ class NcclPipeline:
         if not self.ring.driver.reached(self.ring.done[number % DEPTH]):
             self._check(comm)
             return False
-        witness = self.steps.program.witness
-        if witness is not None:
+        observer = self.steps.program.observer
+        if observer is not None:
             for one in step.makes:
-                one.tell(witness)
+                one.tell(observer)
         self._flight.popleft()
         guarded.close()
         for messages, sent in ((step.group.sends, True), (step.group.receives, False)):

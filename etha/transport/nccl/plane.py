@@ -19,10 +19,10 @@ from etha.transport.base import Traffic, WireRun
 from etha.transport.copy.device import Copier
 from etha.transport.copy.staging import Budget
 from etha.transport.nccl.communicator import Communicators
-from etha.transport.nccl.launches import Steps, make_steps
+from etha.transport.nccl.launches import LaunchProgram, make_steps
 from etha.transport.nccl.pipeline import ABORTING, NcclPipeline, QuiesceTimeout
-from etha.transport.nccl.schedule import Rounds, make_rounds
-from etha.transport.nccl.staging_ring import Ring
+from etha.transport.nccl.schedule import NcclSchedule, make_rounds
+from etha.transport.nccl.staging_ring import StagingRing
 from etha.transport.nccl.thread import NcclThread, T, Task
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
@@ -62,20 +62,20 @@ class NcclPlane:
         self.stuck: QuiesceTimeout | None = None
         #: Kept with it for ever, because forgetting it would leave the guards of calls whose memory it may still touch.
         self.unfinished: NcclPipeline | None = None
-        self._ring: Ring | None = None
+        self._ring: StagingRing | None = None
         self._copier: Copier | None = None
-        self._rounds: dict[WireProgram, Rounds] = {}
-        self._steps: dict[WireProgram, Steps] = {}
+        self._rounds: dict[WireProgram, NcclSchedule] = {}
+        self._steps: dict[WireProgram, LaunchProgram] = {}
 
     @property
     def peak_staging(self) -> int:
         """Most bytes of staging in use at once so far."""
         return self.budget.peak
 
-    def steps(self, program: WireProgram) -> Task[Steps]:
+    def steps(self, program: WireProgram) -> Task[LaunchProgram]:
         """The program compiled for the ring, kept for the next run. Call it on the NCCL thread, holding the turn."""
         if self._ring is None or self._copier is None:
-            self._ring = Ring(self.driver, self.device.uuid, self.budget)
+            self._ring = StagingRing(self.driver, self.device.uuid, self.budget)
             self._copier = Copier(self.driver, self.device.uuid)
         rounds = self._rounds.get(program)
         if rounds is None:

@@ -1,4 +1,4 @@
-"""Rounds: a program's messages in groups, the order in which an agent issues them, and what each depends on. Pure.
+"""A program's messages in groups, the order in which an agent issues them, and what each depends on. Pure.
 
 A group is all that an agent sends and receives under one key. Keys are the same at both ends of a message, and every
 agent issues its groups in ascending order of keys, one after the other on one stream.
@@ -57,7 +57,7 @@ class MessageGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
+class NcclSchedule:
     """``groups`` in order. ``slot`` is the most bytes of one group that go through the ring. The first group only
     reduces."""
 
@@ -78,7 +78,7 @@ class _Draft:
     makes: list[SlotPart] = field(default_factory=list)
 
 
-def make_rounds(program: WireProgram) -> Rounds:
+def make_rounds(program: WireProgram) -> NcclSchedule:
     """The groups of a program that was cut for NCCL. ValueError if a group would wait for itself or a later group."""
     found: dict[Key, _Draft] = {}
     for flows, sending in ((program.sends, True), (program.receives, False)):
@@ -111,7 +111,7 @@ def make_rounds(program: WireProgram) -> Rounds:
                 makes=tuple(draft.makes), owners=tuple(sorted(owners)),
             )
         )  # fmt: skip
-    return Rounds(groups=tuple(groups), slot=slot)
+    return NcclSchedule(groups=tuple(groups), slot=slot)
 
 
 class _Hangs:

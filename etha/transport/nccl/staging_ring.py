@@ -1,4 +1,4 @@
-"""Ring: what one agent's NCCL transfers use of its card: three streams, events, and staging within the budget.
+"""What one agent's NCCL transfers use of its card: three streams, events, and staging within the budget.
 
     pack   ──packed──>  wire  ──wired──>  unpack  ──done──>  the slot's next group
 
@@ -17,14 +17,14 @@ from etha.cuda.driver import DeviceError, Driver
 from etha.memory.views import View
 from etha.transport.copy.device_memory import DeviceMemory, reaching
 from etha.transport.copy.staging import Budget
-from etha.transport.nccl.schedule import Rounds
+from etha.transport.nccl.schedule import NcclSchedule
 from etha.transport.wire.flows import EARLY, WireProgram
 from etha.transport.wire.nccl_messages import DEPTH
 
 SLOTS, SLABS, GIVEN, VALUE = "slots", "slabs", "given", "value"
 
 
-class Ring:
+class StagingRing:
     """See the module. One thread uses it, for one run at a time. ConfigError if the budget is too small."""
 
     def __init__(self, driver: Driver, uuid: str, budget: Budget) -> None:
@@ -38,7 +38,7 @@ class Ring:
         self.generation = 0
         self._closed = False
 
-    def provide(self, program: WireProgram, rounds: Rounds) -> None:
+    def provide(self, program: WireProgram, rounds: NcclSchedule) -> None:
         """Allocate the memory that a program needs. Nothing of an earlier run may be queued any more."""
         numbers = [program.values[part.number] for part in program.parts]
         sizes = [(part.numel, work) for part, work in zip(program.parts, numbers, strict=True)]

@@ -9,7 +9,7 @@ On each of the agents that exchange bytes in an epoch (``members`` are their nam
     unique_id = await plane.communicators.unique_id()               on the least agent, told to all others
     comm = await plane.communicators.get(scope, members, unique_id, seconds=60)
     cut = device_cut(members, staging)
-    program = compile_wire(plan, ways, sources, targets, staging=staging, cut=cut)      views with ``device`` set
+    program = compile_wire(plan, routing, sources, targets, staging=staging, cut=cut)      views with ``device`` set
     transport = NcclTransport(plane, comm)
     await transport.open([TransportPeer(agent=name) for name in peers])
     await transport.prepare(run)                                    if program.aliased, before the lane writes

@@ -22,8 +22,8 @@ from etha.transport.base import Progress, StreamLost, Traffic, WireRun
 from etha.transport.copy.staging import Budget, CopySlots, Pool, StagingChunk, StagingMemory, rounded_up
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, DataListener, connect
-from etha.transport.tcp.run import Exchange
-from etha.transport.tcp.streams import Header, Inlet, Outlet
+from etha.transport.tcp.run import TcpRun
+from etha.transport.tcp.streams import Header, ReceiveStream, SendStream
 from etha.transport.tcp.tls import Identity
 from etha.transport.wire.flows import STREAMS, WireProgram
 
@@ -40,7 +40,7 @@ class StreamSet:
 
     peer: str
     slot: int
-    outlets: list[Outlet] = field(default_factory=list)
+    outlets: list[SendStream] = field(default_factory=list)
     busy: bool = True
 
     @property
@@ -81,8 +81,8 @@ class DataPlane:
         self.pool = Pool(self.budget, self.memory)
         self._slabs = Pool(self.budget)
         self._sets: dict[str, list[StreamSet]] = defaultdict(list)
-        self._inlets: dict[str, set[Inlet]] = defaultdict(set)
-        self._running: dict[tuple[bytes, int], Exchange] = {}
+        self._inlets: dict[str, set[ReceiveStream]] = defaultdict(set)
+        self._running: dict[tuple[bytes, int], TcpRun] = {}
         #: For each run and peer, the openings of the peer's streams that have begun with the run, one per stream.
         self._begun: dict[tuple[tuple[bytes, int], str], list[bytes]] = defaultdict(list)
         self._closed = False
@@ -134,7 +134,7 @@ class DataPlane:
         conns = await connect(one.peer, address, opening, self.streams)
         with self._changed:
             if not self._closed and one in self._sets[one.peer]:
-                one.outlets = [Outlet(conn, one.peer, self) for conn in conns]
+                one.outlets = [SendStream(conn, one.peer, self) for conn in conns]
         if not one.outlets:
             for conn in conns:
                 conn.close()
@@ -167,7 +167,7 @@ class DataPlane:
         self._shut(sets)
 
     def _entered(self, conn: socket.socket, agent: str, opening: bytes) -> None:
-        inlet = Inlet(conn, agent, self, opening)
+        inlet = ReceiveStream(conn, agent, self, opening)
         slot = opening[:_SLOT_BYTES]
         with self._changed:
             # Streams of an earlier opening of this set belong to a run that failed at the other end.
@@ -177,7 +177,7 @@ class DataPlane:
         inlet.start()
         self._shut(inlets=[*old, *([inlet] if closed else [])])
 
-    def _shut(self, sets: Iterable[StreamSet] = (), inlets: Iterable[Inlet] = ()) -> None:
+    def _shut(self, sets: Iterable[StreamSet] = (), inlets: Iterable[ReceiveStream] = ()) -> None:
         for stream in [*(outlet for one in sets for outlet in one.outlets), *inlets]:
             stream.shut()
         with self._changed:
@@ -187,15 +187,15 @@ class DataPlane:
         """The peer is lost: end its streams, and fail the runs that use them with PeerLostError."""
         with self._changed:
             running = [e for e in self._running.values() if peer in e.program.sends or peer in e.program.receives]
-        for exchange in running:
-            exchange.fail(PeerLostError(f"agent {peer} is lost", reason="died"))
+        for run in running:
+            run.fail(PeerLostError(f"agent {peer} is lost", reason="died"))
         with self._changed:
             sets, inlets = self._sets.pop(peer, []), list(self._inlets.get(peer, ()))
         self._shut(sets, inlets)
 
     # ---- what streams ask (any thread) --------------------------------------------------------
 
-    def match(self, inlet: Inlet, header: Header) -> Exchange | None:
+    def match(self, inlet: ReceiveStream, header: Header) -> TcpRun | None:
         """The run of a header. Waits for it, because a sender may be ahead of this agent."""
         label = (header.key, header.seq)
         with self._changed:
@@ -206,7 +206,7 @@ class DataPlane:
             self._begun[label, inlet.peer].append(inlet.opening)
             return self._running[label]
 
-    def left(self, inlet: Inlet, error: Exception) -> None:
+    def left(self, inlet: ReceiveStream, error: Exception) -> None:
         """The other end closed a stream between two runs: fail a run that still waits for a header on it.
 
         If no stream of its set has begun with a run, it is not known to be meant for that run. Then the other end
@@ -214,16 +214,16 @@ class DataPlane:
         """
         with self._changed:
             waiting = [
-                exchange
-                for label, exchange in self._running.items()
-                if (flow := exchange.program.receives.get(inlet.peer)) is not None
+                run
+                for label, run in self._running.items()
+                if (flow := run.program.receives.get(inlet.peer)) is not None
                 and inlet.opening in self._begun[label, inlet.peer]
                 and len(self._begun[label, inlet.peer]) < len(flow.lanes)
             ]
-        for exchange in waiting:
-            exchange.fail(error)
+        for run in waiting:
+            run.fail(error)
 
-    def forget(self, inlet: Inlet) -> None:
+    def forget(self, inlet: ReceiveStream) -> None:
         """A stream's thread has ended."""
         with self._changed:
             self._inlets[inlet.peer].discard(inlet)
@@ -236,10 +236,10 @@ class DataPlane:
 
     # ---- runs ---------------------------------------------------------------------------------
 
-    def begin(self, run: WireRun, sets: Mapping[str, StreamSet], on_progress: Progress | None) -> Exchange:
+    def begin(self, wire_run: WireRun, sets: Mapping[str, StreamSet], on_progress: Progress | None) -> TcpRun:
         """Start a run with a set of streams to each agent that it sends to. ConfigError if staging has no room for
         it."""
-        program, label = run.program, (run.key, run.seq)
+        program, label = wire_run.program, (wire_run.key, wire_run.seq)
         if (most := self.need(program)) > self.room:
             raise ConfigError(
                 f"this transfer may need {most} bytes of staging, this agent has {self.room} besides what its "
@@ -253,9 +253,9 @@ class DataPlane:
                 if self._closed:
                     raise PeerLostError("this agent's data plane is closed", reason="closed")
                 if label in self._running:
-                    raise ProtocolError(f"transfer {run.seq} runs already")
-                exchange = self._running[label] = Exchange(
-                    program, run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
+                    raise ProtocolError(f"transfer {wire_run.seq} runs already")
+                run = self._running[label] = TcpRun(
+                    program, wire_run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
                 )  # fmt: skip
                 self._changed.notify_all()
@@ -266,19 +266,19 @@ class DataPlane:
         for peer, flow in program.sends.items():
             outlets = sets[peer].outlets
             if len(outlets) < len(flow.lanes) or any(outlet.closed for outlet in outlets):
-                exchange.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
+                run.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
                 break
             for lane in range(len(flow.lanes)):
-                outlets[lane].send(exchange, flow, lane)
-        return exchange
+                outlets[lane].send(run, flow, lane)
+        return run
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self, run: TcpRun) -> None:
         """The run is over. Headers that come late do not find it any more."""
         with self._changed:
-            self._running.pop(exchange.label, None)
-            for peer in exchange.program.receives:
-                self._begun.pop((exchange.label, peer), None)
-        for slab in exchange.slabs:
+            self._running.pop(run.label, None)
+            for peer in run.program.receives:
+                self._begun.pop((run.label, peer), None)
+        for slab in run.slabs:
             self._slabs.give(slab)
 
     def need(self, program: WireProgram) -> int:
@@ -318,10 +318,10 @@ class DataPlane:
             sets = [one for some in self._sets.values() for one in some]
             inlets = [inlet for some in self._inlets.values() for inlet in some]
             self._changed.notify_all()
-        for exchange in running:
-            exchange.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
+        for run in running:
+            run.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
         self._shut(sets, inlets)
-        streams: list[Outlet | Inlet] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
+        streams: list[SendStream | ReceiveStream] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
         await asyncio.to_thread(lambda: [stream.join() for stream in streams])
         self.copy_slots.close()
         self.pool.close()

@@ -1,4 +1,4 @@
-"""Exchange: one run of a wire program, and what its streams' threads share: the first error, reductions, progress.
+"""One run of a wire program over TCP, and what its streams' threads share: the first error, reductions, progress.
 
     begin(stream) .. end(stream) around a stream's part;  fail(cause) closes the streams of the run
     admit(part) -> receive contributions -> arrived(part) -> value(part) -> send results -> sent(part)
@@ -55,7 +55,7 @@ class _State:
         self.begun = self.ready = False
 
 
-class Exchange:
+class TcpRun:
     """See the module. ``label`` is (key, seq), by which the other ends name this run."""
 
     def __init__(
@@ -253,7 +253,7 @@ class Exchange:
         slot, work = part.slot, self.program.values[part.number]
         places = {index: place for place, index in enumerate(part.far)}
         total: torch.Tensor | None = None
-        witness = self.program.witness
+        observer = self.program.observer
         with torch.no_grad():
             for index in range(slot.count):
                 if index in places:
@@ -263,16 +263,16 @@ class Exchange:
                     end, dense = work.near[index], dense_view(given)
                     assert end.view is not None, "a contribution that lies nowhere"
                     copy_slot.run([Op(tile, end.view, dense, offset, at) for tile, offset, at in end.steps])
-                if witness is not None:
-                    witness.given(part, index, given)
+                if observer is not None:
+                    observer.given(part, index, given)
                 term = given.to(slot.accumulate, copy=True)
                 if slot.op == "norm":
                     term = term**slot.p
                 total = term if total is None else combine(total, term, slot)
             assert total is not None, "a slot without contributions"
             value = finish(total, slot).to(work.wire)
-            if witness is not None:
-                witness.value(part, value)
+            if observer is not None:
+                observer.value(part, value)
         if work.sends:
             self._result(part).copy_(value)
         done = dense_view(value)

@@ -1,7 +1,7 @@
 """Streams: one thread and one blocking socket each, data in one direction. The GIL is free while bytes move.
 
-    inlet     header -> its run -> span by span: straight into memory | receive, unpack
-    outlet    job -> header, then span by span: straight from memory | pack, send
+    receive   header -> its run -> span by span: straight into memory | receive, unpack
+    send      job -> header, then span by span: straight from memory | pack, send
 
 A thread never waits inside a call's guard: it waits for the socket outside, and each system call inside moves only what
 is ready. ``shut`` wakes a thread wherever it waits.
@@ -25,7 +25,7 @@ from etha.errors import ProtocolError, TransferError
 from etha.transport.base import StreamLost
 from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
-from etha.transport.tcp.run import Ended, Exchange
+from etha.transport.tcp.run import Ended, TcpRun
 from etha.transport.wire.flows import Flow, FlowPiece, Span
 
 _MAGIC = b"etha-w1\0"
@@ -143,11 +143,11 @@ class Stream(ABC):
     def on_end(self) -> None:  # noqa: B027 - not every direction has something to do at its end
         """Called when the thread ends."""
 
-    def chunk(self, exchange: Exchange) -> StagingChunk:
+    def chunk(self, run: TcpRun) -> StagingChunk:
         """The chunk that this stream packs or unpacks in, of the size that the run has booked. It keeps it for its
         part."""
         if self._chunk is None:
-            self._chunk = self.owner.pool.take(exchange.program.chunk)
+            self._chunk = self.owner.pool.take(run.program.chunk)
         return self._chunk
 
     def leave_chunk(self) -> None:
@@ -172,27 +172,27 @@ class Stream(ABC):
         poll.register(self.sock, event)
         poll.poll()
 
-    def part(self, exchange: Exchange) -> _Part:
+    def part(self, run: TcpRun) -> _Part:
         """Context of this stream's part of a run. An error in it ends the run and the stream."""
-        return _Part(self, exchange)
+        return _Part(self, run)
 
 
 class _Part:
     """A stream's part of a run. Errors in it end the run, and name the peer."""
 
-    def __init__(self, stream: Stream, exchange: Exchange) -> None:
-        self._stream, self._exchange = stream, exchange
+    def __init__(self, stream: Stream, run: TcpRun) -> None:
+        self._stream, self._tcp_run = stream, run
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Ended):
-            error = self._exchange.error or error
+            error = self._tcp_run.error or error
         elif isinstance(error, OSError):
             error = self._stream.lost(error)
         self._stream.leave_chunk()  # before the run can be over, because its bookings are free then
-        self._exchange.end(self._stream, error)
+        self._tcp_run.end(self._stream, error)
         if error is not None:
             self._stream.shut()
         return True
@@ -207,20 +207,20 @@ WORTH = 256 << 10
 class RunRegistry(StreamOwner, Protocol):
     """A stream owner that knows the runs for which inlets receive."""
 
-    def match(self, inlet: Inlet, header: Header) -> Exchange | None:
-        """The run that a header belongs to. Waits for it; None if the inlet is shut first."""
+    def match(self, inlet: ReceiveStream, header: Header) -> TcpRun | None:
+        """The run that a header belongs to. Waits for it; None if the stream is shut first."""
         ...
 
-    def left(self, inlet: Inlet, error: Exception) -> None:
-        """The other end closed the inlet between two runs."""
+    def left(self, inlet: ReceiveStream, error: Exception) -> None:
+        """The other end closed the stream between two runs."""
         ...
 
-    def forget(self, inlet: Inlet) -> None:
-        """The inlet's thread ends."""
+    def forget(self, inlet: ReceiveStream) -> None:
+        """The stream's thread ends."""
         ...
 
 
-class Inlet(Stream):
+class ReceiveStream(Stream):
     """Receives what its headers announce, run after run."""
 
     def __init__(self, conn: socket.socket, peer: str, registry: RunRegistry, opening: bytes) -> None:
@@ -238,14 +238,14 @@ class Inlet(Stream):
                 if not self.closed:
                     self._left(error)
                 return
-            exchange = self._registry.match(self, header)
-            if exchange is None or not exchange.begin(self):
+            run = self._registry.match(self, header)
+            if run is None or not run.begin(self):
                 return
-            with self.part(exchange):
-                self._run(exchange, self._agree(exchange, header), header.lane)
+            with self.part(run):
+                self._run(run, self._agree(run, header), header.lane)
             if self.closed:
                 return
-            del exchange
+            del run
 
     def _left(self, error: Exception) -> None:
         """The other end closed an idle stream, or sent nonsense. Runs that have yet to begin on it never will."""
@@ -253,12 +253,12 @@ class Inlet(Stream):
             log.warning("a data stream from agent %s was closed: %s", self.peer, error)
         self._registry.left(self, self.lost(error) if isinstance(error, OSError) else error)
 
-    def _agree(self, exchange: Exchange, header: Header) -> Flow:
+    def _agree(self, run: TcpRun, header: Header) -> Flow:
         """The flow that a header announces. ProtocolError, before anything is written, if the header differs from the
         plan."""
-        flow = exchange.program.receives.get(self.peer)
+        flow = run.program.receives.get(self.peer)
         lanes = () if flow is None else flow.lanes
-        mine = Header.of(flow, header.lane, exchange.label) if flow and header.lane < len(lanes) else None
+        mine = Header.of(flow, header.lane, run.label) if flow and header.lane < len(lanes) else None
         if flow is None or header != mine:
             raise ProtocolError(
                 f"agent {self.peer} is about to send {header.nbytes} bytes in {header.lanes} streams "
@@ -268,28 +268,28 @@ class Inlet(Stream):
             )
         return flow
 
-    def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+    def _run(self, run: TcpRun, flow: Flow, lane: int) -> None:
         for span in flow.lanes[lane]:
             if span.index >= 0:
-                self._contribution(exchange, span)
+                self._contribution(run, span)
             elif span.memory is not None:
-                self._straight(exchange, span, span.memory)
+                self._straight(run, span, span.memory)
             else:
-                self._unpacked(exchange, span)
+                self._unpacked(run, span)
             if span.arrivals:
-                exchange.laid(span.arrivals)
-            exchange.moved(span.nbytes)
+                run.laid(span.arrivals)
+            run.moved(span.nbytes)
             self.owner.count(self.peer, 0, span.nbytes)
 
-    def _contribution(self, exchange: Exchange, span: Span) -> None:
+    def _contribution(self, run: TcpRun, span: Span) -> None:
         part = span.parts[0]
-        exchange.admit(part)
-        room = exchange.room(part, part.far.index(span.index), span.nbytes)
+        run.admit(part)
+        room = run.room(part, part.far.index(span.index), span.nbytes)
         self._fill(memoryview(room.numpy()))  # type: ignore[arg-type, unused-ignore]
         self._skip(span)
-        exchange.arrived(part)
+        run.arrived(part)
 
-    def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
+    def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at, lowest = 0, 1
         while at < len(memory):
             worth = min(WORTH, len(memory) - at)
@@ -297,12 +297,12 @@ class Inlet(Stream):
                 lowest = worth
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, worth)
             self.wait(select.POLLIN)
-            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
                 try:
                     n = self.sock.recv_into(memory[at : at + CALL], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     continue
-                exchange.touched = exchange.touched or n > 0
+                run.touched = run.touched or n > 0
             if n == 0:
                 raise self.lost()
             at += n
@@ -310,9 +310,9 @@ class Inlet(Stream):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         self._skip(span)
 
-    def _unpacked(self, exchange: Exchange, span: Span) -> None:
-        chunk = self.chunk(exchange)
-        self._fill(chunk.reserve(exchange.program.chunk)[: span.wire])
+    def _unpacked(self, run: TcpRun, span: Span) -> None:
+        chunk = self.chunk(run)
+        self._fill(chunk.reserve(run.program.chunk)[: span.wire])
         ops = []
         for place, piece in span.pieces:
             dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
@@ -321,8 +321,8 @@ class Inlet(Stream):
                 ops += [Op(tile, dense, end.view, base + at, offset) for tile, offset, at in end.steps]
         with (
             self.owner.copy_slots.one() as copy_slot,
-            copy_slot.inside(exchange.guards, span.owners),
-            exchange.writing(copy_slot),
+            copy_slot.inside(run.guards, span.owners),
+            run.writing(copy_slot),
         ):
             copy_slot.run(ops)
 
@@ -348,29 +348,29 @@ class Inlet(Stream):
 LITTLE = 8 << 10
 
 
-class Outlet(Stream):
+class SendStream(Stream):
     """Sends the lanes that it is given, one after the other."""
 
     def __init__(self, conn: socket.socket, peer: str, owner: StreamOwner) -> None:
         super().__init__(conn, peer, owner, "send")
-        self._jobs: SimpleQueue[tuple[Exchange, Flow, int] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[TcpRun, Flow, int] | None] = SimpleQueue()
         self._queued = 0
 
-    def send(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+    def send(self, run: TcpRun, flow: Flow, lane: int) -> None:
         """Send a lane of a run now if it is little and nothing has to be waited for, otherwise queue it. Call it from
         one thread only."""
         with self._lock:
             idle = self._queued == 0
             self._queued += 1
-        if not (idle and self._at_once(exchange, flow, lane)):
-            self._jobs.put((exchange, flow, lane))
+        if not (idle and self._at_once(run, flow, lane)):
+            self._jobs.put((run, flow, lane))
 
-    def _at_once(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+    def _at_once(self, run: TcpRun, flow: Flow, lane: int) -> bool:
         """Try to send without waiting for anything. False if that is not possible."""
         with self.using:
-            return not self.closed and self._try(exchange, flow, lane)
+            return not self.closed and self._try(run, flow, lane)
 
-    def _try(self, exchange: Exchange, flow: Flow, lane: int) -> bool:
+    def _try(self, run: TcpRun, flow: Flow, lane: int) -> bool:
         span = flow.lanes[lane][0]
         if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or not self._writable():
             return False
@@ -378,13 +378,13 @@ class Outlet(Stream):
         if copy_slot is None:
             return False
         try:
-            if exchange.begin(self):
-                with self.part(exchange):
-                    memory, ops = self._pack(exchange, span)
-                    with copy_slot.inside(exchange.guards, span.owners):
+            if run.begin(self):
+                with self.part(run):
+                    memory, ops = self._pack(run, span)
+                    with copy_slot.inside(run.guards, span.owners):
                         copy_slot.run(ops)
-                    self.sock.sendall(Header.of(flow, lane, exchange.label).pack() + memory)
-                    self._sent(exchange, span)
+                    self.sock.sendall(Header.of(flow, lane, run.label).pack() + memory)
+                    self._sent(run, span)
         finally:
             self.owner.copy_slots.leave(copy_slot)
             self._done()
@@ -418,40 +418,40 @@ class Outlet(Stream):
 
     def work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            exchange, flow, lane = job
-            if exchange.begin(self):
-                with self.part(exchange):
-                    self._run(exchange, flow, lane)
+            run, flow, lane = job
+            if run.begin(self):
+                with self.part(run):
+                    self._run(run, flow, lane)
             self._done()
             if self.closed:
                 return
-            del job, exchange, flow
+            del job, run, flow
 
-    def _run(self, exchange: Exchange, flow: Flow, lane: int) -> None:
+    def _run(self, run: TcpRun, flow: Flow, lane: int) -> None:
         spans = flow.lanes[lane]
         # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
         more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
-        self.sock.sendall(Header.of(flow, lane, exchange.label).pack(), more)
+        self.sock.sendall(Header.of(flow, lane, run.label).pack(), more)
         for span in spans:
             if span.after:
-                exchange.await_laid(span.after)
+                run.await_laid(span.after)
             if span.memory is not None:
-                self._straight(exchange, span, span.memory)
+                self._straight(run, span, span.memory)
             else:
-                self._packed(exchange, span)
-            self._sent(exchange, span)
+                self._packed(run, span)
+            self._sent(run, span)
 
-    def _sent(self, exchange: Exchange, span: Span) -> None:
-        exchange.moved(span.nbytes)
+    def _sent(self, run: TcpRun, span: Span) -> None:
+        run.moved(span.nbytes)
         self.owner.count(self.peer, span.nbytes, 0)
         for part in span.parts:
-            exchange.sent(part)
+            run.sent(part)
 
-    def _straight(self, exchange: Exchange, span: Span, memory: memoryview) -> None:
+    def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at = 0
         while at < len(memory):
             n = 0
-            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
                 with contextlib.suppress(BlockingIOError):
                     n = self.sock.send(memory[at : at + CALL], socket.MSG_DONTWAIT)
             at += n
@@ -460,17 +460,17 @@ class Outlet(Stream):
         if span.wire > span.nbytes:
             self.sock.sendall(bytes(span.wire - span.nbytes))
 
-    def _packed(self, exchange: Exchange, span: Span) -> None:
-        memory, ops = self._pack(exchange, span)
-        with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
+    def _packed(self, run: TcpRun, span: Span) -> None:
+        memory, ops = self._pack(run, span)
+        with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
             copy_slot.run(ops)
         self.sock.sendall(memory)
 
-    def _pack(self, exchange: Exchange, span: Span) -> tuple[memoryview, list[Op]]:
+    def _pack(self, run: TcpRun, span: Span) -> tuple[memoryview, list[Op]]:
         """The memory for the span's bytes, and the copies that fill it. Waits for the parts whose values it sends."""
-        values = {part.number: dense_view(exchange.value(part)) for part in span.parts}
-        chunk = self.chunk(exchange)
-        memory = chunk.reserve(exchange.program.chunk)[: span.wire]
+        values = {part.number: dense_view(run.value(part)) for part in span.parts}
+        chunk = self.chunk(run)
+        memory = chunk.reserve(run.program.chunk)[: span.wire]
         ops = []
         for place, piece in span.pieces:
             end = piece.ends[0]

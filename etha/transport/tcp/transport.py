@@ -12,7 +12,7 @@ from etha.errors import PeerLostError, ProtocolError
 from etha.transport.base import Progress, TransportPeer, WireRun
 from etha.transport.tcp.data_plane import DataPlane, StreamSet
 from etha.transport.tcp.listener import DataAddress
-from etha.transport.tcp.run import Exchange
+from etha.transport.tcp.run import TcpRun
 from etha.transport.wire.flows import WireProgram
 
 
@@ -22,7 +22,7 @@ class TcpTransport:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
         self._addresses: dict[str, DataAddress] = {}
-        self._running: set[Exchange] = set()
+        self._running: set[TcpRun] = set()
         self._opening: set[asyncio.Timeout] = set()
         self._cause: BaseException | None = None
         self._stops = 0
@@ -64,24 +64,24 @@ class TcpTransport:
                 raise self._cause
             if program.empty:
                 return 0
-            exchange = self._plane.begin(bucket, sets, on_progress)
+            run = self._plane.begin(bucket, sets, on_progress)
         except BaseException:
             self._plane.release(sets.values())  # nothing was sent over them
             raise
-        self._running.add(exchange)
+        self._running.add(run)
         try:
-            await self._over(exchange)
-            if exchange.unfinished:
-                await self._rest(exchange)
+            await self._over(run)
+            if run.unfinished:
+                await self._rest(run)
         finally:
-            self._running.discard(exchange)
-            self._plane.finish(exchange)
-            bucket.touched = exchange.touched
-        if exchange.error is not None:
+            self._running.discard(run)
+            self._plane.finish(run)
+            bucket.touched = run.touched
+        if run.error is not None:
             self._plane.discard(sets.values())
-            raise exchange.error
+            raise run.error
         self._last = list(sets.values())
-        return exchange.done
+        return run.done
 
     async def _lease(self, program: WireProgram, sets: dict[str, StreamSet]) -> None:
         try:
@@ -94,20 +94,20 @@ class TcpTransport:
         finally:
             self._opening.discard(scope)
 
-    async def _over(self, exchange: Exchange) -> None:
+    async def _over(self, run: TcpRun) -> None:
         try:
-            await asyncio.shield(exchange.over)
+            await asyncio.shield(run.over)
         except asyncio.CancelledError as cancelled:
-            exchange.fail(cancelled)
-            while not exchange.over.done():
+            run.fail(cancelled)
+            while not run.over.done():
                 try:
-                    await asyncio.shield(exchange.over)
+                    await asyncio.shield(run.over)
                 except asyncio.CancelledError:
                     continue  # cancelled again: wait on, because the memory is still in use
             raise
 
-    async def _rest(self, exchange: Exchange) -> None:
-        rest = asyncio.get_running_loop().run_in_executor(None, exchange.rest)
+    async def _rest(self, run: TcpRun) -> None:
+        rest = asyncio.get_running_loop().run_in_executor(None, run.rest)
         cancelled: asyncio.CancelledError | None = None
         while not rest.done():
             try:
@@ -133,8 +133,8 @@ class TcpTransport:
         self._stops += 1
         for scope in self._opening:
             scope.reschedule(asyncio.get_running_loop().time())
-        for exchange in list(self._running):
-            exchange.fail(cause)
+        for run in list(self._running):
+            run.fail(cause)
         last, self._last = self._last, []
         self._plane.discard(last)
 
@@ -146,5 +146,5 @@ class TcpTransport:
     async def close(self) -> None:
         """End what runs and refuse further runs. The streams stay, because others may use them."""
         self.abort(PeerLostError("this transport is closed", reason="closed"))
-        for exchange in list(self._running):
-            await asyncio.shield(exchange.over)
+        for run in list(self._running):
+            await asyncio.shield(run.over)

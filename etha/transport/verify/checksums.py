@@ -1,6 +1,6 @@
 """Checksums of chunks in place: XXH3 of the bits that the target shall hold, read from either end.
 
-    Reads(plan, ways, views).source(chunk), .sinks(chunk)  -->  Reader.sums(reads)     on a lane thread
+    Reads(plan, routing, views).source(chunk), .sinks(chunk)  -->  Reader.sums(reads)     on a lane thread
 
 One segment of mapped memory that needs no cast is summed in place. Everything else is gathered first, a few chunks at a
 time, into memory that counts within the agent's staging.
@@ -32,7 +32,7 @@ from etha.transport.geometry.tiles import BOUNCE_BYTES
 from etha.transport.verify.chunks import CheckChunk, Fold, Kind
 from etha.transport.wire.compiler import MappedPiece, PieceMapper, Views
 from etha.transport.wire.flows import span_memory
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 #: Bytes that are gathered before they are summed.
 GATHER = 2 << 20
@@ -78,8 +78,8 @@ def checksum(flat: torch.Tensor, target: torch.dtype, lenient: bool) -> int:
 class Reads(PieceMapper):
     """Where the chunks of one direction lie for one agent. Geometry is computed once per class of equal chunks."""
 
-    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views) -> None:
-        super().__init__(plan, ways, sources, targets)
+    def __init__(self, plan: Plan, routing: Routing, sources: Views, targets: Views) -> None:
+        super().__init__(plan, routing, sources, targets)
         self._gathered: dict[object, MappedPiece] = {}
 
     def overwritten(self, chunk: CheckChunk) -> bool:

@@ -1,4 +1,4 @@
-"""Checks: which chunks of a transfer are compared after it has moved, and between whom; from the plan alone. Pure.
+"""Which chunks of a transfer are compared after it has moved, and between whom; from the plan alone. Pure.
 
     MOVE     tensor -> target tensors              GIVEN    a contribution -> the reduction at its owner's agent
     RESULT   that reduction -> target tensor       FOLDED   contributions -> targets of an agent that reduces alone
@@ -28,8 +28,8 @@ from etha.transport.copy.program import Member
 from etha.transport.copy.reduce import PART
 from etha.transport.geometry.bounds import Bounds, blocks, clip, parts
 from etha.transport.wire.crossings import Crossings, SlotPart
-from etha.transport.wire.forwarding import Relays
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.forwarding import ForwardingTable
+from etha.transport.wire.routing import Routing
 
 #: Most bytes of one chunk. Its copy stays in cache while it is cast and summed.
 CHUNK = 1 << 20
@@ -64,8 +64,8 @@ class Fold(NamedTuple):
 class Subject:
     """One row. ``sinks`` are the targets and their regions.
 
-    ``part`` and ``number`` identify the sum that a witness took: ``number`` is the contribution's index (GIVEN), or the
-    result's place in ``part.wanted`` (RESULT).
+    ``part`` and ``number`` identify the sum that ``ReductionSums`` took: ``number`` is the contribution's index
+    (GIVEN), or the result's place in ``part.wanted`` (RESULT).
     """
 
     kind: Kind
@@ -135,9 +135,9 @@ class Scheme:
     takes: Mapping[str, Course]
 
 
-def derive(plan: Plan, ways: Ways, *, staging: int, full: bool) -> Scheme:
-    """The courses of agent ``ways.me``. ``staging`` is the batch's, as for ``compile_wire``."""
-    return _Deriver(plan, ways, full).scheme(staging)
+def derive(plan: Plan, routing: Routing, *, staging: int, full: bool) -> Scheme:
+    """The courses of agent ``routing.me``. ``staging`` is the batch's, as for ``compile_wire``."""
+    return _Deriver(plan, routing, full).scheme(staging)
 
 
 @lru_cache(maxsize=4096)
@@ -147,17 +147,17 @@ def _cuts(shape: tuple[int, ...], itemsize: int, full: bool) -> tuple[Bounds, ..
 
 
 class _Deriver:
-    def __init__(self, plan: Plan, ways: Ways, full: bool) -> None:
-        self._plan, self._ways, self._full = plan, ways, full
-        self._relays: Relays | None = None
+    def __init__(self, plan: Plan, routing: Routing, full: bool) -> None:
+        self._plan, self._routing, self._full = plan, routing, full
+        self._relays: ForwardingTable | None = None
 
     def scheme(self, staging: int) -> Scheme:
-        ways = self._ways
+        routing = self._routing
         near = [*self._near_moves(), *self._folds()]
         gives: dict[str, list[Subject]] = defaultdict(list)
         takes: dict[str, list[Subject]] = defaultdict(list)
-        if any(agent != ways.me for agent in (*ways.source, *ways.target)):
-            crossings = Crossings(self._plan, ways, staging // 8)
+        if any(agent != routing.me for agent in (*routing.source, *routing.target)):
+            crossings = Crossings(self._plan, routing, staging // 8)
             for side, courses in ((crossings.sent, gives), (crossings.received, takes)):
                 for peer, moves in side.items():
                     courses[peer] += [self._move(m.tensor, ("source", m.source), m.region, m.sinks) for m in moves]
@@ -171,11 +171,11 @@ class _Deriver:
             self._relays = relays
             for agent in crossings.owners:
                 for giver, taker, subject in self._reduced(crossings.parts(agent)):
-                    if giver == taker == ways.me:
+                    if giver == taker == routing.me:
                         near.append(subject)
-                    elif giver == ways.me:
+                    elif giver == routing.me:
                         gives[taker].append(subject)
-                    elif taker == ways.me:
+                    elif taker == routing.me:
                         takes[giver].append(subject)
         full = self._full
         return Scheme(
@@ -197,9 +197,9 @@ class _Deriver:
         )
 
     def _near_moves(self) -> Iterator[Subject]:
-        ways = self._ways
-        near = np.array([ways.reach(ways.me, agent) for agent in ways.source], bool)
-        for rank in ways.ranks("target", ways.me):
+        routing = self._routing
+        near = np.array([routing.reach(routing.me, agent) for agent in routing.source], bool)
+        for rank in routing.ranks("target", routing.me):
             rp = self._plan.for_rank("target", rank)
             rows = np.flatnonzero(rp.kind == MOVE)
             rows = rows[near[rp.source[rows]]] if len(rows) else rows
@@ -209,9 +209,9 @@ class _Deriver:
                 yield self._move(tensor, ("source", source), region, ((rank, region),))
 
     def _folds(self) -> Iterator[Subject]:
-        ways, me = self._ways, self._ways.me
+        routing, me = self._routing, self._routing.me
         owners: set[int] = set()
-        for rank in ways.ranks("target", me):
+        for rank in routing.ranks("target", me):
             rp = self._plan.for_rank("target", rank)
             owners.update(np.unique(rp.source[rp.kind == RESULT]).tolist())
         for owner in sorted(owners):
@@ -224,11 +224,11 @@ class _Deriver:
                 wanted[int(rp.slot[row])].append((int(rp.target[row]), rp.region(row)))
             for number in sorted(wanted):
                 slot = rp.slots[number]
-                givers = {ways.source[source] for _, source, _ in given[number]}
-                takers = {ways.target[target] for target, _ in wanted[number]}
-                if me not in takers or me in ways.served(ways.source[owner], givers, takers):
+                givers = {routing.source[source] for _, source, _ in given[number]}
+                takers = {routing.target[target] for target, _ in wanted[number]}
+                if me not in takers or me in routing.served(routing.source[owner], givers, takers):
                     continue
-                mine = tuple((t, r) for t, r in wanted[number] if ways.target[t] == me)
+                mine = tuple((t, r) for t, r in wanted[number] if routing.target[t] == me)
                 yield Subject(
                     kind=Kind.FOLDED,
                     tensor=slot.tensor,
@@ -244,7 +244,7 @@ class _Deriver:
             tensor, owner = part.slot.tensor, ("source", part.slot.owner)
             for index, source, region in part.given:
                 # An agent that may read the source compares alone, as it has copied alone.
-                giver = self._ways.source[source] if index in part.far else part.at
+                giver = self._routing.source[source] if index in part.far else part.at
                 yield giver, part.at, Subject(
                     kind=Kind.GIVEN, tensor=tensor, source=("source", source), sinks=((owner, region),),
                     cuts=(part.bounds,), part=part, number=index,
@@ -254,7 +254,7 @@ class _Deriver:
                 if dims is not None and all(runs[:, 2].any() for runs in dims):
                     # Only where they are known, which is where they are compared.
                     fellows = self._relays.fellows(tensor, target, region) if self._relays is not None else ()
-                    yield part.at, self._ways.target[target], Subject(
+                    yield part.at, self._routing.target[target], Subject(
                         kind=Kind.RESULT, tensor=tensor, source=owner,
                         sinks=tuple((("target", rank), there) for rank, there in ((target, region), *fellows)),
                         cuts=(part.bounds,), part=part, number=number,

@@ -1,4 +1,4 @@
-"""Witness: checksums of an exchange's contributions as they arrive and of reduced values, taken during the run.
+"""Checksums of an exchange's contributions as they arrive and of reduced values, taken during the run.
 
 What comes over the wire is gone when its wave is over. So a reduction for others cannot be read afterwards, and doing
 it twice would mean sending twice. Thread-safe. Call ``start`` before each run.
@@ -29,7 +29,7 @@ def key_of(chunk: CheckChunk) -> Key:
     return chunk.subject.kind, part.number, chunk.subject.number
 
 
-class Witness:
+class ReductionSums:
     """Takes the sums of one program's runs; ``sums`` has those of the wanted keys."""
 
     def __init__(self, plan: Plan) -> None:

@@ -20,7 +20,7 @@ from etha.errors import ConfigError
 from etha.memory.views import View, view_of
 from etha.plan import Plan
 from etha.plan.planner.rank_plan import Region
-from etha.transport.copy.layout import Geometry, check, scratch
+from etha.transport.copy.layout import TileCache, check, scratch
 from etha.transport.copy.program import Columns, Member
 from etha.transport.geometry import boxes, iovec
 from etha.transport.geometry.bounds import Bounds, blocks, clip
@@ -44,7 +44,7 @@ from etha.transport.wire.flows import (
 )
 from etha.transport.wire.forwarding import Arrivals, Pass, hull
 from etha.transport.wire.nccl_messages import MessageCut, message_flow, waves
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 Views = Mapping[int, Mapping[int, View]]
 #: A view, its steps, and the byte offset at which all of it is one segment of the view (None if it is not).
@@ -57,10 +57,10 @@ class PieceMapper:
     """Maps the pieces of one program to views. ``early`` and ``staged`` collect the reads of memory that is also
     written."""
 
-    def __init__(self, plan: Plan, ways: Ways, sources: Views, targets: Views, straight: int = STRAIGHT) -> None:
-        self.plan, self.ways = plan, ways
+    def __init__(self, plan: Plan, routing: Routing, sources: Views, targets: Views, straight: int = STRAIGHT) -> None:
+        self.plan, self.routing = plan, routing
         self._views: dict[str, Views] = {"source": sources, "target": targets}
-        self._geometry = Geometry(Columns())
+        self._geometry = TileCache(Columns())
         self._written = Written(v for views in targets.values() for v in views.values())
         self._laid: dict[object, tuple[tuple[tuple[Tile, int, int], ...], int | None]] = {}
         self._checked: set[tuple[int, int, tuple[int, ...]]] = set()
@@ -205,7 +205,7 @@ class PieceMapper:
 
 def compile_wire(
     plan: Plan,
-    ways: Ways,
+    routing: Routing,
     sources: Views,
     targets: Views,
     *,
@@ -224,35 +224,35 @@ def compile_wire(
     """
     if bucket_size <= 0 or streams <= 0:
         raise ConfigError(f"bucket size {bucket_size} and {streams} streams: both must be positive")
-    if cut is not None and not {*ways.source, *ways.target} & {ways.me} <= {*cut.members}:
-        raise ConfigError(f"agent {ways.me} is not one of the communicator's: {', '.join(cut.members)}")
-    return _Compiler(plan, ways, sources, targets, staging, cut).program(bucket_size, streams)
+    if cut is not None and not {*routing.source, *routing.target} & {routing.me} <= {*cut.members}:
+        raise ConfigError(f"agent {routing.me} is not one of the communicator's: {', '.join(cut.members)}")
+    return _Compiler(plan, routing, sources, targets, staging, cut).program(bucket_size, streams)
 
 
-def wire_crossings(plan: Plan, ways: Ways, staging: int, cut: MessageCut | None = None) -> Crossings:
+def wire_crossings(plan: Plan, routing: Routing, staging: int, cut: MessageCut | None = None) -> Crossings:
     """What crosses, in waves of an eighth of the staging. All agents of a batch cut it the same way."""
     if cut is None:
-        return Crossings(plan, ways, staging // 8)
-    return Crossings(plan, ways, staging // 8, cut.part, fit=True)
+        return Crossings(plan, routing, staging // 8)
+    return Crossings(plan, routing, staging // 8, cut.part, fit=True)
 
 
 class _Compiler(PieceMapper):
     def __init__(
-        self, plan: Plan, ways: Ways, sources: Views, targets: Views, staging: int, cut: MessageCut | None = None
+        self, plan: Plan, routing: Routing, sources: Views, targets: Views, staging: int, cut: MessageCut | None = None
     ) -> None:
-        super().__init__(plan, ways, sources, targets, STRAIGHT if cut is None else cut.straight)
+        super().__init__(plan, routing, sources, targets, STRAIGHT if cut is None else cut.straight)
         self._staging, self._cut = staging, cut
         specs = [plan.source[name] for name in plan.names] if cut is not None else []
         self._waves = waves([prod(s.shape) * s.dtype.itemsize for s in specs], cut) if cut is not None else ()
         self._chunk = CHUNK if cut is None else cut.chunk
-        self._crossings = wire_crossings(plan, ways, staging, cut)
+        self._crossings = wire_crossings(plan, routing, staging, cut)
         self._relays = self._crossings.relays
         self._arrivals = Arrivals(self._relays.origins)
         self._passed = 0
 
     def program(self, bucket: int, streams: int) -> WireProgram:
         """The whole program."""
-        me, crossings = self.ways.me, self._crossings
+        me, crossings = self.routing.me, self._crossings
         # Receives first, because forwarded pieces depend on them.
         receives = self._flows(False, crossings.received, bucket, streams)
         if missing := self._relays.roots - self._arrivals.seen:
@@ -295,7 +295,7 @@ class _Compiler(PieceMapper):
     def _flows(
         self, sending: bool, moves: Mapping[str, Sequence[CrossingMove]], bucket: int, streams: int
     ) -> dict[str, Flow]:
-        me = self.ways.me
+        me = self.routing.me
         pieces: dict[str, list[FlowPiece]] = defaultdict(list)
         for peer, some in moves.items():
             for move in some:
@@ -366,11 +366,11 @@ class _Compiler(PieceMapper):
 
     def _contributions(self, part: SlotPart) -> Iterator[tuple[str, FlowPiece]]:
         """Contributions: those to send for a part that another agent reduces, those to receive for an own part."""
-        me, tensor = self.ways.me, part.slot.tensor
+        me, tensor = self.routing.me, part.slot.tensor
         dtype = self.plan.source[self.plan.names[tensor]].dtype
         nbytes = part.numel * dtype.itemsize
         for index, source, region in part.given:
-            agent = self.ways.source[source]
+            agent = self.routing.source[source]
             if index not in part.far or me not in (agent, part.at):
                 continue
             if agent == me:
@@ -392,11 +392,11 @@ class _Compiler(PieceMapper):
 
     def _results(self, part: SlotPart, sending: bool) -> Iterator[tuple[str, FlowPiece]]:
         """Results: those to send of an own part, those to receive of another agent's. Equal results cross once."""
-        me, tensor = self.ways.me, part.slot.tensor
+        me, tensor = self.routing.me, part.slot.tensor
         wire = self.plan.wire_dtype(tensor)
         found: dict[tuple[str, tuple[bytes, ...]], tuple[tuple[Ints, ...], list[tuple[int, Region]]]] = {}
         for target, region in part.wanted:
-            agent = self.ways.target[target]
+            agent = self.routing.target[target]
             if agent == part.at or me not in (agent, part.at):
                 continue
             dims = clip(region.dims, part.bounds, 0)
@@ -435,7 +435,7 @@ class _Compiler(PieceMapper):
 
     def _work(self, part: SlotPart) -> PartWork:
         """How an own part is reduced: the contributions read here, and the targets of this agent."""
-        me, tensor = self.ways.me, part.slot.tensor
+        me, tensor = self.routing.me, part.slot.tensor
         dtype, wire = self.plan.source[self.plan.names[tensor]].dtype, self.plan.wire_dtype(tensor)
         near: dict[int, End] = {}
         owners: set[Member] = set()
@@ -451,7 +451,7 @@ class _Compiler(PieceMapper):
         results = []
         for target, region in part.wanted:
             dims = clip(region.dims, part.bounds, 0)
-            if self.ways.target[target] == me and dims is not None:
+            if self.routing.target[target] == me and dims is not None:
                 view = self.view("target", target, tensor)
                 self.check(region, view, 1)
                 results.append(End(view, self.taken(dims, scratch(part.shape, wire), view, 0)))

@@ -23,8 +23,8 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.geometry.bounds import Bounds, parts
 from etha.transport.geometry.boxes import Ints
-from etha.transport.wire.forwarding import Relays
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.forwarding import ForwardingTable
+from etha.transport.wire.routing import Routing
 
 #: Bytes of the accumulator of one part of a slot, which is sent, reduced and released as a unit.
 PART = 512 << 10
@@ -72,14 +72,16 @@ class SlotPart:
 class Crossings:
     """Everything that crosses between this agent and the others in one direction of a batch."""
 
-    def __init__(self, plan: Plan, ways: Ways, wave_bytes: int, part_bytes: int = PART, *, fit: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, routing: Routing, wave_bytes: int, part_bytes: int = PART, *, fit: bool = False
+    ) -> None:
         # ``fit``: make parts smaller if a wave could not hold two otherwise.
-        self._plan, self._ways, self._limit = plan, ways, wave_bytes
+        self._plan, self._routing, self._limit = plan, routing, wave_bytes
         self._part, self._fit = part_bytes, fit
         self._keys: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
         self._regions: list[Region] = []
         self._parts: dict[str, list[SlotPart]] = {}
-        self.relays = Relays(plan, ways)
+        self.relays = ForwardingTable(plan, routing)
         #: For each agent, the first round of the plan in which anything goes to it.
         self.rounds: dict[str, int] = dict(self.relays.rounds)
         self.sent: dict[str, list[CrossingMove]] = self._moves("source")
@@ -95,10 +97,10 @@ class Crossings:
         return found
 
     def _moves(self, side: str) -> dict[str, list[CrossingMove]]:
-        ways = self._ways
-        others = ways.target if side == "source" else ways.source
+        routing = self._routing
+        others = routing.target if side == "source" else routing.source
         rows: list[tuple[int, int, int, Region]] = []
-        for rank in ways.ranks(side, ways.me):
+        for rank in routing.ranks(side, routing.me):
             rp = self._plan.for_rank(side, rank)
             far = np.array([not self._near(side, other) for other in others], bool)
             ends = rp.target if side == "source" else rp.source
@@ -108,11 +110,11 @@ class Crossings:
             for tensor, source, target, region, turn in zip(*(c[chosen].tolist() for c in columns), strict=True):
                 rows.append((tensor, source, target, rp.region_at(region)))
                 if side == "source":
-                    self._begin(ways.target[target], turn)
+                    self._begin(routing.target[target], turn)
         rows.sort(key=lambda row: row[:3])  # stable sort: rows of two ranks stay in the plan's order
         found: dict[str, dict[tuple[int, tuple[bytes, ...]], CrossingMove]] = defaultdict(dict)
         for tensor, source, target, region in rows:
-            peer = ways.target[target] if side == "source" else ways.source[source]
+            peer = routing.target[target] if side == "source" else routing.source[source]
             key = (tensor, self._content(tensor, source, region))
             move = found[peer].get(key)
             fellows = self.relays.fellows(tensor, target, region) if side == "target" else ()
@@ -126,8 +128,8 @@ class Crossings:
         self.rounds[peer] = min(turn, self.rounds.get(peer, turn))
 
     def _near(self, side: str, other: str) -> bool:
-        me = self._ways.me
-        return self._ways.reach(other, me) if side == "source" else self._ways.reach(me, other)
+        me = self._routing.me
+        return self._routing.reach(other, me) if side == "source" else self._routing.reach(me, other)
 
     def _content(self, tensor: int, source: int, region: Region) -> tuple[bytes, ...]:
         """Which elements of the global tensor a region holds, in its order. Equal content gives equal keys."""
@@ -145,35 +147,35 @@ class Crossings:
     def _owners(self) -> tuple[str, ...]:
         found: set[str] = set()
         for side in ("source", "target"):
-            for rank in self._ways.ranks(side, self._ways.me):
+            for rank in self._routing.ranks(side, self._routing.me):
                 rp = self._plan.for_rank(side, rank)
                 # A contribution's owner is its target, which is a source rank; a result's owner is its source.
                 owners = np.concatenate([rp.target[rp.kind == CONTRIBUTE], rp.source[rp.kind == RESULT]])
-                found |= {self._ways.source[o] for o in np.unique(owners).tolist()}
+                found |= {self._routing.source[o] for o in np.unique(owners).tolist()}
                 given = np.flatnonzero((rp.kind == CONTRIBUTE) | (rp.kind == RESULT) if side == "source" else False)
                 for kind, target, turn in zip(
                     *(c[given].tolist() for c in (rp.kind, rp.target, rp.round)), strict=True
                 ):
-                    self._begin((self._ways.source if kind == CONTRIBUTE else self._ways.target)[target], turn)
+                    self._begin((self._routing.source if kind == CONTRIBUTE else self._routing.target)[target], turn)
         return tuple(sorted(found))
 
     def _waves(self, agent: str) -> list[SlotPart]:
         slots = [
             slot
-            for owner in self._ways.ranks("source", agent)
+            for owner in self._routing.ranks("source", agent)
             for slot in _slots(self._plan.for_rank("source", owner), owner)
         ]
         slots.sort(key=lambda s: (s[0].tensor, s[0].number))
         found: list[SlotPart] = []
         wave = used = 0
         for slot, given, wanted in slots:
-            givers = {source: self._ways.source[source] for _, source, _ in given}
-            takers = {self._ways.target[target] for target, _ in wanted}
-            served = self._ways.served(agent, set(givers.values()), takers)
+            givers = {source: self._routing.source[source] for _, source, _ in given}
+            takers = {self._routing.target[target] for target, _ in wanted}
+            served = self._routing.served(agent, set(givers.values()), takers)
             if not served:
                 continue
-            far = tuple(index for index, source, _ in given if not self._ways.reach(agent, givers[source]))
-            here = tuple((t, r) for t, r in wanted if self._ways.target[t] in served)
+            far = tuple(index for index, source, _ in given if not self._routing.reach(agent, givers[source]))
+            here = tuple((t, r) for t, r in wanted if self._routing.target[t] in served)
             name = self._plan.names[slot.tensor]
             if sorted(index for index, _, _ in given) != list(range(slot.count)):
                 raise ValueError(f"{name!r}: a slot has {len(given)} of its {slot.count} contributions")

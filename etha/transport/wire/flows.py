@@ -116,7 +116,7 @@ class Flow:
 
 
 class FlowObserver(Protocol):
-    """Observes reductions while they are made (``Witness``). Called from any thread."""
+    """Observes reductions while they are made (``ReductionSums``). Called from any thread."""
 
     def given(self, part: SlotPart, index: int, flat: torch.Tensor) -> None:
         """Called with a contribution as it enters the reduction."""
@@ -135,7 +135,7 @@ class WireProgram:
     ``aliased``, the lane's program must run first, too. ``slabs``: bytes of the even and of the odd waves. ``scratch``
     is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, and ``chunk`` the most that a
     stream packs or unpacks at once. ``passed`` of the bytes sent are forwarded: received from others before. ``sends``
-    is in the order of the plan's rounds. ``witness`` is shown every reduction. On a device, ``members`` are the agents
+    is in the order of the plan's rounds. ``observer`` is shown every reduction. On a device, ``members`` are the agents
     of the communicator, and ``early`` puts its copies into ``staged`` bytes of the view space EARLY.
     """
 
@@ -150,7 +150,7 @@ class WireProgram:
     slabs: tuple[int, int] = (0, 0)
     chunk: int = 0
     passed: int = 0
-    witness: FlowObserver | None = None
+    observer: FlowObserver | None = None
     members: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Relays: what this agent forwards of what it receives. Both ends derive it from the plan's FORWARD rows alone. Pure.
+"""What this agent forwards of what it receives. Both ends derive it from the plan's FORWARD rows alone. Pure.
 
     stream --> a piece is laid down: at the rank that it is for, and at its fellows here
                --> pieces to other agents that waited for it are read from that rank's tensor and sent
@@ -21,7 +21,7 @@ from etha.plan import Plan
 from etha.plan.planner.pieces import joined
 from etha.plan.planner.rank_plan import CARRY, DELIVER, FORWARD, Region
 from etha.transport.geometry.bounds import Bounds
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 #: First stage of forwarded pieces, after all other stages; then by tensor and hop (a hop is less than 1 << 16).
 LAST = 1 << 48
@@ -55,11 +55,11 @@ class Pass(NamedTuple):
         return LAST + (self.tensor << 16) + self.hop
 
 
-class Relays:
-    """What agent ``ways.me`` forwards and what is forwarded to it, by agent, in the same order at both ends."""
+class ForwardingTable:
+    """What agent ``routing.me`` forwards and what is forwarded to it, by agent, in the same order at both ends."""
 
-    def __init__(self, plan: Plan, ways: Ways) -> None:
-        self._plan, self._ways = plan, ways
+    def __init__(self, plan: Plan, routing: Routing) -> None:
+        self._plan, self._routing = plan, routing
         self._regions: list[Region] = []
         self._runs: dict[int, tuple[bytes, ...]] = {}
         self._inside: dict[TensorPlace, int] = {}
@@ -90,10 +90,10 @@ class Relays:
         return TensorPlace(tensor, rank, found)
 
     def _derive(self) -> None:
-        me, agent = self._ways.me, self._ways.target
+        me, agent = self._routing.me, self._routing.target
         given: list[tuple[int, int, int, int, Region]] = []
         taken: list[tuple[int, int, int, int, Region]] = []
-        for rank in self._ways.ranks("target", me):
+        for rank in self._routing.ranks("target", me):
             rp = self._plan.for_rank("target", rank)
             if ((rp.kind == CARRY) | (rp.kind == DELIVER)).any():
                 raise ValueError("agents carry nothing for each other: plan with carry=False")

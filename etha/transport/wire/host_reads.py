@@ -15,41 +15,41 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, LOCAL, MOVE, RECV, RESULT, RankPlan
 from etha.transport.copy.local import Views, compile_local
 from etha.transport.copy.program import Program
-from etha.transport.wire.routing import Slots, Ways
+from etha.transport.wire.routing import Routing, SlotPeers
 
 #: Marks a row that this agent has nothing to do with; the plan has no such kind.
 _NOTHING = -1
 
 
-def compile_host(plan: Plan, ways: Ways, sources: Views, targets: Views) -> Program:
+def compile_host(plan: Plan, routing: Routing, sources: Views, targets: Views) -> Program:
     """Compile everything that this agent copies itself: between its own ranks, and from the ranks that it reads.
 
     ``sources`` holds the ranks of this agent and of the agents that it reads, ``targets`` its own. A slot of which it
     reads every contribution is reduced here for the targets here, unless this agent is the owner's and reduces it for
     others, too (``compile_wire``). Raises as ``compile_local`` does.
     """
-    return compile_local(_Seen(plan, ways), sources, targets)
+    return compile_local(_Seen(plan, routing), sources, targets)
 
 
 class _Seen(Plan):
     """A plan as one agent sees it: LOCAL rows are what it does alone, and other agents' rows of its slots are left
     out."""
 
-    def __init__(self, plan: Plan, ways: Ways) -> None:
+    def __init__(self, plan: Plan, routing: Routing) -> None:
         # Plan.__init__ is not called, because this has only what compile_local asks for.
-        self._whole, self._ways = plan, ways
+        self._whole, self._routing = plan, routing
         self.names = plan.names
-        self._slots = Slots(plan)
+        self._slots = SlotPeers(plan)
 
     def wire_dtype(self, tensor: int) -> torch.dtype:
         return self._whole.wire_dtype(tensor)
 
     def for_rank(self, side: str, rank: int) -> RankPlan:
         rp = self._whole.for_rank(side, rank)
-        ways = self._ways
+        routing = self._routing
         role, kind = np.full_like(rp.role, RECV), rp.kind.copy()
-        near = np.array([ways.reach(ways.me, agent) for agent in ways.source], bool)
-        own = np.array([agent == ways.me for agent in ways.target], bool)
+        near = np.array([routing.reach(routing.me, agent) for agent in routing.source], bool)
+        own = np.array([agent == routing.me for agent in routing.target], bool)
         moves = np.flatnonzero(rp.kind == MOVE)
         moves = moves[near[rp.source[moves]] & own[rp.target[moves]]]
         role[moves] = LOCAL
@@ -67,7 +67,7 @@ class _Seen(Plan):
 
     def _alone(self, owner: int, tensor: int, number: int) -> bool:
         """Whether this agent reduces a slot for itself."""
-        ways = self._ways
+        routing = self._routing
         gives, takes = self._slots.of(owner)[tensor, number]
-        givers, takers = {ways.source[r] for r in gives}, {ways.target[r] for r in takes}
-        return ways.me in takers and ways.me not in ways.served(ways.source[owner], givers, takers)
+        givers, takers = {routing.source[r] for r in gives}, {routing.target[r] for r in takes}
+        return routing.me in takers and routing.me not in routing.served(routing.source[owner], givers, takers)

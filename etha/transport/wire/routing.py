@@ -1,4 +1,4 @@
-"""Ways: which agent has each rank, and who reads whose workers' memory; the same on every agent of a batch. Pure.
+"""Which agent has each rank, and who reads whose workers' memory; the same on every agent of a batch. Pure.
 
     same agent                              local      one copy by that agent
     receiver may read the sender's memory   host       one copy by the receiving agent; the sender does nothing
@@ -22,7 +22,7 @@ from etha.transport.copy.program import Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class Routing:
     """``source[r]`` and ``target[r]`` are the agents of the ranks of a direction; ``me`` is this agent.
 
     ``reads`` are the pairs (reader, agent) of different agents such that the reader has proven that it reads the memory
@@ -52,7 +52,7 @@ class Ways:
         return frozenset(far | ({owner} & set(takers) if far else set()))
 
 
-class Slots:
+class SlotPeers:
     """Who gives to and who takes from each slot, according to the owners' plans; computed once per owner asked for."""
 
     def __init__(self, plan: Plan) -> None:
@@ -76,18 +76,18 @@ class Slots:
         return found
 
 
-def account(plan: Plan, ways: Ways) -> tuple[dict[Member, int], dict[Member, tuple[Member, ...]]]:
+def account(plan: Plan, routing: Routing) -> tuple[dict[Member, int], dict[Member, tuple[Member, ...]]]:
     """(bytes, other ends) of each rank of this agent, however they travel, from the plan alone.
 
     Bytes are at the wire dtype: what a source rank gives and a target rank takes for itself, copies within one agent
     included. What a target rank forwards is not counted; the rank that gets it has the forwarding rank as its other
     end.
     """
-    slots = Slots(plan)
+    slots = SlotPeers(plan)
     nbytes: dict[Member, int] = {}
     peers: dict[Member, tuple[Member, ...]] = {}
     for side, kinds, other in (("source", (MOVE, CONTRIBUTE), "target"), ("target", (MOVE, RESULT, FORWARD), "source")):
-        for rank in ways.ranks(side, ways.me):
+        for rank in routing.ranks(side, routing.me):
             rp = plan.for_rank(side, rank)
             mine = np.isin(rp.kind, kinds) & ((rp.source if side == "source" else rp.target) == rank)
             nbytes[side, rank] = int(rp.nbytes[mine].sum())

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.cpu import CpuMemory
 from etha.errors import ConfigError, TransferAbortedError, TransferTimeoutError
 from etha.testing import DummyTensorBusClient
 from tests.flow.duets import PATIENCE, Background, Duet
@@ -143,15 +143,15 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        copy, gate = CpuHome.copy, self
+        copy, gate = CpuMemory.copy, self
 
-        def gated(home: CpuHome, pairs: Any, *, live: bool) -> None:
+        def gated(home: CpuMemory, pairs: Any, *, live: bool) -> None:
             gate.begun.set()
             assert gate.go.wait(PATIENCE)
             copy(home, pairs, live=live)
 
-        monkeypatch.setattr(CpuHome, "copy", gated)
-        monkeypatch.setattr(CpuHome, "quick", lambda home, nbytes: False)
+        monkeypatch.setattr(CpuMemory, "copy", gated)
+        monkeypatch.setattr(CpuMemory, "quick", lambda home, nbytes: False)
 
 
 @pytest.mark.parametrize("what", CLOSES)

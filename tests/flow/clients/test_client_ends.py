@@ -158,7 +158,7 @@ def test_when_the_thread_of_the_blocking_clients_has_died_calls_raise_and_the_ne
     first = site.blocking("trainer", 0)
     first.status()
     assert first._membership is not None
-    portal = first._membership.portal
+    loop_thread = first._membership.loop_thread
     begun, error = threading.Event(), []
 
     async def endless() -> None:
@@ -167,7 +167,7 @@ def test_when_the_thread_of_the_blocking_clients_has_died_calls_raise_and_the_ne
 
     def call() -> None:
         try:
-            portal.call(endless())
+            loop_thread.call(endless())
         except etha.EthaError as raised:
             error.append(type(raised))
 
@@ -180,8 +180,8 @@ def test_when_the_thread_of_the_blocking_clients_has_died_calls_raise_and_the_ne
             raise SystemExit
 
     monkeypatch.setattr("etha.client.loop_thread.log", Broken())
-    portal._loop.call_soon_threadsafe(sys.exit)  # nothing but a fault in the thread's own code can end it
-    portal._thread.join(60)
+    loop_thread._loop.call_soon_threadsafe(sys.exit)  # nothing but a fault in the thread's own code can end it
+    loop_thread._thread.join(60)
     waiting.join(60)
     assert not waiting.is_alive() and error == [etha.AgentLostError]
     with pytest.raises(etha.AgentLostError):

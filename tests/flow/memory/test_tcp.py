@@ -29,7 +29,7 @@ from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.host_reads import compile_host
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
 from tests.unit.transport.agents import Gate
 
@@ -61,7 +61,7 @@ class End:
         self.me = me
         self.source = torch.full((SHAPE[0] // 2, SHAPE[1]), float(rank + 1))
         self.target = torch.zeros(whole.target["t"].local_shape(taken) or ())
-        ways = Ways(me=me, source=AGENTS, target=AGENTS[::-1] if to == 0 else AGENTS)
+        ways = Routing(me=me, source=AGENTS, target=AGENTS[::-1] if to == 0 else AGENTS)
         views = ({rank: {0: view_of(self.source)}}, {taken: {0: view_of(self.target)}})
         self.program = compile_wire(whole, ways, *views)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -250,7 +250,7 @@ def test_another_agents_worker_is_read_in_place_and_its_death_is_named(mapped: b
         reader = HostMemory(Exhibit.of(worker.memory, {"x": handle}))
         spec = TensorSpec((64, 64), torch.float32, Layout((1,), [Shard(0)]))
         whole = build_plan({"x": spec}, {"x": spec}, source_agents=["far"], target_agents=["near"], fan_out="direct")
-        ways = Ways(me="near", source=("far",), target=("near",), reads=frozenset({("near", "far")}))
+        ways = Routing(me="near", source=("far",), target=("near",), reads=frozenset({("near", "far")}))
         target = torch.zeros(64, 64)
         targets: dict[int, dict[int, View]] = {0: {0: view_of(target)}}
         program = compile_host(whole, ways, {0: reader.views(["x"])}, targets)

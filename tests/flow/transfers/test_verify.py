@@ -132,12 +132,12 @@ async def test_in_place_is_verified_although_the_source_is_gone(site: Site, pair
 
 def in_memory() -> None:
     """This agent flips a bit of the first target that it has written, before that is looked at."""
-    from etha.agent.runtime.inspection import Inspection
+    from etha.agent.runtime.verification import TransferVerification
 
-    after = Inspection.after
-    harmed: list[Inspection] = []
+    after = TransferVerification.after
+    harmed: list[TransferVerification] = []
 
-    async def harm(self: Inspection) -> None:
+    async def harm(self: TransferVerification) -> None:
         if not harmed and (targets := self._checks._reads._views["target"]):
             harmed.append(self)
             view = targets[min(targets)][0]
@@ -146,44 +146,44 @@ def in_memory() -> None:
             raw[raw.numel() // 3] ^= 4
         await after(self)
 
-    Inspection.after = harm  # type: ignore[method-assign]
+    TransferVerification.after = harm  # type: ignore[method-assign]
 
 
 def on_the_wire() -> None:
     """This agent sends one bit wrong."""
-    from etha.transport.tcp.streams import Outlet
+    from etha.transport.tcp.streams import SendStream
 
-    straight = Outlet._straight
-    harmed: list[Outlet] = []
+    straight = SendStream._straight
+    harmed: list[SendStream] = []
 
-    def harm(memory: memoryview, outlet: Outlet) -> memoryview:
+    def harm(memory: memoryview, outlet: SendStream) -> memoryview:
         if not harmed:
             harmed.append(outlet)
             memory = memoryview(bytearray(memory))
             memory[len(memory) // 3] ^= 4
         return memory
 
-    def from_memory(self: Outlet, exchange: Any, span: Any, memory: memoryview) -> None:
+    def from_memory(self: SendStream, exchange: Any, span: Any, memory: memoryview) -> None:
         straight(self, exchange, span, harm(memory, self))
 
-    def from_chunk(self: Outlet, exchange: Any, span: Any) -> None:
+    def from_chunk(self: SendStream, exchange: Any, span: Any) -> None:
         memory, ops = self._pack(exchange, span)
         with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(exchange.guards, span.owners):
             copy_slot.run(ops)
         self.sock.sendall(harm(memory, self))
 
-    Outlet._straight, Outlet._packed = from_memory, from_chunk  # type: ignore[method-assign]
+    SendStream._straight, SendStream._packed = from_memory, from_chunk  # type: ignore[method-assign]
 
 
 def forbidden() -> None:
     """This agent fails where it verifies anything."""
-    from etha.agent.runtime.inspection import Inspection
+    from etha.agent.runtime.verification import TransferVerification
     from etha.transport.verify import checksums, reduction_sums
 
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("nobody has asked for checksums")
 
-    Inspection.__init__ = never  # type: ignore[method-assign]
+    TransferVerification.__init__ = never  # type: ignore[method-assign]
     checksums.checksum = reduction_sums.checksum = never  # type: ignore[assignment, attr-defined]
 
 

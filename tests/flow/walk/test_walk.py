@@ -162,7 +162,7 @@ class RecordedAgent:
 
 def answered(steps: list[Step]) -> list[Step]:
     """The agent's record to its last answer to a worker."""
-    ends = [at for at, step in enumerate(steps) if step.function == "Calls.answer" and not step.entered]
+    ends = [at for at, step in enumerate(steps) if step.function == "OpenCalls.answer" and not step.entered]
     return steps[: ends[-1] + 1]
 
 

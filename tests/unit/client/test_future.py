@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etha.client.future import TransferFuture
-from etha.client.loop_thread import Portal
+from etha.client.loop_thread import LoopThread
 from etha.client.results import TransferResult
 from etha.errors import ConfigError, TransferAbortedError
 
@@ -42,62 +42,62 @@ class Gate:
 
 
 @pytest.fixture
-def portal() -> Iterator[Portal]:
-    portal = Portal()
-    yield portal
-    portal.close()
+def loop_thread() -> Iterator[LoopThread]:
+    loop_thread = LoopThread()
+    yield loop_thread
+    loop_thread.close()
 
 
-def let(portal: Portal, function: Callable[[], None]) -> None:
-    """Run a function on the portal's loop, to its end."""
+def let(loop_thread: LoopThread, function: Callable[[], None]) -> None:
+    """Run a function on the loop thread, to its end."""
 
     async def run() -> None:
         function()
 
-    portal.call(run())
+    loop_thread.call(run())
 
 
-def test_a_thread_waits_for_the_result(portal: Portal) -> None:
+def test_a_thread_waits_for_the_result(loop_thread: LoopThread) -> None:
     gate = Gate()
-    future = portal.submit(gate.work())
+    future = loop_thread.submit(gate.work())
     assert not future.done() and not future.cancelled()
     with pytest.raises(TimeoutError):
         future.result(0.001)
     with pytest.raises(TimeoutError):
         future.exception(0.001)
-    let(portal, gate.open.set)
+    let(loop_thread, gate.open.set)
     assert future.result(10) is RESULT and future.exception() is None
     assert future.done() and not future.cancelled() and not future.cancel()
 
 
-def test_the_error_is_raised_to_whoever_asks(portal: Portal) -> None:
+def test_the_error_is_raised_to_whoever_asks(loop_thread: LoopThread) -> None:
     gate = Gate(FAILED)
-    future = portal.submit(gate.work())
-    let(portal, gate.open.set)
+    future = loop_thread.submit(gate.work())
+    let(loop_thread, gate.open.set)
     assert future.exception(10) is FAILED
     with pytest.raises(TransferAbortedError):
         future.result()
 
 
-def test_done_callbacks_get_the_future(portal: Portal) -> None:
+def test_done_callbacks_get_the_future(loop_thread: LoopThread) -> None:
     gate, reported = Gate(), concurrent.futures.Future[tuple[TransferFuture, str]]()
-    future = portal.submit(gate.work())
+    future = loop_thread.submit(gate.work())
     future.add_done_callback(lambda f: reported.set_result((f, threading.current_thread().name)))
-    let(portal, gate.open.set)
+    let(loop_thread, gate.open.set)
     assert reported.result(10) == (future, "etha-portal")
     late: list[TransferFuture] = []
     future.add_done_callback(late.append)
     assert late == [future], "at once when it is over"
 
 
-def test_it_is_cancelled_once_the_transfer_has_ended(portal: Portal) -> None:
+def test_it_is_cancelled_once_the_transfer_has_ended(loop_thread: LoopThread) -> None:
     gate = Gate()
-    future = portal.submit(gate.work())
-    let(portal, lambda: None)  # the transfer has begun
+    future = loop_thread.submit(gate.work())
+    let(loop_thread, lambda: None)  # the transfer has begun
     assert future.cancel() and future.cancel()
-    let(portal, lambda: None)
+    let(loop_thread, lambda: None)
     assert not future.done() and not future.cancelled(), "tensors may still be written"
-    let(portal, gate.confirm.set)
+    let(loop_thread, gate.confirm.set)
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(10)
     with pytest.raises(concurrent.futures.CancelledError):
@@ -105,11 +105,11 @@ def test_it_is_cancelled_once_the_transfer_has_ended(portal: Portal) -> None:
     assert gate.confirmed and future.done() and future.cancelled() and not future.cancel()
 
 
-def test_cancelled_before_it_began(portal: Portal) -> None:
+def test_cancelled_before_it_began(loop_thread: LoopThread) -> None:
     gate = Gate()
     hold = threading.Event()
-    portal._loop.call_soon_threadsafe(hold.wait)
-    future = portal.submit(gate.work())
+    loop_thread._loop.call_soon_threadsafe(hold.wait)
+    future = loop_thread.submit(gate.work())
     assert future.cancel()
     hold.set()
     with pytest.raises(concurrent.futures.CancelledError):
@@ -117,16 +117,16 @@ def test_cancelled_before_it_began(portal: Portal) -> None:
     assert future.cancelled() and not gate.confirmed
 
 
-async def test_an_event_loop_awaits_what_another_thread_moves(portal: Portal) -> None:
+async def test_an_event_loop_awaits_what_another_thread_moves(loop_thread: LoopThread) -> None:
     gate, broken = Gate(), Gate(FAILED)
-    future, failing = portal.submit(gate.work()), portal.submit(broken.work())
+    future, failing = loop_thread.submit(gate.work()), loop_thread.submit(broken.work())
     for waiting in (future, failing):
         with pytest.raises(ConfigError, match="await it"):
             waiting.result()
         with pytest.raises(ConfigError, match="await it"):
             waiting.exception(0)
-    portal._loop.call_soon_threadsafe(gate.open.set)
-    portal._loop.call_soon_threadsafe(broken.open.set)
+    loop_thread._loop.call_soon_threadsafe(gate.open.set)
+    loop_thread._loop.call_soon_threadsafe(broken.open.set)
     assert await future is RESULT and await future is RESULT
     assert future.result() is RESULT, "over: there is nothing to wait for"
     with pytest.raises(TransferAbortedError):
@@ -199,10 +199,10 @@ async def test_the_future_keeps_its_task_and_an_error_that_nobody_fetched_is_sil
     assert reported == []
 
 
-def test_a_loop_that_is_gone_is_not_waited_for(portal: Portal) -> None:
+def test_a_loop_that_is_gone_is_not_waited_for(loop_thread: LoopThread) -> None:
     """Who awaited has left with its event loop; the transfer ends all the same."""
     gate = Gate()
-    future = portal.submit(gate.work())
+    future = loop_thread.submit(gate.work())
 
     async def look() -> None:
         with pytest.raises(TimeoutError):
@@ -210,7 +210,7 @@ def test_a_loop_that_is_gone_is_not_waited_for(portal: Portal) -> None:
                 await future
 
     asyncio.run(look())
-    let(portal, gate.open.set)
+    let(loop_thread, gate.open.set)
     assert future.result(10) is RESULT
 
 

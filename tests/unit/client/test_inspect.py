@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etha.client.manifest import aliases, check_tensor_name, overlaps_itself, refusals_of
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.cpu import CpuMemory
 from etha.errors import ConfigError
 
-CPU = CpuHome()
+CPU = CpuMemory()
 
 
 def reasons(tensor: object) -> list[str]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.client.arguments.world import RankInfo
 from etha.client.manifest import PairDefaults, TensorManifest, build_manifest
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.cpu import CpuMemory
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 
@@ -25,7 +25,7 @@ def pair(name: str = "p", mesh: Any = (2,), placements: Any = SHARDED, ranks: An
 def build(tensors: Any, *, pairs: Any = None, pair_name: str | None = None, **options: Any) -> TensorManifest:
     pairs = {p.name: p for p in pairs or [pair()]}
     options = {"placements": None, "shapes": None, **options}
-    return build_manifest(tensors, pair_name=pair_name, pairs=pairs, home=CpuHome(), **options)
+    return build_manifest(tensors, pair_name=pair_name, pairs=pairs, home=CpuMemory(), **options)
 
 
 def test_a_list_is_matched_by_position_within_each_pair() -> None:

@@ -9,16 +9,16 @@ import pytest
 
 from etha.demo.events import Event
 from etha.demo.options import GOAL, GOAL_STEPS, Options
-from etha.demo.report import Ledger, compare, table
+from etha.demo.report import DemoReport, compare, table
 
 
 def reported(**fields: Any) -> dict[str, Any]:
     return {"hashes": {"w": "aa", "b": "bb"}, "loss": 2.0, "bytes": 4000, "seconds": 0.001, "sample": "x", **fields}
 
 
-def take(ledger: Ledger, number: int, loss: float, **received: Any) -> None:
-    ledger.take(Event(job="inference", kind="version", fields=reported(number=number, loss=loss, **received)))
-    ledger.take(Event(job="trainer", kind="version", fields=reported(number=number, loss=loss)))
+def take(report: DemoReport, number: int, loss: float, **received: Any) -> None:
+    report.take(Event(job="inference", kind="version", fields=reported(number=number, loss=loss, **received)))
+    report.take(Event(job="trainer", kind="version", fields=reported(number=number, loss=loss)))
 
 
 def test_equal_hashes_and_losses_make_a_row_without_problems() -> None:
@@ -47,39 +47,39 @@ def test_nothing_hashed_is_not_equal() -> None:
 
 
 def test_a_row_comes_when_both_jobs_have_told() -> None:
-    ledger = Ledger(Options(steps=2, every=2))
-    assert ledger.take(Event(job="trainer", kind="version", fields=reported(number=0))) is None
-    assert ledger.take(Event(job="trainer", kind="progress", fields={"step": 1, "steps": 2})) is None
-    row = ledger.take(Event(job="inference", kind="version", fields=reported(number=0)))
-    assert row is not None and ledger.rows == [row]
+    report = DemoReport(Options(steps=2, every=2))
+    assert report.take(Event(job="trainer", kind="version", fields=reported(number=0))) is None
+    assert report.take(Event(job="trainer", kind="progress", fields={"step": 1, "steps": 2})) is None
+    row = report.take(Event(job="inference", kind="version", fields=reported(number=0)))
+    assert row is not None and report.rows == [row]
 
 
 def test_the_verdict_names_versions_that_never_came() -> None:
-    ledger = Ledger(Options(steps=4, every=2))
-    take(ledger, 0, 4.5)
-    assert ledger.verdict() == ["versions [2, 4] were not told by both jobs"]
+    report = DemoReport(Options(steps=4, every=2))
+    take(report, 0, 4.5)
+    assert report.verdict() == ["versions [2, 4] were not told by both jobs"]
 
 
 def test_the_loss_must_fall_and_a_long_run_must_reach_the_goal() -> None:
-    short = Ledger(Options(steps=2, every=2))
+    short = DemoReport(Options(steps=2, every=2))
     take(short, 0, 4.0)
     take(short, 2, 4.0)
     assert short.verdict() == ["the loss did not fall: 4.0000 to 4.0000"]
-    long = Ledger(Options(steps=GOAL_STEPS, every=GOAL_STEPS))
+    long = DemoReport(Options(steps=GOAL_STEPS, every=GOAL_STEPS))
     take(long, 0, 4.0)
     take(long, GOAL_STEPS, GOAL)
     assert long.verdict() == [f"the loss after {GOAL_STEPS} steps is {GOAL:.4f}, not below {GOAL}"]
-    good = Ledger(Options(steps=2, every=2))
+    good = DemoReport(Options(steps=2, every=2))
     take(good, 0, 4.0)
     take(good, 2, 3.9)
     assert good.verdict() == []
 
 
 def test_the_table_shows_a_line_for_each_version() -> None:
-    ledger = Ledger(Options(steps=2, every=2))
-    take(ledger, 0, 4.0)
-    take(ledger, 2, 3.9, hashes={"w": "aa", "b": "00"})
-    shown = table(ledger.rows, synthetic=False)
+    report = DemoReport(Options(steps=2, every=2))
+    take(report, 0, 4.0)
+    take(report, 2, 3.9, hashes={"w": "aa", "b": "00"})
+    shown = table(report.rows, synthetic=False)
     assert shown.row_count == 2
     assert [str(cell) for cell in shown.columns[3].cells] == ["2 tensors equal", "b differs"]
     assert len(table([], synthetic=True).columns) == 4

@@ -83,8 +83,8 @@ def asked(what, call):
 asked("empty", lambda: etha.empty((2**40,)))
 asked("huge", lambda: etha.empty((2**61,), dtype=torch.uint8))
 asked("like", lambda: etha.empty_like(torch.empty(1).expand(2**40)))
-from etha.client.memory.cpu import CpuHome
-asked("stage", lambda: CpuHome().stage([torch.empty(1).expand(2**38)] * 3, [True] * 3))
+from etha.client.memory.cpu import CpuMemory
+asked("stage", lambda: CpuMemory().stage([torch.empty(1).expand(2**38)] * 3, [True] * 3))
 assert not shared.segments()
 """
 

@@ -31,7 +31,7 @@ from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import BUCKET, STREAMS, WireProgram
 from etha.transport.wire.host_reads import compile_host
-from etha.transport.wire.routing import Ways
+from etha.transport.wire.routing import Routing
 
 TOKEN = 40
 Local = dict[int, dict[str, torch.Tensor]]
@@ -133,13 +133,13 @@ class Job:
     def agents(self) -> list[str]:
         return sorted({*self.source_agents, *self.target_agents})
 
-    def ways(self, me: str) -> Ways:
-        return Ways(me=me, source=self.source_agents, target=self.target_agents, reads=self.reads)
+    def routing(self, me: str) -> Routing:
+        return Routing(me=me, source=self.source_agents, target=self.target_agents, reads=self.reads)
 
     def views_of(self, me: str) -> tuple[dict[int, dict[int, View]], dict[int, dict[int, View]]]:
         """Sources that ``me`` reaches, and its targets."""
-        ways = self.ways(me)
-        here = {r: t for r, t in self.source.items() if ways.reach(me, self.source_agents[r])}
+        routing = self.routing(me)
+        here = {r: t for r, t in self.source.items() if routing.reach(me, self.source_agents[r])}
         there = {r: t for r, t in self.target.items() if self.target_agents[r] == me}
         return (
             views(here, self.plan.names, self.memory if self.private[0] else None),
@@ -149,12 +149,12 @@ class Job:
     def wire(self, me: str) -> WireProgram:
         sources, targets = self.views_of(me)
         return compile_wire(
-            self.plan, self.ways(me), sources, targets,
+            self.plan, self.routing(me), sources, targets,
             staging=self.staging, bucket_size=self.bucket_size, streams=self.streams,
         )  # fmt: skip
 
     def here(self, me: str) -> Program:
-        return compile_host(self.plan, self.ways(me), *self.views_of(me))
+        return compile_host(self.plan, self.routing(me), *self.views_of(me))
 
     def expected(self) -> Local:
         found = {r: {k: x.clone() for k, x in held.items()} for r, held in self.target.items()}

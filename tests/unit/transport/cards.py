@@ -131,11 +131,11 @@ class Placed:
     def wire(self, me: str) -> WireProgram:
         sources, targets = self.views(me, self.fleet.cards[me])
         job = self.job
-        return compile_wire(job.plan, job.ways(me), sources, targets, staging=job.staging, cut=self.cut)
+        return compile_wire(job.plan, job.routing(me), sources, targets, staging=job.staging, cut=self.cut)
 
     def copy_here(self, me: str) -> None:
         """What the agent's lane does: the card's memory is the CPU's here."""
-        run_here(compile_host(self.job.plan, self.job.ways(me), *self.views(me, None)))
+        run_here(compile_host(self.job.plan, self.job.routing(me), *self.views(me, None)))
 
     async def runs(
         self, seq: int = 1, guards: Mapping[str, Mapping[Member, Guard]] | None = None, **options: Any

@@ -62,10 +62,10 @@ class Meetings:
         if info.again and (met := self.standing()) is not None:
             self._met = None
             again: Coroutine[Any, Any, Any] = self._renew(met, info, received)
-            self._meeting = self._membership.portal.submit(again)
+            self._meeting = self._membership.loop_thread.submit(again)
             return
         work: Coroutine[Any, Any, Any] = self._meet(info, rank, world, received)
-        self._meeting = self._membership.portal.submit(work)
+        self._meeting = self._membership.loop_thread.submit(work)
 
     def standing(self) -> MetTrainer | None:
         """The trainer that was met, while it lives."""
@@ -95,7 +95,7 @@ class Meetings:
     def receive(self, met: MetTrainer, timeout: float) -> TransferFuture:
         """Begin to receive what ``met`` sends next."""
         mark = met.batch.mark()  # of this thread: what it has queued on the device comes first
-        return self._membership.portal.submit(met.batch.transfer_after(mark, "recv", timeout=timeout))
+        return self._membership.loop_thread.submit(met.batch.transfer_after(mark, "recv", timeout=timeout))
 
     def close(self) -> None:
         """Leave the pair, and meet nobody; idempotent."""
@@ -106,7 +106,7 @@ class Meetings:
                 work.cancel()
         try:
             with suppress(AgentLostError):  # the process ends, and the loop before this
-                self._membership.portal.call(self._bus.close())
+                self._membership.loop_thread.call(self._bus.close())
         finally:
             self._membership.leave()
 
@@ -143,7 +143,7 @@ class Meetings:
         self._met = await self._registered(pair, info, received)
         if info.news:
             watch: Coroutine[Any, Any, Any] = self._tell_when_lost(pair, info)
-            self._watch = self._membership.portal.submit(watch)
+            self._watch = self._membership.loop_thread.submit(watch)
         log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
 
     async def _renew(self, met: MetTrainer, info: EthaWeightTransferInitInfo, received: Incoming) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 
 from etha import AsyncTensorBusClient, TransferFuture, TransferResult
-from etha.client.loop_thread import Portal
+from etha.client.loop_thread import LoopThread
 from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError, from_wire
 from etha.integrations.vllm.trainer.replica import AGAIN, Replica, absent, plain
 from etha.integrations.vllm.trainer.source import EthaSource, Iterated
@@ -195,10 +195,10 @@ class FleetMember:
 
     # ---- rank 0, in the background -------------------------------------------------------------
 
-    def begin_to_attend(self, portal: Portal) -> None:
+    def begin_to_attend(self, loop_thread: LoopThread) -> None:
         """Look for the engine whenever it is out, until ``close``."""
         work: Coroutine[Any, Any, Any] = self._attend()
-        self._background = portal.submit(work)
+        self._background = loop_thread.submit(work)
 
     def close(self) -> None:
         """Look for nothing more; idempotent."""
@@ -260,10 +260,10 @@ class Replicas:
         clients: Sequence[VLLMWeightSyncClient],
         bus: AsyncTensorBusClient,
         weights: EthaSource | Iterated,
-        portal: Portal,
+        loop_thread: LoopThread,
     ) -> None:
         _check(clients)
-        self._info, self._bus, self._portal = info, bus, portal
+        self._info, self._bus, self._loop_thread = info, bus, loop_thread
         self._members = [
             FleetMember(Replica(_named(info, number), client, bus, weights)) for number, client in enumerate(clients)
         ]
@@ -287,7 +287,7 @@ class Replicas:
         """
         if self._info.is_sender:
             for member in self._members:
-                member.begin_to_attend(self._portal)
+                member.begin_to_attend(self._loop_thread)
         turn = Turn((), every=True)
         outcomes = await self._each(turn, lambda member: member.begin(turn))
         failed = _failed(outcomes)

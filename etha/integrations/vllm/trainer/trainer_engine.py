@@ -92,7 +92,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._membership: LoopMembership | None = LoopMembership(self)
         self._replicas: Replica | Replicas
         if isinstance(client, (list, tuple)):
-            self._replicas = Replicas(init_info, client, self._bus, self._weights, self._membership.portal)
+            self._replicas = Replicas(init_info, client, self._bus, self._weights, self._membership.loop_thread)
             finalize(self, self._replicas.close).atexit = False  # else what looks for engines would go on
         else:
             self._replicas = Replica(init_info, client, self._bus, self._weights)
@@ -162,7 +162,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
                 self._replicas.close()
             try:
                 with suppress(AgentLostError):  # the program ends, and the loop before this
-                    left.portal.call(self._bus.close())
+                    left.loop_thread.call(self._bus.close())
             finally:
                 left.leave()
 
@@ -203,7 +203,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         if self._membership is None:
             work.close()
             raise ConfigError(f"the trainer engine of pair {self._info.pair!r} is shut down: make another")
-        return self._membership.portal.call(work)
+        return self._membership.loop_thread.call(work)
 
 
 def _check(info: EthaTrainerInitInfo, client: object) -> None:

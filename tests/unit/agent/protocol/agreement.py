@@ -1,4 +1,4 @@
-"""A batch on several agents in memory: ordered links, any interleaving, for walks of ``Transfers``."""
+"""A batch on several agents in memory: ordered links, any interleaving, for walks of ``Participant``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from etha.agent.protocol.effects import (
     BeginLane,
-    Doubt,
     Fail,
     FreeLane,
     HoldLane,
+    InDoubt,
     Settled,
     StartMove,
     StopMove,
     Tell,
     WantLane,
 )
-from etha.agent.protocol.lane_queue import LANE, Bookings, Granted, Need, Recalled
-from etha.agent.protocol.participant import Call, Transfers
+from etha.agent.protocol.lane_queue import LANE, Granted, LaneQueue, Need, Recalled
+from etha.agent.protocol.participant import Call, Participant
 from etha.errors import EthaError, TransferError
 from etha.peer.messages import Message, Verb
 
@@ -40,9 +40,9 @@ class World:
     held: bool = False
     need: Need = field(default_factory=lambda: LANE)
     limit: Callable[[str], int] = lambda resource: 1
-    lanes: dict[str, Bookings] = field(default_factory=dict)
+    lanes: dict[str, LaneQueue] = field(default_factory=dict)
     worlds: dict[str, World] = field(default_factory=dict)
-    machines: dict[str, Transfers] = field(default_factory=dict)
+    machines: dict[str, Participant] = field(default_factory=dict)
     links: dict[tuple[str, str], deque[Message]] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     stopping: set[str] = field(default_factory=set)
@@ -56,8 +56,8 @@ class World:
     def __post_init__(self) -> None:
         names = sorted({a for ranks in self.agents.values() for a in ranks})
         for name in names:
-            lane = self.lanes.setdefault(name, Bookings(self.limit))
-            self.machines[name] = Transfers(
+            lane = self.lanes.setdefault(name, LaneQueue(self.limit))
+            self.machines[name] = Participant(
                 self.batch,
                 me=name,
                 agents=self.agents,
@@ -127,7 +127,7 @@ class World:
                     assert key in self.waiting, f"{key} answered twice"
                     self.waiting.discard(key)
                     self.errors[key] = error
-                case Doubt(seq=seq):
+                case InDoubt(seq=seq):
                     self.doubts.add((me, seq))
                 case HoldLane():
                     assert self.lanes[me].hold(self.batch, self.need)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.protocol.evaluation import Evaluation, Evaluations, Where, evaluate
+from etha.agent.protocol.evaluation import Evaluation, EvaluationCache, Where, evaluate
 from tests.unit.agent.protocol.test_evaluation import SHARDED, Roster, tensor
 
 PLACES = {"t": ["a", "a"], "i": ["a", "a"]}
@@ -18,12 +18,12 @@ def roster(**given: Any) -> Roster:
     return Roster().sides({"w": tensor(SHARDED)}, {"w": tensor()}, **given)
 
 
-def of(known: Evaluations, some: Roster, where: Where | None = None) -> Evaluation:
+def of(known: EvaluationCache, some: Roster, where: Where | None = None) -> Evaluation:
     return known.of(some.records, some.manifests, where or Where(agents=PLACES, hosts=HOSTS))
 
 
 def test_the_same_registration_has_the_same_plans_and_its_own_number() -> None:
-    known = Evaluations()
+    known = EvaluationCache()
     first = of(known, roster())
     again = of(known, roster(i={"seq": 7}))
     assert again.plans["t"] is first.plans["t"] and again.plans["i"] is first.plans["i"]
@@ -38,7 +38,7 @@ def test_the_same_registration_has_the_same_plans_and_its_own_number() -> None:
     "other", [{"atomic": True}, {"verify": "full"}, {"bucket_size": 4096}, {"direction": "recv"}, {"form": "list"}]
 )
 def test_other_options_are_another_registration(other: dict[str, Any]) -> None:
-    known = Evaluations()
+    known = EvaluationCache()
     first = of(known, roster())
     second = of(known, roster(i=other))
     assert len(known) == 2 and second is not first
@@ -50,7 +50,7 @@ def test_other_options_are_another_registration(other: dict[str, Any]) -> None:
 
 
 def test_another_place_or_another_manifest_is_planned_anew() -> None:
-    known = Evaluations()
+    known = EvaluationCache()
     first = of(known, roster())
     elsewhere = of(known, roster(), Where(agents=PLACES, hosts={"t": ["h", "h"], "i": ["h", "k"]}))
     others = of(known, roster(), Where(agents={"t": ["a", "b"], "i": ["a", "a"]}, hosts=HOSTS))
@@ -63,13 +63,13 @@ def test_another_place_or_another_manifest_is_planned_anew() -> None:
 
 
 def test_a_refusal_is_kept_as_well() -> None:
-    known = Evaluations()
+    known = EvaluationCache()
     wrong = Roster().sides({"w": tensor(SHARDED)}, {"w": tensor(shape=(5,))})
     assert of(known, wrong).refused and of(known, wrong).refused == of(known, wrong).refused and len(known) == 1
 
 
 def test_the_one_used_longest_ago_goes() -> None:
-    known = Evaluations(kept=2)
+    known = EvaluationCache(kept=2)
     first = of(known, roster())
     of(known, roster(i={"atomic": True}))
     assert of(known, roster()).plans["t"] is first.plans["t"]

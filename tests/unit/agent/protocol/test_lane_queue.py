@@ -8,7 +8,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etha.agent.protocol.lane_queue import Bookings, Granted, Need, Recalled
+from etha.agent.protocol.lane_queue import Granted, LaneQueue, Need, Recalled
 from tests.examples import examples
 from tests.unit.agent.protocol.agreement import World
 
@@ -18,14 +18,14 @@ def ticket(start: int, agent: str = "a", batch: str = "x") -> tuple[int, str, st
 
 
 def test_a_free_lane_is_granted_at_once_and_the_next_waits() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     assert lane.want("x", ticket(1)) == [Granted("x")]
     assert lane.want("y", ticket(2)) == []
     assert lane.free("x") == [Granted("y")]
 
 
 def test_the_oldest_ticket_is_next() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     lane.want("x", ticket(1))
     lane.begin("x")
     lane.want("y", ticket(3))
@@ -34,7 +34,7 @@ def test_the_oldest_ticket_is_next() -> None:
 
 
 def test_an_older_ticket_recalls_a_younger_grant_once() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     lane.want("x", ticket(9))
     assert lane.want("y", ticket(5)) == [Recalled("x")]
     assert lane.want("z", ticket(4)) == []
@@ -43,14 +43,14 @@ def test_an_older_ticket_recalls_a_younger_grant_once() -> None:
 
 
 def test_what_has_begun_is_not_recalled() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     lane.want("x", ticket(9))
     lane.begin("x")
     assert lane.want("y", ticket(5)) == []
 
 
 def test_who_wants_no_longer_is_forgotten() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     lane.want("x", ticket(1))
     lane.want("y", ticket(2))
     assert lane.free("y") == [] and lane.free("y") == [] and lane.free("nobody") == []
@@ -58,13 +58,13 @@ def test_who_wants_no_longer_is_forgotten() -> None:
 
 
 def test_equal_starts_are_ordered_by_agent_then_batch() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     lane.want("x", ticket(1, "b", "b1"))
     assert lane.want("y", ticket(1, "b", "b0")) == [Recalled("x")]
 
 
 def test_a_lane_held_for_calls_that_wait_gives_way_to_any_ticket() -> None:
-    lane = Bookings()
+    lane = LaneQueue()
     assert lane.hold("x") and not lane.hold("y") and not lane.hold("x")
     assert lane.want("y", ticket(9)) == [Recalled("x")]
     assert lane.free("x") == [Granted("y")]
@@ -78,8 +78,8 @@ def test_a_lane_held_for_calls_that_wait_gives_way_to_any_ticket() -> None:
 LIMITS = {"staging": 100, "to b": 2, "to c": 2, "card": 8}
 
 
-def amounts() -> Bookings:
-    return Bookings(LIMITS.__getitem__)
+def amounts() -> LaneQueue:
+    return LaneQueue(LIMITS.__getitem__)
 
 
 def test_what_fits_is_granted_beside_what_runs() -> None:
@@ -178,7 +178,7 @@ def play(
     limit: Callable[[str], int],
 ) -> None:
     """Two calls of each rank, everything that can happen in any order; and nobody waits for ever."""
-    ticks, lanes, worlds = count(), dict[str, Bookings](), dict[str, World]()
+    ticks, lanes, worlds = count(), dict[str, LaneQueue](), dict[str, World]()
     for number, (sender, receivers) in enumerate(batches):
         agents = {"t": (sender,), "i": tuple(receivers)}
         options = {"now": lambda: next(ticks) // 2, "lanes": lanes, "worlds": worlds, "held": held}

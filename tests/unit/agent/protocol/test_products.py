@@ -15,7 +15,7 @@ from etha.bus.messages import Entry, Register
 from etha.client.arguments.world import RankInfo
 from etha.client.manifest import PairDefaults, build_manifest
 from etha.client.manifest import TensorManifest as Handed
-from etha.client.memory.cpu import CpuHome
+from etha.client.memory.cpu import CpuMemory
 from etha.memory.handles import describe
 from etha.plan import simulate
 from tests.unit.plan.truth import Truth, random_dim, random_truth, runs_of, take
@@ -35,7 +35,7 @@ class Batch:
         mesh = None if truth is None else torch.tensor(truth.ranks).reshape(truth.mesh)
         placements: Any = None if truth is None else tuple(truth.placements)
         handed = build_manifest(
-            {"w": local}, pair_name="p", placements=None, shapes={"w": self.shape}, home=CpuHome(),
+            {"w": local}, pair_name="p", placements=None, shapes={"w": self.shape}, home=CpuMemory(),
             pairs={"p": PairDefaults(name="p", place=place, mesh=mesh, placements=placements)}, **options,
         )  # fmt: skip
         layouts = list(dict.fromkeys(item.layout for item in handed.items))

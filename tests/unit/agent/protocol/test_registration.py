@@ -9,11 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from etha.agent.protocol.capabilities import Terms, Verdict
+from etha.agent.protocol.capabilities import Capabilities, Terms
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.registration import BatchRegistration, Declare, Evaluate, RegistrationState, Stand, Unenroll
+from etha.agent.protocol.registration import (
+    BatchRegistration,
+    Declare,
+    EvaluateRoster,
+    RegistrationState,
+    Stand,
+    Unenroll,
+)
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from tests.examples import examples
 
@@ -39,7 +46,9 @@ def evaluation(refused: tuple[Violation, ...] = ()) -> Evaluation:
 
 
 def verdict(digest: str | None = None, **more: Any) -> str:
-    found = Verdict(digest=evaluation().digest if digest is None else digest, **{"staging": 100, "streams": 4, **more})
+    found = Capabilities(
+        digest=evaluation().digest if digest is None else digest, **{"staging": 100, "streams": 4, **more}
+    )
     return found.to_text()
 
 
@@ -77,7 +86,7 @@ class World:
 
     def plan(self, refused: bool = False) -> None:
         self.evaluating = False
-        mine = Verdict.from_text("a", verdict())
+        mine = Capabilities.from_text("a", verdict())
         self.perform(self.batch.evaluated(evaluation((BAD,) if refused else ()), mine))
 
     def perform(self, effects: list[Any]) -> None:
@@ -90,7 +99,7 @@ class World:
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
                     self.expect[key] = error
-                case Evaluate(entries=entries):
+                case EvaluateRoster(entries=entries):
                     assert set(entries) == set(self.everybody) and not self.evaluating
                     self.evaluating = True
                 case Declare(verdict=text):
@@ -133,8 +142,8 @@ def test_all_agents_move_on_the_same_terms() -> None:
     world.plan()
     world.look()
     assert world.terms == Terms(reads=frozenset({("b", "a")}), staging=70, streams=4, seq=12)
-    shares = Verdict.from_text("a", verdict(reads=("b",), shared=True))
-    other = Verdict.from_text("b", verdict(reads=("a",)))
+    shares = Capabilities.from_text("a", verdict(reads=("b",), shared=True))
+    other = Capabilities.from_text("b", verdict(reads=("a",)))
     assert Terms.of({"a": shares, "b": other}).reads == {("a", "b")}, "what is written is not read by others"
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.agent.protocol.verification import Checks, Line, VerificationBook
+from etha.agent.protocol.verification import Line, VerificationBook, VerificationPlan
 from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.staging import Budget
-from etha.transport.tcp.streams import Outlet
+from etha.transport.tcp.streams import SendStream
 from etha.transport.verify.checksums import ChecksumReader, checksum
 from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
 from etha.transport.wire.flows import WireProgram
@@ -33,21 +33,21 @@ class Watched:
 
     job: Job
     full: bool = True
-    checks: dict[str, Checks] = field(init=False)
+    checks: dict[str, VerificationPlan] = field(init=False)
     books: dict[str, VerificationBook] = field(init=False)
     budget: Budget = field(default_factory=lambda: Budget(LIMIT))
 
     def __post_init__(self) -> None:
         job, wire = self.job, self.job.wire
         self.checks = {
-            me: Checks(
-                job.plan, job.ways(me), *job.views_of(me), sides=("s", "t"), staging=job.staging, full=self.full
+            me: VerificationPlan(
+                job.plan, job.routing(me), *job.views_of(me), sides=("s", "t"), staging=job.staging, full=self.full
             )
             for me in job.agents
         }  # fmt: skip
 
         def witnessed(me: str) -> WireProgram:
-            return replace(wire(me), witness=self.checks[me].witness)
+            return replace(wire(me), observer=self.checks[me].reduction_sums)
 
         job.wire = witnessed  # type: ignore[method-assign]
 
@@ -181,17 +181,17 @@ async def test_a_bit_that_flips_on_the_wire_is_found_with_its_place(
     """The sender's bytes are right and the receiver's memory too: only the stream between them is not."""
     job = rows(1, 1, (4096, 256), Shard(0), "a", "b")
     job.private = (private, private)
-    straight = Outlet._straight
+    straight = SendStream._straight
     flipped: list[int] = []
 
-    def corrupt(self: Outlet, exchange: object, span: object, memory: memoryview) -> None:
+    def corrupt(self: SendStream, exchange: object, span: object, memory: memoryview) -> None:
         if not flipped:
             flipped.append(1)
             memory = memoryview(bytearray(memory))
             memory[5] ^= 1
         straight(self, exchange, span, memory)  # type: ignore[arg-type]
 
-    def corrupt_packed(self: Outlet, exchange: object, span: object) -> None:
+    def corrupt_packed(self: SendStream, exchange: object, span: object) -> None:
         memory, ops = self._pack(exchange, span)  # type: ignore[arg-type]
         with self.owner.copy_slots.one() as copy_slot:
             copy_slot.run(ops)
@@ -200,8 +200,8 @@ async def test_a_bit_that_flips_on_the_wire_is_found_with_its_place(
             memory[5] ^= 1
         self.sock.sendall(memory)
 
-    monkeypatch.setattr(Outlet, "_straight", corrupt)
-    monkeypatch.setattr(Outlet, "_packed", corrupt_packed)
+    monkeypatch.setattr(SendStream, "_straight", corrupt)
+    monkeypatch.setattr(SendStream, "_packed", corrupt_packed)
     expected = job.expected()
     watched = Watched(job)
     async with agents("ab") as at:

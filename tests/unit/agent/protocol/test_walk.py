@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
-from etha.agent.protocol.participant import Moving, Transfers
+from etha.agent.protocol.participant import Moving, Participant
 from etha.peer.messages import Committed, VerdictAnswer
 from tests.unit.agent.protocol.walking import Violation, Walk
 
@@ -108,7 +108,7 @@ def test_four_agents_and_a_link_of_the_coordinator() -> None:
 # ---- the walk sees what it is there for ---------------------------------------------------------
 
 
-def commit_in_doubt(self: Transfers, agent: str, seq: int) -> None:
+def commit_in_doubt(self: Participant, agent: str, seq: int) -> None:
     if self.current is not None and self.state is Moving.DOUBT:
         self.move(Moving.COMMITTED)
         self._tell(agent, Committed(seq=seq))
@@ -117,14 +117,14 @@ def commit_in_doubt(self: Transfers, agent: str, seq: int) -> None:
         commit(self, agent, seq)
 
 
-def answer_without_a_fence(self: Transfers, agent: str, seq: int) -> None:
+def answer_without_a_fence(self: Participant, agent: str, seq: int) -> None:
     if self.current is not None and self.state is Moving.VOTED and self.current.coordinator != self.me:
         self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
     else:
         question(self, agent, seq)
 
 
-def answer_and_go_on_moving(self: Transfers, agent: str, seq: int) -> None:
+def answer_and_go_on_moving(self: Participant, agent: str, seq: int) -> None:
     if self.current is not None and self.state is Moving.MOVING and self.current.coordinator != self.me:
         self._tell(agent, VerdictAnswer(seq=seq, verdict="aborted"))
     else:
@@ -138,15 +138,15 @@ def settle_without_an_acknowledgement(self: Coordinator) -> list[Any]:
     return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
 
 
-commit, question = Transfers._commit, Transfers._question
+commit, question = Participant._commit, Participant._question
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "changed", "walk"),
     [
-        (Transfers, "_commit", commit_in_doubt, Walk(FOUR, moved=True, cuts=(AB,), eager=False)),
-        (Transfers, "_question", answer_without_a_fence, Walk(FAN, made=True, cuts=(AB,))),
-        (Transfers, "_question", answer_and_go_on_moving, Walk(FAN, made=True, cuts=(AB,))),
+        (Participant, "_commit", commit_in_doubt, Walk(FOUR, moved=True, cuts=(AB,), eager=False)),
+        (Participant, "_question", answer_without_a_fence, Walk(FAN, made=True, cuts=(AB,))),
+        (Participant, "_question", answer_and_go_on_moving, Walk(FAN, made=True, cuts=(AB,))),
         (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(TWO, cuts=(AB,))),
         (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(FAN, made=True, cuts=(AB,))),
     ],

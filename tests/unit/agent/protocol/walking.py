@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from etha.agent.protocol.effects import BeginLane, Doubt, Fail, FreeLane, HoldLane, Settled, StartMove, Tell, WantLane
-from etha.agent.protocol.participant import Call, Transfers
+from etha.agent.protocol.effects import BeginLane, Fail, FreeLane, HoldLane, InDoubt, Settled, StartMove, Tell, WantLane
+from etha.agent.protocol.participant import Call, Participant
 from etha.errors import EthaError, PeerLostError, TransferError
 
 #: Of a machine: what never changes, or is told and not decided upon.
@@ -94,7 +94,7 @@ class Told:
 class Agent:
     """One agent at one moment. ``calls``: position -> "unmade", "waiting", "ended" (its deadline is over), Told."""
 
-    machine: Transfers
+    machine: Participant
     calls: dict[int, str | Told]
     running: int = 0
     timer: int = 0
@@ -172,7 +172,7 @@ class Walk:
     def begin(self) -> tuple[int, ...]:
         state = []
         for name in self.names:
-            machine = Transfers("b", me=name, agents=self.agents, digests={}, seq=0, atomic=False, now=lambda: 0)
+            machine = Participant("b", me=name, agents=self.agents, digests={}, seq=0, atomic=False, now=lambda: 0)
             mine = [i for i, (side, rank) in enumerate(self.members) if self.agents[side][rank] == name]
             agent = Agent(machine, dict.fromkeys(mine, "unmade"))
             state.append(self.at[name].number(agent.key(), agent))
@@ -273,7 +273,7 @@ class Walk:
                 case Settled(seq=seq, error=None, calls=calls):
                     for _, i in calls.values():
                         self.tell(agent, i, Told("result", seq))
-                case Doubt(seq=seq):
+                case InDoubt(seq=seq):
                     agent.timer = seq
                 case HoldLane():
                     assert agent.lane == "free"

@@ -17,8 +17,8 @@ import torch
 from etha.bus.messages import LetGo
 from etha.client.connection import AgentConnection
 from etha.client.memory.base import fingerprint, home_name, moved
-from etha.client.memory.cpu import CpuHome
-from etha.client.memory.cuda import GpuHome
+from etha.client.memory.cpu import CpuMemory
+from etha.client.memory.cuda import GpuMemory
 from etha.client.memory.select import agent_of, home_of
 from etha.cuda import driver as cuda
 from etha.cuda.driver import DeviceError
@@ -42,9 +42,9 @@ def spoil(gpu: FakeDriver, method: str, *, sticky: bool = False) -> None:
 
 
 def test_a_tensor_lies_on_its_own_device() -> None:
-    assert home_name(torch.empty(3)) == "cpu" and CpuHome().holds(torch.empty(3))
+    assert home_name(torch.empty(3)) == "cpu" and CpuMemory().holds(torch.empty(3))
     assert home_name(torch.empty(3, device="meta")) == "meta"
-    assert not CpuHome().holds(torch.empty(3, device="meta"))
+    assert not CpuMemory().holds(torch.empty(3, device="meta"))
 
 
 def test_a_card_that_does_not_answer(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_card_that_does_not_answer(gpu: FakeDriver, monkeypatch: pytest.Monkey
 
 
 def test_errors_of_a_card_are_ethas_own(gpu: FakeDriver) -> None:
-    home = GpuHome(gpu, GPU0)
+    home = GpuMemory(gpu, GPU0)
     tensor = gpu.empty(GPU0, (4,))
     spoil(gpu, "extent")
     with pytest.raises(RegistrationError, match=rf"{GPU0}.*\(4,\).*cudaErrorLaunchFailure.*etha doctor"):
@@ -97,7 +97,7 @@ def test_errors_of_a_card_are_ethas_own(gpu: FakeDriver) -> None:
 
 
 def test_a_mark_that_nobody_ends_ends_with_its_last_reference(gpu: FakeDriver) -> None:
-    home = GpuHome(gpu, GPU0)
+    home = GpuMemory(gpu, GPU0)
     for _ in range(3):
         home.mark()
     assert gpu.calls["record"] == 3 and gpu.calls["event"] == 1
@@ -106,7 +106,7 @@ def test_a_mark_that_nobody_ends_ends_with_its_last_reference(gpu: FakeDriver) -
 
 
 def test_a_home_that_closes_leaves_a_copy_alone_that_still_runs(gpu: FakeDriver) -> None:
-    home = GpuHome(gpu, GPU0)
+    home = GpuMemory(gpu, GPU0)
     tensor = gpu.empty(GPU0, (4,)).fill_(1)
     stage = home.stage([tensor], [True])
     stage.pull([tensor])
@@ -134,7 +134,7 @@ def test_a_home_that_closes_leaves_a_copy_alone_that_still_runs(gpu: FakeDriver)
 
 
 def test_events_of_an_agent_that_has_not_let_go_are_kept(gpu: FakeDriver) -> None:
-    home = GpuHome(gpu, GPU0)
+    home = GpuMemory(gpu, GPU0)
     mark = home.mark()
     home.close(released=False)
     mark.end()
@@ -144,7 +144,7 @@ def test_events_of_an_agent_that_has_not_let_go_are_kept(gpu: FakeDriver) -> Non
 
 def test_a_lost_context_does_not_keep_a_client_from_closing(caplog: pytest.LogCaptureFixture) -> None:
     gpu = FakeDriver((GPU0,))
-    home = GpuHome(gpu, GPU0)
+    home = GpuMemory(gpu, GPU0)
     tensor = gpu.empty(GPU0, (4,))
     stage = home.stage([tensor], [True])
     stage.pull([tensor])

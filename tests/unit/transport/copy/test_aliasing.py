@@ -71,8 +71,8 @@ class Mixed(Job):
     dice: random.Random = field(default_factory=random.Random)
 
     def views_of(self, me: str) -> tuple[dict[int, dict[int, View]], dict[int, dict[int, View]]]:
-        number, ways = {name: i for i, name in enumerate(self.plan.names)}, self.ways(me)
-        here = {r: t for r, t in self.source.items() if ways.reach(me, self.source_agents[r])}
+        number, routing = {name: i for i, name in enumerate(self.plan.names)}, self.routing(me)
+        here = {r: t for r, t in self.source.items() if routing.reach(me, self.source_agents[r])}
         there = {r: t for r, t in self.target.items() if self.target_agents[r] == me}
 
         def views(local: dict[int, dict[str, torch.Tensor]], side: str) -> dict[int, dict[int, View]]:

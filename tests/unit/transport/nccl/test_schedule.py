@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import ConfigError
 from etha.plan import Layout, TensorSpec
-from etha.transport.nccl.schedule import MessageGroup, Rounds, make_rounds
+from etha.transport.nccl.schedule import MessageGroup, NcclSchedule, make_rounds
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.forwarding import LAST
@@ -38,7 +38,7 @@ def programs(job: Job, cut: MessageCut) -> dict[str, WireProgram]:
     for name in job.agents:
         # Mapped views stand for a card's: what lies where is the same.
         sources, targets = job.views_of(name)
-        found[name] = compile_wire(job.plan, job.ways(name), sources, targets, staging=job.staging, cut=cut)
+        found[name] = compile_wire(job.plan, job.routing(name), sources, targets, staging=job.staging, cut=cut)
     return found
 
 
@@ -48,7 +48,7 @@ class Strict:
     A group is done once all of its messages have gone; an agent issues the next one when what it hangs on is done.
     """
 
-    def __init__(self, rounds: Mapping[str, Rounds]) -> None:
+    def __init__(self, rounds: Mapping[str, NcclSchedule]) -> None:
         self.rounds = rounds
         self.at = dict.fromkeys(rounds, -1)
         self.open: dict[str, int] = dict.fromkeys(rounds, 0)

@@ -228,7 +228,7 @@ async def test_a_witness_is_shown_every_contribution_and_what_it_came_to() -> No
         transports, runs = await placed.runs()
         seen = {name: Seen() for name in runs}
         watched = {
-            name: replace(run, program=replace(run.program, witness=seen[name]), prepared=False)
+            name: replace(run, program=replace(run.program, observer=seen[name]), prepared=False)
             for name, run in runs.items()
         }
         await asyncio.gather(*(transports[name].run(watched[name]) for name in runs))

@@ -220,11 +220,11 @@ async def test_progress_counts_bytes() -> None:
 async def test_accounts_are_of_the_plan_whatever_the_way() -> None:
     job = rows(2, 2, (64, 64), Shard(1), "ab", "ab")
     for name, rank in (("a", 0), ("b", 1)):
-        nbytes, peers = account(job.plan, job.ways(name))
+        nbytes, peers = account(job.plan, job.routing(name))
         assert nbytes == {("source", rank): 64 * 64 * 2, ("target", rank): 64 * 64 * 2}
         assert peers["source", rank] == (("target", 0), ("target", 1))
     sums = partial(1, (32, 32), "ab", "ab")
-    nbytes, peers = account(sums.plan, sums.ways("a"))
+    nbytes, peers = account(sums.plan, sums.routing("a"))
     assert nbytes["target", 0] == 32 * 32 * 4 and peers["target", 0] == (("source", 0), ("source", 1))
 
 

@@ -15,7 +15,7 @@ from etha.errors import PeerLostError
 from etha.plan import Layout, TensorSpec, build_plan
 from etha.plan.planner.rank_plan import FORWARD
 from etha.transport.base import TransportPeer, WireRun
-from etha.transport.wire.forwarding import Arrivals, ForwardingProgress, Relays, TensorPlace
+from etha.transport.wire.forwarding import Arrivals, ForwardingProgress, ForwardingTable, TensorPlace
 from etha.transport.wire.routing import account
 from tests.examples import examples
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
@@ -131,7 +131,7 @@ async def test_reduced_results_are_passed_on_to_the_bit(private: tuple[bool, boo
 
 def test_floats_that_widen_are_sent_by_the_source() -> None:
     job = copies((1024, 1024), 3, dtypes=(torch.bfloat16, torch.float32))
-    assert not any(Relays(job.plan, job.ways(name)).given for name in job.agents)
+    assert not any(ForwardingTable(job.plan, job.routing(name)).given for name in job.agents)
 
 
 def test_plans_with_carriers_are_refused() -> None:
@@ -142,16 +142,16 @@ def test_plans_with_carriers_are_refused() -> None:
     }
     source = {**job.plan.source, "x": TensorSpec((1, 3), torch.float32, Layout((2,), [held]))}
     plan = build_plan(source, target, source_agents=["s"] * 2, target_agents=there, target_hosts=["t"] * 3)
-    ways = Job(plan, ("s", "s"), tuple(there), {}, {}).ways("t1")
+    routing = Job(plan, ("s", "s"), tuple(there), {}, {}).routing("t1")
     with pytest.raises(ValueError, match="carry=False"):
-        Relays(plan, ways)
+        ForwardingTable(plan, routing)
 
 
 def test_accounts_count_what_a_rank_gets_and_not_what_it_passes_on() -> None:
     job = copies((1024, 1024), 3)
     found = {}
     for name in job.agents:
-        nbytes, peers = account(job.plan, job.ways(name))
+        nbytes, peers = account(job.plan, job.routing(name))
         found |= nbytes
         if name != "s":
             assert all(peers[member] for member in peers)
@@ -162,7 +162,7 @@ def test_accounts_count_what_a_rank_gets_and_not_what_it_passes_on() -> None:
 
 def chain_programs(job: Job) -> list[str]:
     """Target agents in the order of the one chain."""
-    given = {name: [*Relays(job.plan, job.ways(name)).given] for name in job.agents if name != "s"}
+    given = {name: [*ForwardingTable(job.plan, job.routing(name)).given] for name in job.agents if name != "s"}
     [first] = set(given) - {peer for some in given.values() for peer in some}
     order = [first]
     while given[order[-1]]:

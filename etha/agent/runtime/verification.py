@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from etha.agent.protocol.verification import Checks, Piece, VerificationBook
+from etha.agent.protocol.verification import Piece, VerificationBook, VerificationPlan
 from etha.agent.runtime.lane import Lane, Running
 from etha.memory.revocation import Guard
-from etha.peer.introductions import MAX_SUMS, Sums
+from etha.peer.introductions import SUMS_PER_MESSAGE, Sums
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, StagingMemory
 from etha.transport.verify import chunks
 from etha.transport.verify.checksums import ChecksumReader
 
 
-class Tally:
+class ReceivedSums:
     """Collects the sums that other agents send. ``watch`` is called after each message that counts."""
 
     def __init__(self) -> None:
@@ -62,7 +62,9 @@ class _Pass:
 
     barriers: tuple[int, ...] = ()
 
-    def __init__(self, checks: Checks, pieces: Sequence[Piece], reader: Callable[[int], ChecksumReader]) -> None:
+    def __init__(
+        self, checks: VerificationPlan, pieces: Sequence[Piece], reader: Callable[[int], ChecksumReader]
+    ) -> None:
         self._checks, self._pieces, self._reader = checks, pieces, reader
 
     @property
@@ -75,7 +77,7 @@ class _Pass:
         return 0
 
 
-class Readers:
+class ChecksumReaders:
     """The checksum readers of a lane, one per thread, shared by all transfers and kept while any transfer checks."""
 
     def __init__(self, lane: Lane, budget: Budget, memory: StagingMemory | None = None) -> None:
@@ -106,22 +108,22 @@ class Readers:
         return sum(reader.close() for reader in readers.values())
 
 
-class Inspection:
+class TransferVerification:
     """The inspection of one transfer. ``tell(agent, message)`` sends to another agent. Call ``close`` when it is
     over."""
 
     def __init__(
         self,
-        checks: Checks,
+        checks: VerificationPlan,
         seq: int,
         guards: Mapping[Member, Guard],
         *,
-        readers: Readers,
-        tally: Tally,
+        readers: ChecksumReaders,
+        received_sums: ReceivedSums,
         tell: Callable[[str, Sums], None],
     ) -> None:
         self._checks, self._seq, self._guards = checks, seq, guards
-        self._readers, self._tally, self._tell = readers, tally, tell
+        self._readers, self._received_sums, self._tell = readers, received_sums, tell
         self._book: VerificationBook | None = None
         self._most = 0
         self._running: Running | None = None
@@ -140,8 +142,10 @@ class Inspection:
         await self._run(book.then)
         for agent, lines in book.gives.items():
             sums = np.array([line.expected[0] for line in lines], "<u8").tobytes()
-            for first in range(0, len(sums), 8 * MAX_SUMS):
-                self._tell(agent, Sums(seq=self._seq, first=first // 8, sums=sums[first : first + 8 * MAX_SUMS]))
+            for first in range(0, len(sums), 8 * SUMS_PER_MESSAGE):
+                self._tell(
+                    agent, Sums(seq=self._seq, first=first // 8, sums=sums[first : first + 8 * SUMS_PER_MESSAGE])
+                )
         for agent, lines in book.takes.items():
             for line, found in zip(lines, await self._sums_of(agent, len(lines)), strict=True):
                 line.expected.append(found)
@@ -156,8 +160,8 @@ class Inspection:
 
     def close(self) -> int:
         """Stop waiting for sums. Returns the most bytes that lane threads had for checks meanwhile."""
-        self._tally.forget(self._seq)
-        self._tally.watch = None
+        self._received_sums.forget(self._seq)
+        self._received_sums.watch = None
         return self._most
 
     # ---- inside -------------------------------------------------------------------------------
@@ -177,8 +181,8 @@ class Inspection:
 
     async def _sums_of(self, agent: str, count: int) -> list[int]:
         """Wait for the sums of another agent. The agent's loss or the call's end stops this."""
-        self._tally.watch = self._news.set
-        while (sums := self._tally.sums(agent, self._seq, count)) is None:
+        self._received_sums.watch = self._news.set
+        while (sums := self._received_sums.sums(agent, self._seq, count)) is None:
             if self._error is not None:
                 raise self._error
             self._news.clear()

@@ -15,7 +15,7 @@ from etha.config import Settings
 from etha.cuda.driver import DeviceError, Unexportable
 from etha.cuda.nccl import install
 from etha.doctor import Failing
-from etha.doctor import card as doctor
+from etha.doctor import gpu as doctor
 from etha.doctor.examination import CHECKS
 from etha.errors import ConfigError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
@@ -38,7 +38,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(Nccl())  # type: ignore[arg-type]
     # A child that is forked from a server which has torch already; the doctor's own loads it anew, for seconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fakes.cuda", "etha.doctor.card"])
+    context.set_forkserver_preload(["tests.fakes.cuda", "etha.doctor.gpu"])
     monkeypatch.setattr(doctor, "_CONTEXT", context)
     yield
     install(None)

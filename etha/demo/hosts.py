@@ -11,14 +11,14 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DemoHost:
     """One host of the demo: network namespace ``netns``, in which its agent listens on ``address`` (numeric)."""
 
     netns: str
     address: str
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> DemoHost:
         """Read NETNS,ADDRESS. ValueError says what is wrong."""
         netns, _, address = text.partition(",")
         if _NAMESPACE.fullmatch(netns) is None:
@@ -41,10 +41,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class DemoHosts:
     """The place of each job; a job that is not named runs here. ``redis`` is needed once there are two hosts."""
 
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, DemoHost] = field(default_factory=dict)
     redis: str | None = None
 
     def __post_init__(self) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from etha.agent.protocol.verification import Checks
-from etha.agent.runtime.inspection import Inspection, Readers, Tally
+from etha.agent.protocol.verification import VerificationPlan
 from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.verification import ChecksumReaders, ReceivedSums, TransferVerification
 from etha.errors import TransferError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import LentPage, RevocationPage
@@ -32,36 +32,36 @@ def sums(seq: int, first: int, *values: int) -> Sums:
 
 
 def test_sums_count_once_all_have_come_in_order() -> None:
-    tally = Tally()
-    tally.take("a", sums(3, 0, 1, 2))
-    assert tally.sums("a", 3, 3) is None
-    tally.take("a", sums(3, 5, 9))  # out of order: nothing
-    tally.take("a", sums(3, 2, 7))
-    found = tally.sums("a", 3, 3)
+    received_sums = ReceivedSums()
+    received_sums.take("a", sums(3, 0, 1, 2))
+    assert received_sums.sums("a", 3, 3) is None
+    received_sums.take("a", sums(3, 5, 9))  # out of order: nothing
+    received_sums.take("a", sums(3, 2, 7))
+    found = received_sums.sums("a", 3, 3)
     assert found is not None and found.tolist() == [1, 2, 7]
-    assert tally.sums("a", 2, 0) is None and tally.sums("b", 3, 1) is None
+    assert received_sums.sums("a", 2, 0) is None and received_sums.sums("b", 3, 1) is None
 
 
 def test_a_newer_transfer_replaces_an_older_one_that_is_over() -> None:
-    tally = Tally()
-    tally.take("a", sums(3, 0, 1))
-    tally.take("a", sums(4, 0, 2))
-    tally.take("a", sums(3, 1, 5))
-    assert tally.sums("a", 3, 1) is None
-    tally.forget(3)
-    found = tally.sums("a", 4, 1)
+    received_sums = ReceivedSums()
+    received_sums.take("a", sums(3, 0, 1))
+    received_sums.take("a", sums(4, 0, 2))
+    received_sums.take("a", sums(3, 1, 5))
+    assert received_sums.sums("a", 3, 1) is None
+    received_sums.forget(3)
+    found = received_sums.sums("a", 4, 1)
     assert found is not None and found.tolist() == [2]
-    tally.forget(4)
-    assert tally.sums("a", 4, 1) is None
+    received_sums.forget(4)
+    assert received_sums.sums("a", 4, 1) is None
 
 
 def test_what_a_peer_sends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etha.transport.verify.chunks.MAX_SUMS", 4)
-    tally = Tally()
-    tally.take("a", sums(1, 0, 1, 2, 3))
-    tally.take("a", sums(1, 3, 4, 5))
-    tally.take("a", Sums(seq=1, first=3, sums=b"odd"))
-    assert tally.sums("a", 1, 4) is None and tally.sums("a", 1, 3) is not None
+    received_sums = ReceivedSums()
+    received_sums.take("a", sums(1, 0, 1, 2, 3))
+    received_sums.take("a", sums(1, 3, 4, 5))
+    received_sums.take("a", Sums(seq=1, first=3, sums=b"odd"))
+    assert received_sums.sums("a", 1, 4) is None and received_sums.sums("a", 1, 3) is not None
 
 
 # ---- the inspection -----------------------------------------------------------------------------
@@ -74,25 +74,25 @@ class Two:
         self.job: Job = rows(1, 1, (2048, 1024), Shard(0), "a", "b")
         self.job.target[0]["t"].copy_(self.job.source[0]["t"])
         self.lanes = {name: Lane(2) for name in "ab"}
-        self.tallies = {name: Tally() for name in "ab"}
+        self.tallies = {name: ReceivedSums() for name in "ab"}
         self.budgets = {name: Budget(64 << 20) for name in "ab"}
         self.expect: list[tuple[str, Sums]] = []
         self.inspections = {
-            me: Inspection(
-                Checks(
-                    self.job.plan, self.job.ways(me), *self.job.views_of(me),
+            me: TransferVerification(
+                VerificationPlan(
+                    self.job.plan, self.job.routing(me), *self.job.views_of(me),
                     sides=("s", "t"), staging=self.job.staging, full=True,
                 ),
                 1,
                 (guards or {}).get(me, {}),  # type: ignore[arg-type]
-                readers=Readers(self.lanes[me], self.budgets[me]),
-                tally=self.tallies[me],
+                readers=ChecksumReaders(self.lanes[me], self.budgets[me]),
+                received_sums=self.tallies[me],
                 tell=lambda agent, message: self.expect.append((agent, message)),
             )
             for me in "ab"
         }  # fmt: skip
 
-    def deliver(self, tallies: dict[str, Tally]) -> None:
+    def deliver(self, tallies: dict[str, ReceivedSums]) -> None:
         for agent, message in self.expect:
             tallies[agent].take("a", message)
 
@@ -104,7 +104,7 @@ class Two:
 
 
 async def test_the_source_tells_its_sums_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etha.agent.runtime.inspection.MAX_SUMS", 3)
+    monkeypatch.setattr("etha.agent.runtime.verification.SUMS_PER_MESSAGE", 3)
     two = Two()
     try:
         await two.inspections["a"].before()
