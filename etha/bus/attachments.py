@@ -1,7 +1,7 @@
 """The agent's descriptor socket: authenticated connections that bring file descriptors by SCM_RIGHTS.
 
-Each belongs to one session and lives as long: its end is how the agent hears that a living process has
-let go of the bus. Anything unexpected closes a connection with one log line.
+Each connection belongs to one session and lives as long as it. When the connection ends, the agent knows that a living
+process has left the bus. Anything unexpected closes a connection, with one log line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etha.errors import EthaError, ProtocolError
 log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE = 0.5
-#: Descriptors that whoever comes here will take: this connection, one on the bus, a pidfd, what it brings.
+#: Descriptors that a new worker will take: this connection, one on the bus, a pidfd, and those that it sends.
 _COMER_DESCRIPTORS = 4
 
 
@@ -44,7 +44,7 @@ class Attachments:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stop listening and drop those who belong to no session; idempotent."""
+        """Stop listening, and close the connections that belong to no session. Idempotent."""
         if self._listener.fileno() < 0:
             return
         if self._pause is not None:
@@ -74,7 +74,7 @@ class Attachments:
                 connection.close()
                 continue
             if (why := self._crowded()) is not None:
-                # A worker comes here first, and before that it has been told nothing.
+                # A worker comes here first, so it knows nothing about this agent yet.
                 self._refusals.warn("refused process %d: %s", credentials.pid, why)
                 with contextlib.suppress(OSError):
                     connection.send(encode(Push(0, Goodbye(text=f"it takes no more workers: {why}"))))
@@ -83,7 +83,7 @@ class Attachments:
             self.strangers.add(Attachment(self, connection, credentials, self._timeout))
 
     def _crowded(self) -> str | None:
-        """Why nobody else may come now."""
+        """Why no other connection can be accepted now; None if one can."""
         if len(self.strangers) >= limits.max_unproven():
             return f"{len(self.strangers)} others are coming at this moment: try again"
         return limits.shortage(_COMER_DESCRIPTORS * (1 + len(self.strangers)))
@@ -104,13 +104,14 @@ class Attachment:
         self._gone: Callable[[], None] | None = None
 
     def serve(self, take: Callable[[dict[str, Any], list[int]], None], on_ended: Callable[[], None]) -> None:
-        """It belongs to a session now: ``take(header, fds)`` owns the fds, ``gone()`` hears of its end."""
+        """Give this connection to a session: ``take(header, fds)`` owns the fds, ``on_ended()`` is called when it
+        ends."""
         self._take, self._gone = take, on_ended
         self._timer.cancel()
         self._owner.strangers.discard(self)
 
     def close(self) -> None:
-        """Idempotent; ``gone`` is not called."""
+        """Close; idempotent. ``on_ended`` is not called."""
         self._timer.cancel()
         self._owner.strangers.discard(self)
         self._packets.close()

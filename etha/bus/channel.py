@@ -1,6 +1,6 @@
-"""The worker's sockets to one agent: DEALER and descriptor connection, and the pidfd that watches it.
+"""The worker's sockets to one agent: DEALER and descriptor connection, and the pidfd that watches the agent.
 
-Carries envelopes and says once when the agent is gone; requests and their futures are ``link``'s.
+It carries envelopes and reports once that the agent is gone. ``link`` handles requests and their futures.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from etha.bus.socket import LoopSocket
 from etha.config import check_socket_path
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError
 
-#: Messages that may wait on either side of an agent or a worker that does not read.
+#: Messages that may wait on either side if the agent or the worker does not read.
 HIGH_WATER = 10_000
 
 
 def dial(path: Path) -> socket.socket:
-    """A connection to the descriptor socket of the agent at ``path`` (``.../cpu.sock``), non-blocking.
+    """Connect to the descriptor socket of the agent at ``path`` (``.../cpu.sock``), non-blocking.
 
-    It says at once whether anybody listens: AgentUnavailableError.
+    Raises AgentUnavailableError at once if nobody listens.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
@@ -59,25 +59,26 @@ def _readable(fd: int) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """True when an agent listens at ``path`` (``.../cpu.sock``) and is not on its way out."""
+    """Whether an agent listens at ``path`` (``.../cpu.sock``) and is not exiting."""
     try:
         with dial(path) as connection:
             pid = Credentials.of_socket(connection).pid
     except AgentUnavailableError:
         return False
-    return not (pid and is_exiting(pid))  # a killed process takes connections until its descriptors close
+    return not (pid and is_exiting(pid))  # a killed process accepts connections until its descriptors close
 
 
 class Channel:
-    """Made by ``open``; calls ``on_envelope``, and ``on_end(text)`` once when the agent is gone or broke the rules.
+    """Connects in its constructor. Calls ``on_envelope``, and ``on_end(text)`` once when the agent is gone or broke the
+    protocol.
 
-    ``pid`` is the kernel's word on the agent, 0 when this pid namespace does not show it.
+    ``pid`` is the agent's pid as the kernel reports it, 0 if it is not visible in this pid namespace.
     """
 
     def __init__(
         self, path: Path, on_envelope: Callable[[Envelope | Malformed], None], on_end: Callable[[str], None]
     ) -> None:
-        """Connect both sockets; AgentUnavailableError when nobody listens, ConfigError for another user's agent."""
+        """Connect both sockets. AgentUnavailableError if nobody listens, ConfigError for another user's agent."""
         self._on_envelope = on_envelope
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -111,7 +112,7 @@ class Channel:
         self._pidfd = open_pidfd(self.pid)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._died)
-            # A channel that is collected unclosed, with its loop, leaves no descriptor behind.
+            # Closes the descriptor if the channel is collected unclosed, together with its loop.
             self._unclosed = weakref.finalize(self, os.close, self._pidfd)
 
     @property
@@ -120,25 +121,25 @@ class Channel:
         return f"the agent (process {self.pid})" if self.pid else "the agent"
 
     async def ready(self) -> None:
-        """Return once messages can be posted, or the channel is closed."""
+        """Return once messages can be sent, or the channel is closed."""
         await self._socket.writable()
 
     def post(self, envelope: Envelope) -> None:
-        """Send on the bus; AgentLostError when the agent takes no more."""
+        """Send on the bus. AgentLostError if the agent takes no more messages."""
         try:
             self._socket.send(encode(envelope))
         except zmq.Again:
             raise AgentLostError(f"{self.agent} takes no messages, {HIGH_WATER} wait: is it stopped?") from None
 
     async def pack(self, envelope: Envelope, fds: Sequence[int] = ()) -> None:
-        """Send on the descriptor connection, waiting for room as long as it takes."""
+        """Send on the descriptor connection, and wait for room without a limit."""
         try:
             await self._packets.send_when_room(encode(envelope), fds)
         except OSError as error:
             raise AgentLostError(f"{self.agent} cannot be given descriptors: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close everything at once, with or without its loop; idempotent, ``on_end`` is not called."""
+        """Close everything at once, even if the loop is closed. Idempotent; ``on_end`` is not called."""
         if self._socket.closed:
             return
         if self._pidfd is not None:
@@ -150,7 +151,8 @@ class Channel:
         self._socket.close()
 
     def _bury(self, pidfd: int) -> None:
-        """Remember whether the agent's process has ended; one that is on its way out can be waited for."""
+        """Record whether the agent's process has ended. Keep the pidfd of one that is exiting, so that ``ended`` can
+        wait."""
         if not _readable(pidfd) and is_exiting(self.pid):
             self._dying = weakref.finalize(self, os.close, pidfd)
             self._dying_pidfd = pidfd
@@ -179,7 +181,7 @@ class Channel:
         self._on_end(f"{self.agent} died")
 
     def _disconnected(self, text: str) -> None:
-        if self.pid and is_exiting(self.pid):  # descriptors close before the pidfd tells
+        if self.pid and is_exiting(self.pid):  # descriptors close before the pidfd becomes readable
             return self._died()
         self._on_end(f"{self.agent} ended the session" + (f": {text}" if text else ""))
 

@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 PROTOCOL = 1
-#: Bytes of one message; both ends give it to their sockets as well.
+#: Largest message in bytes; both ends pass it to their sockets, too.
 MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.
 MAX_TEXT = 1 << 20
 _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-#: Characters of what is said about a malformed message: it goes back to its sender and into the log.
+#: Longest description of a malformed message, in characters. It goes back to the sender and into the log.
 _MAX_COMPLAINT = 1000
 
 T = TypeVar("T")
@@ -55,9 +55,9 @@ _OPS: dict[type, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``message`` asks for an answer under ``id`` (> 0); ``left`` seconds remain, None: no deadline.
+    """``message`` asks for an answer under ``id`` (> 0). ``left``: remaining seconds, None for no deadline.
 
-    ``deadline`` is the receiver's ``now + left`` (see ``decode``) and does not travel.
+    ``deadline`` is the receiver's ``now + left`` (see ``decode``) and is not sent.
     """
 
     id: int
@@ -85,7 +85,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Unasked news, about request ``id`` or, with 0, about the session."""
+    """A message that nobody asked for, about request ``id`` or, if 0, about the session."""
 
     id: int
     message: Any
@@ -93,7 +93,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Request ``id`` is not wanted any more; it is answered all the same."""
+    """Request ``id`` is not wanted any more. It is still answered."""
 
     id: int
 
@@ -102,7 +102,7 @@ Envelope = Request | Reply | Failure | Push | Cancel
 
 
 class Malformed(ProtocolError):
-    """Bytes that are no message of ours; ``id`` is the request's, where at least that could be read."""
+    """Bytes that are not one of our messages. ``id`` is the request's, if at least that could be read."""
 
     def __init__(self, message: str, id: int | None = None) -> None:
         super().__init__(message[:_MAX_COMPLAINT])
@@ -140,7 +140,7 @@ _ABSENT: Any = UNSET
 
 
 class _Wire(StrictStruct, frozen=True, kw_only=True):
-    """Every envelope: which fields are there tells them apart, and all but ``v`` and ``id`` can be absent."""
+    """Any envelope. The fields that are present tell the kinds apart; all but ``v`` and ``id`` can be absent."""
 
     v: int
     id: _Id
@@ -154,7 +154,7 @@ class _Wire(StrictStruct, frozen=True, kw_only=True):
 
 
 class _Head(msgspec.Struct):
-    """What can be read at least of a message that is refused."""
+    """The part of a refused message that can usually be read."""
 
     v: int
     id: _Id
@@ -164,7 +164,8 @@ _VARYING = _Wire.__struct_fields__[2:]
 
 
 def plain_scalar(value: Any) -> Any:
-    """The text or number that ``value`` (NumPy's float64) inherits from: msgspec takes exact types only."""
+    """``value`` as the str, int or float that its type inherits from (NumPy's float64 is a float): msgspec takes exact
+    types only."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -193,7 +194,7 @@ def _op(message: Any) -> str:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The bytes of ``envelope``; ProtocolError for what cannot travel or is larger than MAX_MESSAGE."""
+    """The bytes of ``envelope``. ProtocolError if a value cannot be encoded or the message exceeds MAX_MESSAGE."""
     wire: dict[str, Any] = {"v": PROTOCOL, "id": envelope.id}
     match envelope:
         case Request():
@@ -223,9 +224,9 @@ def _describe(envelope: Envelope) -> str:
 
 
 def decode(data: bytes | memoryview, now: float = 0.0) -> Envelope:
-    """The envelope in ``data``; a request's deadline is ``now`` (loop time) plus what was left.
+    """The envelope in ``data``. A request's deadline is ``now`` (loop time) plus its ``left``.
 
-    Raises Malformed (a ProtocolError that names the field) for anything else than one valid message.
+    Raises Malformed (a ProtocolError that names the field) for anything but one valid message.
     """
     if len(data) > MAX_MESSAGE:
         raise Malformed(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are taken")
@@ -234,7 +235,7 @@ def decode(data: bytes | memoryview, now: float = 0.0) -> Envelope:
         if wire.v != PROTOCOL:
             raise ValueError("another protocol")
         return _envelope(wire, now)
-    except (ValueError, RecursionError) as error:  # all that msgspec raises, and bad UTF-8, are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's errors, and that of bad UTF-8, are ValueErrors
         raise _refusal(data, error) from None
 
 
@@ -276,12 +277,12 @@ def _message(op: str, args: Raw) -> Any:
         raise ValueError(f"unknown operation {op[:60]!r}")
     try:
         return _decoder(op).decode(args)
-    except (ValueError, EthaError) as error:  # EthaError: of the message's own __post_init__
+    except (ValueError, EthaError) as error:  # EthaError: from the message's own __post_init__
         raise ValueError(f"{op}: {error}") from None
 
 
 def made_error(code: str, text: str, data: dict[str, Any], traceback: str | None) -> EthaError:
-    """The error that came in these parts; ValueError for data that its class does not take."""
+    """The error with these parts. ValueError for data that its class does not accept."""
     try:
         return from_wire({"code": code, "text": text, "data": data}, traceback)
     except (TypeError, ValueError, AttributeError, KeyError) as error:

@@ -1,8 +1,8 @@
-"""The agent's bus socket: connections of workers, accepted, bounded and spoken to by the agent itself.
+"""The agent's bus socket: accepts and limits the connections of workers, and speaks ZMTP itself.
 
-A connection is *unproven* until its session stands (``Connection.proven``). Of those there is a bounded number, each
-for a bounded time; when there are too many the oldest is closed, and first of all one that has said nothing. No
-connection may take a descriptor of the reserve (``etha.limits``).
+A connection is *unproven* until it has a session (``Connection.proven``). The number of unproven connections and their
+time are limited. If there are too many, the oldest that has sent nothing is closed, else the oldest. No connection may
+take a descriptor of the reserve (``etha.limits``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from etha.bus.zmtp import OPENING, NotZmtp, Parser, frame
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which nothing is accepted when the process is out of descriptors all the same.
+#: Seconds without accepting after the process has run out of descriptors.
 ACCEPT_PAUSE = 0.5
-#: Bytes of one read, and reads before the loop gets its turn.
+#: Bytes of one read, and reads until the loop runs other callbacks.
 _READ = 1 << 18
 _READS = 8
 
 
 class Connection:
-    """One worker's connection; ``credentials`` are the kernel's."""
+    """One worker's connection. ``credentials`` are from the kernel."""
 
     def __init__(self, owner: Connections, conn: socket.socket) -> None:
         self.credentials = Credentials.of_socket(conn)
@@ -50,14 +50,14 @@ class Connection:
         return self._conn.fileno() < 0
 
     def send(self, data: bytes) -> None:
-        """Queue one message; BlockingIOError when the worker does not read. A closed one takes it and drops it."""
+        """Queue one message. BlockingIOError if the worker does not read. A closed connection drops it."""
         if len(self._waiting) >= self._owner.high_water:
             raise BlockingIOError
         if not self.closed:
             self._write(frame(data))
 
     def close(self) -> None:
-        """Close at once; idempotent, nobody is told."""
+        """Close at once and call nobody. Idempotent."""
         if self.closed:
             return
         self._owner.forget(self)
@@ -76,7 +76,7 @@ class Connection:
                 sent = self._conn.send(data, socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 pass
-            except OSError:  # it has gone; the end of what it sent is told when it is read
+            except OSError:  # it is gone; reading will report the end
                 return
             if sent == len(data):
                 return
@@ -121,7 +121,8 @@ class Connection:
 
 
 class Connections:
-    """Accepts on ``listener`` (owned). ``on_message(connection, parts)``; ``on_end(connection)`` of a proven one."""
+    """Accepts on ``listener`` (owned). Calls ``on_message(connection, parts)``, and ``on_end(connection)`` for proven
+    ones."""
 
     def __init__(
         self,
@@ -135,27 +136,27 @@ class Connections:
         path: str,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        #: What a connection reads into, and parses at once. malloc may map and unmap a new buffer for each read.
+        #: Buffer for reads, parsed at once. Shared, because malloc may map and unmap a new buffer for each read.
         self.received = memoryview(bytearray(_READ))
         self.max_message, self.high_water = max_message, high_water
         self._on_message, self._on_end = on_message, on_end
         self._listener, self._patience, self._path = listener, patience, path
         self._all: set[Connection] = set()
-        #: In the order in which they came; a proven one leaves it.
+        #: In order of arrival; a proven connection is removed.
         self._unproven: dict[Connection, asyncio.TimerHandle] = {}
         self._strangers = limits.WarningLimit(log)
         self._pause: asyncio.TimerHandle | None = None
         self.loop.add_reader(listener.fileno(), self._accept)
 
     def prove(self, connection: Connection) -> None:
-        """Its session stands: from now on it lives as long as that."""
+        """The connection has a session: it has no time limit any more."""
         connection.proven = True
         timer = self._unproven.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     def demote(self, connection: Connection) -> None:
-        """Its session is over: its worker has some time to read what it was told, and to close it."""
+        """The session is over: the worker has ``patience`` seconds to read its last messages and close."""
         connection.proven = False
         if not connection.closed and connection not in self._unproven:
             self._unproven[connection] = self.loop.call_later(self._patience, connection.close)
@@ -172,14 +173,14 @@ class Connections:
         self._strangers.close()
 
     def heard(self, connection: Connection, parts: list[bytes]) -> None:
-        """A whole message came; a mistake in its handling is no reason to lose what comes behind it."""
+        """Handle a whole message. An error in its handling must not lose the messages behind it."""
         try:
             self._on_message(connection, parts)
         except Exception:
             log.exception("a message could not be handled")
 
     def ended(self, connection: Connection, why: str) -> None:
-        """The other end has closed, or broken ZMTP."""
+        """The other end has closed, or has violated ZMTP."""
         if why:
             self._strangers.warn("dropped a connection to %s that does not speak ZeroMQ: %s", self._path, why)
         proven = connection.proven
@@ -188,14 +189,14 @@ class Connections:
             self._on_end(connection)
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """Forget a connection that is closed."""
         self._all.discard(connection)
         timer = self._unproven.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     def _accept(self) -> None:
-        for _ in range(64):  # the loop gets its turn in a flood, too
+        for _ in range(64):  # the loop must run other callbacks in a flood, too
             try:
                 conn, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -1,7 +1,8 @@
-"""The ZeroMQ context of this process, which all its sockets share and which lives as long as the process.
+"""The ZeroMQ context of this process. All its sockets share the context, which lives as long as the process.
 
-Terminating a context waits for its sockets, and pyzmq terminates one that is collected: a client that was
-never closed would stop the program in a finalizer. So nobody terminates this one. A forked child makes its own.
+Terminating a context waits for its sockets, and pyzmq terminates a context that is collected. So a client that was
+never closed would block the program in a finalizer. Therefore nobody terminates this context. A forked child makes its
+own.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import os
 
 import zmq
 
-#: Sockets at most: libzmq's default of 1023 would be a limit on clients.
+#: Maximum number of sockets. libzmq's default of 1023 would limit the number of clients.
 MAX_SOCKETS = 65_000
 
-#: By process. A child keeps its parent's: what is never collected is never terminated.
+#: By process. A child keeps its parent's context, because a context that is never collected is never terminated.
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
 def process_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The context of this process; made when first asked for."""
+    """The context of this process; made by the first call."""
     found = _contexts.get(os.getpid())
     if found is None:
         made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

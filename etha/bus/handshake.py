@@ -1,6 +1,6 @@
-"""The first and the last words of a session, and what goes over the descriptor socket beside the bus.
+"""The first and the last messages of a session, and those of the descriptor socket.
 
-worker -> agent   Hello -> Welcome, then on the descriptor socket Attach -> Done: the session stands
+worker -> agent   Hello -> Welcome, then on the descriptor socket Attach -> Done: the session is open
 worker -> agent   Descriptors (with file descriptors, descriptor socket) -> Done;  Goodbye -> Done
 agent -> worker   Goodbye, pushed, when the agent leaves
 """
@@ -17,11 +17,10 @@ from etha.bus.schema import MAX_ITEMS, JsonObject, StrictStruct, Text
 
 @message("hello")
 class WorkerHello(StrictStruct, frozen=True, kw_only=True):
-    """Who a worker is. ``redis``: the URL it asks for, None for the embedded server (or any).
+    """Who a worker is. ``redis``: the URL that it asks for, None for the embedded server (or any).
 
-    An ``observer`` is no worker: it may ask for status and events, is not listed, and does not keep an agent alive.
-    ``pid`` and ``start`` are what the worker sees of itself: in another pid namespace the kernel's
-    word, ``Peer.pid``, differs.
+    An ``observer`` is not a worker: it may ask for status and events, is not listed, and does not keep an agent alive.
+    ``pid`` and ``start`` are the worker's own view. In another pid namespace the kernel's, ``Peer.pid``, differs.
     """
 
     version: Text
@@ -31,17 +30,17 @@ class WorkerHello(StrictStruct, frozen=True, kw_only=True):
     pid: int
     start: int
     observer: bool = False
-    #: Settings by variable that it would give an agent that it starts, and whether it would start one.
+    #: The settings, by variable, that it would give an agent that it starts; and whether it would start one.
     wants: Annotated[dict[Text, Text], Meta(max_length=MAX_ITEMS)] = field(default_factory=dict)
     starts: bool = False
 
 
 @message("welcome")
 class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
-    """What the agent is. ``session`` is filled in by the server and opens the descriptor socket.
+    """What the agent is. The server fills in ``session``, which opens the descriptor socket.
 
-    ``leaving``: why it takes no worker any more and ends the session soon. ``differs``: which of the worker's wishes
-    it does not meet, for messages.
+    ``leaving``: why the agent takes no worker any more and will end the session soon. ``differs``: which of the
+    worker's wishes it does not meet, as text for messages.
     """
 
     version: Text
@@ -56,7 +55,7 @@ class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
 
 @message("attach")
 class Attach(StrictStruct, frozen=True, kw_only=True):
-    """This descriptor connection belongs to ``session``; its end is the session's end. -> Done."""
+    """This descriptor connection belongs to ``session``. When it ends, the session ends. -> Done."""
 
     session: Annotated[str, Meta(max_length=64)]
 
@@ -70,11 +69,11 @@ class Descriptors(StrictStruct, frozen=True, kw_only=True):
 
 @message("goodbye")
 class Goodbye(StrictStruct, frozen=True, kw_only=True):
-    """The sender leaves; from a worker a request (-> Done), from an agent a push."""
+    """The sender leaves. A request from a worker (-> Done), a push from an agent."""
 
     text: Text
 
 
 @message("done")
 class HandshakeDone(StrictStruct, frozen=True, kw_only=True):
-    """It is done."""
+    """The request was carried out."""

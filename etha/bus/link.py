@@ -1,7 +1,7 @@
-"""The worker's end of the bus: one session with one agent, futures by request id.
+"""The worker's end of the bus: one session with one agent, with a future for each request id.
 
-Lives on one event loop, asyncio's or uvloop's, in the user's process. The agent's death arrives by its
-pidfd and by the end of the descriptor connection, never by a timeout; then everything pending fails.
+It lives on one event loop of the user's process, asyncio's or uvloop's. The agent's pidfd and the end of the descriptor
+connection report the agent's death, never a timeout. Then all pending requests fail.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 #: Seconds that an agent has beyond a call's deadline, and to confirm a cancellation or a goodbye.
 GRACE = 1.0
-#: Seconds from which on a timeout is none.
+#: A timeout of this many seconds or more counts as no timeout.
 _FOREVER = 1e9
-#: Seconds for a process that has begun to exit to be gone: it unmaps its memory first.
+#: Seconds to wait until an exiting process is gone, because it unmaps its memory first.
 DEATH = 2.0
 _CLOSED = "this client is closed"
 
@@ -39,13 +39,13 @@ Answer = Reply | Failure
 
 
 class AgentRefusedError(AgentUnavailableError):
-    """An agent is there, and takes this client not, or not any more."""
+    """An agent is there, but it does not accept this client, or ended the session while it was opened."""
 
 
 class PendingCall:
-    """One request that waits for its answer, which is kept beside the future.
+    """One request that waits for its answer. The answer is kept here and not in the future.
 
-    So a wait that is cancelled loses nothing, and may be followed by another.
+    So a cancelled wait loses nothing, and another wait can follow.
     """
 
     __slots__ = ("_loop", "_waiter", "answer", "id", "on_push", "tag", "withdrawn")
@@ -61,7 +61,7 @@ class PendingCall:
         self._waiter: asyncio.Future[None] = loop.create_future()
 
     async def wait(self) -> Answer | None:
-        """The answer, or None when ``expire`` came first. Again after a cancelled wait: waits anew."""
+        """The answer, or None if ``expire`` came first. Can be called again after a cancelled wait."""
         if self.answer is None:
             if self._waiter.done():
                 self._waiter = self._loop.create_future()
@@ -69,7 +69,7 @@ class PendingCall:
         return self.answer
 
     def deliver(self, answer: Answer) -> None:
-        """Give the answer; a second one is ignored."""
+        """Store the answer and end the wait. A second answer is ignored."""
         if self.answer is None:
             self.answer = answer
             self.expire()
@@ -83,15 +83,15 @@ class PendingCall:
 class AgentLink:
     """One session; made by ``connect``, ended by ``close`` or ``abort``.
 
-    ``welcome`` is the agent's answer to Hello, ``agent_pid`` the kernel's word on it (0: not visible
-    from this pid namespace), ``lost`` a future whose *result* is an AgentLostError once the session is
-    over for any reason. Loop thread only. In a forked child every call raises ConfigError.
+    ``welcome`` is the agent's answer to Hello. ``agent_pid`` is from the kernel (0: not visible from this pid
+    namespace). ``lost`` is a future whose *result* is an AgentLostError once the session is over for any reason. Use it
+    on the loop thread only. In a forked child every call raises ConfigError.
     """
 
     welcome: WorkerWelcome
 
     def __init__(self, path: Path, on_push: Callable[[Any], None] | None = None) -> None:
-        """Not for users, a link without a session: see ``connect``."""
+        """A link without a session; use ``connect``."""
         self._loop = asyncio.get_running_loop()
         self._owner = os.getpid()
         self._ids = itertools.count(1)
@@ -106,14 +106,14 @@ class AgentLink:
     async def connect(
         cls, path: Path, hello: WorkerHello, *, timeout: float, on_push: Callable[[Any], None] | None = None
     ) -> AgentLink:
-        """A session with the agent that serves ``path``; ``on_push`` gets pushes that belong to no request.
+        """A session with the agent that serves ``path``. ``on_push`` gets pushes that belong to no request.
 
-        Raises AgentUnavailableError when nobody listens there or the agent does not answer in time, and
-        whatever the agent refuses ``hello`` with (ConfigError, ProtocolError).
+        Raises AgentUnavailableError if nobody listens there or the agent does not answer in time, and the error with
+        which the agent refuses ``hello`` (ConfigError, ProtocolError).
         """
         try:
             link = cls(path, on_push)
-        except (zmq.ZMQError, OSError) as error:  # out of descriptors or memory
+        except (zmq.ZMQError, OSError) as error:  # no descriptors or no memory
             raise AgentUnavailableError(f"this process cannot connect to the agent at {path}: {error}") from error
         try:
             async with asyncio.timeout(timeout if timeout < _FOREVER else None):
@@ -145,14 +145,16 @@ class AgentLink:
         patient: bool = False,
         tag: object = None,
     ) -> Any:
-        """The agent's answer to ``message``, or the error that it failed with.
+        """The agent's answer to ``message``; raises the error with which it failed.
 
-        ``on_push`` gets the pushes under this request. An agent that says nothing until a second after
-        the deadline gets a Cancel, and ``on_timeout()`` is raised (default: AgentLostError, it hangs).
-        When the awaiting task is cancelled, the agent gets a Cancel and up to a second to answer;
-        ``on_cancel`` is told that answer, Reply or Failure, or None when none came, before
-        CancelledError goes on; a second cancellation ends that wait, unless ``patient``. AgentLostError as
-        soon as the agent is lost. ``tag``: for ``withdraw``.
+        ``on_push`` gets the pushes under this request. If the agent has not answered a second after the deadline, it
+        gets a Cancel, and ``on_timeout()`` is raised (default: AgentLostError, because the agent hangs).
+
+        If the awaiting task is cancelled, the agent gets a Cancel and up to a second to answer. Then ``on_cancel`` is
+        called with that answer (Reply, Failure, or None if there is none), and CancelledError is raised. A second
+        cancellation ends that wait, unless ``patient``.
+
+        Raises AgentLostError as soon as the agent is lost. ``withdraw`` finds requests by ``tag``.
         """
 
         def post(request: Request) -> None:
@@ -168,7 +170,7 @@ class AgentLink:
         timeout: float,
         on_timeout: Callable[[], EthaError] | None = None,
     ) -> None:
-        """Give the agent duplicates of at most MAX_DESCRIPTORS ``fds``; returns when it has taken them."""
+        """Send duplicates of at most MAX_DESCRIPTORS ``fds`` to the agent; returns when it has taken them."""
         if len(fds) > MAX_DESCRIPTORS:
             raise ProtocolError(f"{len(fds)} descriptors in one packet, at most {MAX_DESCRIPTORS} travel: send several")
 
@@ -182,13 +184,13 @@ class AgentLink:
         await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
 
     async def agent_ended(self) -> bool:
-        """Whether the agent of a lost link has ended, so that nothing of it runs; one that is ending is waited for."""
+        """Whether the agent of a lost link has ended, so that nothing of it runs. Waits for one that is exiting."""
         return await self._channel.ended(DEATH)
 
     def withdraw(self, tag: object) -> None:
-        """Ask the agent to end the requests of ``tag``: each gets its answer, or after a second none, as at a deadline.
+        """Ask the agent to end the requests of ``tag``. Each gets its answer, or expires after a second.
 
-        Unlike a cancellation of whoever awaits it, a request that the agent has carried out meanwhile succeeds.
+        Unlike a cancelled request, one that the agent has carried out meanwhile succeeds.
         """
         for call in self._calls.values():
             if call.tag is tag and not call.withdrawn:
@@ -197,21 +199,22 @@ class AgentLink:
                 self._loop.call_later(GRACE, call.expire)
 
     async def close(self) -> None:
-        """Say goodbye, wait up to a second until the agent has heard, and end the session; idempotent."""
+        """Say goodbye, wait up to a second for the agent's confirmation, and end the session. Idempotent."""
         if os.getpid() != self._owner or self.lost.done():
             return
         self._closing = True
         self._fail_calls(_CLOSED)
         try:
-            with suppress(EthaError):  # an agent that does not answer a goodbye is left all the same
+            with suppress(EthaError):  # the session ends even if the agent does not answer
                 await self.request(Goodbye(text="closed"), timeout=0)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """End the session at once; pending requests fail. Idempotent, and nothing in a forked child.
+        """End the session at once; pending requests fail. Idempotent. Does nothing in a forked child.
 
-        Without a goodbye: the agent takes it for the worker's death. Also where the link's loop is gone.
+        It sends no goodbye, so the agent treats it as the worker's death. It works after the link's loop is closed,
+        too.
         """
         self._lose(_CLOSED)
 
@@ -296,7 +299,7 @@ class AgentLink:
 
     def _cancel(self, call: PendingCall) -> None:
         if not self.lost.done():
-            with suppress(AgentLostError):  # an agent that takes nothing will not confirm either
+            with suppress(AgentLostError):  # an agent that takes no messages cannot confirm either
                 self._channel.post(Cancel(call.id))
 
     def _hangs(self, message: Any, timeout: float) -> AgentLostError:
@@ -315,12 +318,12 @@ class AgentLink:
             call.deliver(Failure(call.id, AgentLostError(text)))
 
     def _lose(self, text: str) -> None:
-        """The one end of a session, whatever ends it."""
+        """End the session, whatever the reason."""
         if os.getpid() != self._owner or self.lost.done():
             return
         text = _CLOSED if self._closing else text
         log.debug("the session is over: %s", text)
-        with suppress(RuntimeError):  # its loop is closed: nobody is waiting
+        with suppress(RuntimeError):  # its loop is closed: nobody waits
             self.lost.set_result(AgentLostError(text))
             self._fail_calls(text)
         self._channel.close()
@@ -328,7 +331,7 @@ class AgentLink:
     def _received(self, envelope: Envelope | Malformed) -> None:
         match envelope:
             case Reply(id) | Failure(id):
-                if id in self._calls:  # else: given up after its grace
+                if id in self._calls:  # else: the caller gave up after the grace period
                     self._calls[id].deliver(envelope)
             case Push(0, Goodbye(text=text)):
                 self._lose(f"{self._channel.agent} said goodbye: {text}")

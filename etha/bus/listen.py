@@ -1,7 +1,7 @@
-"""The agent's places in the file system: one lock, and AF_UNIX listeners that only their owner made.
+"""The agent's files: one lock, and AF_UNIX listeners that only the lock's owner makes.
 
-A second ``bind`` of ZeroMQ silently takes a live ipc path over, so listeners are made here, under a
-flock, with their mode set before they can be seen; what a dead agent left is replaced.
+A second ``bind`` of ZeroMQ silently takes over a live ipc path. So listeners are made here, under a flock, and their
+mode is set before they are visible. Sockets that a dead agent left are replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PathLock:
     """An exclusive flock on ``path``, which holds the owner's pid as text and is never removed."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Take it; ConfigError that names the owner when another process has it."""
+        """Take it. ConfigError names the owner if another process has it."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,21 +36,22 @@ class PathLock:
         self._fd: int | None = fd
 
     def release(self) -> None:
-        """Give it up; idempotent."""
+        """Release it; idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 class SocketEntry:
-    """A name that was bound just now, told from what may come to the same path later."""
+    """A socket file that was bound just now, as opposed to one that appears at the same path later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._own = self._look()
 
     def remove(self) -> None:
-        """Remove it if it is still the same: its directory may have been removed, and another agent be there now."""
+        """Remove it if it is still the same file. The directory may have been removed, and another agent may use the
+        path now."""
         if self._own is not None and self._look() == self._own:
             self._path.unlink(missing_ok=True)
 
@@ -63,11 +64,11 @@ class SocketEntry:
 
 
 def listen(path: Path, kind: socket.SocketKind, backlog: int = 1024) -> socket.socket:
-    """A listening AF_UNIX socket at ``path``, mode 0600; the caller holds the lock that guards it."""
+    """A listening AF_UNIX socket at ``path``, mode 0600. The caller holds the lock that guards it."""
     check_socket_path(path)
     listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
     try:
-        os.fchmod(listener.fileno(), 0o600)  # taken over by bind: no moment with a wider mode
+        os.fchmod(listener.fileno(), 0o600)  # bind takes this mode over, so the file never has a wider one
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         listener.bind(os.fspath(path))

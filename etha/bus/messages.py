@@ -1,11 +1,11 @@
-"""What a worker and its agent say to each other, one struct a message.
+"""The messages between a worker and its agent, one struct each.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
                       CloseBatch GetStatus GetEvents LetGo
-    agent -> worker   the reply that each one's docstring names
+    agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost, BatchLost, Progress
 
-Hello and Welcome stand in ``handshake``; how a message becomes bytes in ``codec``.
+``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etha.memory.handles import TensorHandle
 MAX_TENSORS = 200_000
 #: Bytes of a CUDA event's IPC handle.
 MARK = 64
-#: How much of a transfer is compared at both ends before it is committed.
+#: How many chunks are compared at both ends before a transfer is committed.
 Verify = Literal["sample", "full"]
 
 Verb = Literal["send", "recv"]
@@ -30,7 +30,7 @@ Verb = Literal["send", "recv"]
 
 @message("ok")
 class Ok(StrictStruct, frozen=True, kw_only=True):
-    """Reply that carries nothing but that it was done."""
+    """A reply without content: the request was carried out."""
 
 
 @message("probe")
@@ -43,7 +43,7 @@ class Probe(StrictStruct, frozen=True, kw_only=True):
 
 @message("probed")
 class Probed(StrictStruct, frozen=True, kw_only=True):
-    """``reaches`` tells whether the token was read and echoed; ``text`` why not."""
+    """``reaches``: whether the agent read the token and echoed it; otherwise ``text`` says why not."""
 
     reaches: bool
     text: Text
@@ -53,7 +53,7 @@ class Probed(StrictStruct, frozen=True, kw_only=True):
 class InitPair(StrictStruct, frozen=True, kw_only=True):
     """This worker is ``rank`` of ``side``; wait until both sides are complete. -> PairFormed.
 
-    ``run``: torchrun's run id, where ``launch`` is made of it. ``takeover``: also from a launch that lives.
+    ``run``: torchrun's run id, if ``launch`` is made of it. ``takeover``: replace a launch even if it lives.
     ``give_up``: do not wait for the next launch of the other side if all of it leaves.
     """
 
@@ -70,7 +70,7 @@ class InitPair(StrictStruct, frozen=True, kw_only=True):
 
 @message("pair_formed")
 class PairFormed(StrictStruct, frozen=True, kw_only=True):
-    """Both sides are complete; ``epoch`` counts the formings of this pair from 1."""
+    """Both sides are complete. ``epoch`` counts how often this pair was formed, from 1."""
 
     epoch: int
     local_world_size: int
@@ -89,9 +89,10 @@ class PairLost(StrictStruct, frozen=True, kw_only=True):
 
 @message("batch_lost")
 class BatchLost(StrictStruct, frozen=True, kw_only=True):
-    """Push: registration ``generation`` of a batch is over for all ranks, while its pair stands; ``text`` says why.
+    """Push: registration ``generation`` of a batch is over for all ranks, but its pair is not. ``text`` says why.
 
-    ``pair`` and ``epoch`` are of the batch's primary pair. It comes before every answer that is given for this reason.
+    ``pair`` and ``epoch`` are those of the batch's primary pair. The push comes before every answer that has the same
+    cause.
     """
 
     pair: Text
@@ -105,10 +106,10 @@ class BatchLost(StrictStruct, frozen=True, kw_only=True):
 class Entry(StrictStruct, frozen=True, kw_only=True, gc=False):
     """One registered tensor.
 
-    ``shape`` is the global shape, None where only all ranks together tell it; ``layout`` indexes
-    ``Register.layouts``, ``pair`` indexes ``Register.pairs``. ``of`` is the tensor of which this is one more
-    part, by a name of its own: a region may be a list of products. ``tied`` is the first entry that is the
-    same elements of the same memory. As in a handle, Python's collector has nothing to find in it.
+    ``shape`` is the global shape, None if it follows only from all ranks together. ``layout`` indexes
+    ``Register.layouts``, ``pair`` indexes ``Register.pairs``. ``of``: the tensor of which this entry is one more part,
+    because a region may be a list of products. ``tied``: the first entry with the same elements of the same memory. The
+    collector does not track entries, as it does not track handles.
     """
 
     name: Text
@@ -121,7 +122,8 @@ class Entry(StrictStruct, frozen=True, kw_only=True, gc=False):
 
 
 class Refusal(StrictStruct, frozen=True, kw_only=True):
-    """A reason found by the worker itself; ``target_only`` ones matter only when it receives."""
+    """A reason against a batch that the worker itself found. A ``target_only`` one matters only if the worker
+    receives."""
 
     code: Text
     name: Text
@@ -133,9 +135,8 @@ class Refusal(StrictStruct, frozen=True, kw_only=True):
 class Register(StrictStruct, frozen=True, kw_only=True):
     """Register a batch, collectively over both sides. -> Registered.
 
-    ``seq`` is the highest seq that this client has seen for the batch, so that a number given by an
-    agent that died is not given again. ``staged``: why some of its tensors cannot be shown, and are copied through
-    memory that can; or nothing.
+    ``seq`` is the highest seq that this client has seen for the batch, so that a number from an agent that died is not
+    used again. ``staged``: why some tensors cannot be shared directly and are copied through memory that can, or "".
     """
 
     batch: Text
@@ -155,11 +156,11 @@ class Register(StrictStruct, frozen=True, kw_only=True):
 
 @message("registered")
 class Registered(StrictStruct, frozen=True, kw_only=True):
-    """The batch stands. ``shadows``: this worker must receive into shadows (AttachShadows before it receives).
+    """The batch is registered. ``shadows``: this worker must receive into shadows (and send AttachShadows first).
 
-    ``generation`` numbers the registrations of the batch, alike on all ranks.
-    ``send`` and ``recv`` tell which verbs can work; ``receives``: some rank has asked for the direction in which
-    this one receives. ``summary`` is the plan in short.
+    ``generation`` numbers the registrations of the batch and is equal on all ranks. ``send`` and ``recv``: which verbs
+    can work. ``receives``: some rank has asked for the direction in which this one receives. ``summary``: a summary of
+    the plan.
     """
 
     generation: int
@@ -174,7 +175,7 @@ class Registered(StrictStruct, frozen=True, kw_only=True):
 
 @message("attach_shadows")
 class AttachShadows(StrictStruct, frozen=True, kw_only=True):
-    """Where this worker receives instead of its live tensors, by entry. -> Ok."""
+    """The memory into which this worker receives instead of its live tensors, by entry. -> Ok."""
 
     batch: Text
     epoch: int
@@ -183,7 +184,7 @@ class AttachShadows(StrictStruct, frozen=True, kw_only=True):
 
 @message("attach_snapshot")
 class AttachSnapshot(StrictStruct, frozen=True, kw_only=True):
-    """Where this worker sets its tensors aside before it sends them, by entry; once a registration. -> Ok."""
+    """The memory in which this worker keeps a snapshot, by entry; sent once for each registration. -> Ok."""
 
     batch: Text
     epoch: int
@@ -192,7 +193,7 @@ class AttachSnapshot(StrictStruct, frozen=True, kw_only=True):
 
 @message("supersede")
 class Supersede(StrictStruct, frozen=True, kw_only=True):
-    """The snapshot that this worker offers, if it still does, is withdrawn: it takes a newer one. -> Ok."""
+    """Withdraw the snapshot that this worker offers, if it still does, because it takes a newer one. -> Ok."""
 
     batch: Text
     epoch: int
@@ -200,15 +201,16 @@ class Supersede(StrictStruct, frozen=True, kw_only=True):
 
 @message("confirm")
 class Confirm(StrictStruct, frozen=True, kw_only=True):
-    """Do the batches that this worker holds still stand? -> Ok, after PairLost and BatchLost of those that do not."""
+    """Are the batches that this worker holds still registered? -> Ok, after PairLost and BatchLost for those that are
+    not."""
 
 
 @message("transfer")
 class Transfer(StrictStruct, frozen=True, kw_only=True):
-    """Wait for GO and move. -> Moved. ``slot`` is the call's revocation word.
+    """Wait for GO and move. -> Moved. ``slot`` is the index of the call's slot in the revocation page.
 
-    ``edition`` names the snapshot that is sent, alike on all ranks of the side; "": what the tensors hold.
-    ``mark``: IPC handle of the CUDA event that the call comes after; b"": none.
+    ``edition`` names the snapshot that is sent and is equal on all ranks of the side; "" sends the tensors themselves.
+    ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none.
     """
 
     batch: Text
@@ -223,7 +225,7 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
 
 @message("moved")
 class Moved(StrictStruct, frozen=True, kw_only=True):
-    """A transfer that was committed; ``nbytes`` is this worker's payload, ``seconds`` GO to COMMIT."""
+    """A committed transfer. ``nbytes``: this worker's payload. ``seconds``: from GO to COMMIT."""
 
     seq: int
     version: int | Text | None
@@ -235,7 +237,7 @@ class Moved(StrictStruct, frozen=True, kw_only=True):
 
 @message("progress")
 class Progress(StrictStruct, frozen=True, kw_only=True):
-    """Push under a transfer's id: bytes done and in all, of this worker."""
+    """Push under a transfer's id: bytes of this worker that are done, and their total."""
 
     done: int
     total: int
@@ -251,7 +253,7 @@ class WaitOffer(StrictStruct, frozen=True, kw_only=True):
 
 @message("offered")
 class Offered(StrictStruct, frozen=True, kw_only=True):
-    """The other side is waiting to send ``nbytes`` (whole batch) under this label."""
+    """The other side waits to send ``nbytes`` (the whole batch) under this label."""
 
     version: int | Text | None
     nbytes: int
@@ -261,8 +263,8 @@ class Offered(StrictStruct, frozen=True, kw_only=True):
 class CloseBatch(StrictStruct, frozen=True, kw_only=True):
     """This worker is done with the batch. -> Ok.
 
-    ``why``: it cannot take part although the batch stands, so nobody can transfer it; all others have been told when
-    the answer comes, but for agents that do not answer.
+    ``why``: it cannot take part although the batch is registered, so nobody can transfer it. When the answer comes, all
+    other agents that answer have been informed.
     """
 
     batch: Text
@@ -274,7 +276,7 @@ class CloseBatch(StrictStruct, frozen=True, kw_only=True):
 class LetGo(StrictStruct, frozen=True, kw_only=True):
     """Close those of this worker's ``segments`` that no registration here uses. -> Released.
 
-    ``all``: this worker's last request; the answer comes once everything is closed.
+    ``all``: this is the worker's last request, which is answered once everything is closed.
     """
 
     all: bool
@@ -283,7 +285,7 @@ class LetGo(StrictStruct, frozen=True, kw_only=True):
 
 @message("released")
 class Released(StrictStruct, frozen=True, kw_only=True):
-    """The ``segments`` are not known any more, and unmapped once no transfer runs."""
+    """The agent has forgotten the ``segments``, and unmaps each once no transfer uses it."""
 
     segments: Items[Text]
 
@@ -306,7 +308,7 @@ MAX_EVENTS = 1000
 
 @message("get_events")
 class GetEvents(StrictStruct, frozen=True, kw_only=True):
-    """The last ``count`` events of the namespace that came after the one with id ``after`` ("": all). -> Events."""
+    """The last ``count`` events of the namespace after the one with id ``after`` ("": from the first). -> Events."""
 
     after: Annotated[str, Meta(max_length=100)] = ""
     count: int = 100
@@ -314,6 +316,7 @@ class GetEvents(StrictStruct, frozen=True, kw_only=True):
 
 @message("events")
 class Events(StrictStruct, frozen=True, kw_only=True):
-    """Oldest first; each has its ``id``, its ``kind``, and what fits of pair, side, rank, batch, reason, text."""
+    """Oldest first. Each has its ``id``, its ``kind``, and those of pair, side, rank, batch, reason, text that
+    apply."""
 
     events: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_EVENTS)]

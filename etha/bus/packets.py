@@ -1,7 +1,7 @@
 """Packets with file descriptors on a plain AF_UNIX SOCK_SEQPACKET connection.
 
-Descriptors arrive close-on-exec, bounded in number; a packet that is too large, carries too many or
-cannot be read ends the connection. What the packets mean is the business of ``server`` and ``link``.
+Descriptors arrive close-on-exec and limited in number. A packet that is too large, carries too many descriptors or
+cannot be read ends the connection. ``server`` and ``link`` interpret the packets.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 MAX_PACKET = 1 << 16
 MAX_DESCRIPTORS = 64
 _ROOM = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-# Not socket.recv_fds: Python 3.11 passes its flags on to nobody.
+# Not socket.recv_fds, because Python 3.11 ignores its flags.
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that are not needed."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -61,14 +61,14 @@ class PacketConnection:
         return self._connection.fileno() < 0
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one packet; BlockingIOError when the other end does not read, OSError when it is gone."""
+        """Send one packet. BlockingIOError if the other end does not read, OSError if it is gone."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self._connection.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def send_when_room(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send one packet, waiting for room as long as it takes; OSError when the other end is gone."""
+        """Send one packet, and wait for room without a limit. OSError if the other end is gone."""
         while True:
-            while self._room is not None:  # somebody waits already: one writer callback per descriptor
+            while self._room is not None:  # another task waits already, and a descriptor has one writer callback
                 await asyncio.shield(self._room)
             try:
                 return self.send(data, fds)
@@ -77,7 +77,7 @@ class PacketConnection:
                 self._loop.add_writer(self._connection.fileno(), self._has_room)
 
     def close(self) -> None:
-        """End the connection for every holder of it, forked children too; idempotent."""
+        """End the connection for every process that holds it, including forked children. Idempotent."""
         if self.closed:
             return
         if not self._loop.is_closed():

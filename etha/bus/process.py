@@ -1,7 +1,7 @@
-"""What the kernel says about a process: who is at the other end of a socket, and does it live.
+"""What the kernel knows about a process: who is at the other end of a socket, and whether it lives.
 
-A pid alone identifies nobody, pids are reused: a pidfd does, or pid and start time together. A pid of
-0 is a process in a pid namespace that cannot be seen from here.
+A pid alone identifies no process, because pids are reused. A pidfd does, or a pid with the start time. Pid 0 is a
+process that is not visible in this pid namespace.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from etha.errors import ConfigError
 
-#: Bit of /proc/PID/stat's flags that is set from the first step of exiting, before descriptors close.
+#: Flag in /proc/PID/stat that is set from the first step of exiting, before descriptors close.
 _PF_EXITING = 0x4
 
 
 def check_not_forked(owner: int, what: str = "client") -> None:
-    """ConfigError in a child that was forked from process ``owner``, which has made ``what``."""
+    """Raise ConfigError in a child that was forked from process ``owner``, which made ``what``."""
     if os.getpid() != owner:
         raise ConfigError(
             f"this {what} belongs to process {owner}, from which process {os.getpid()} was forked: "
@@ -29,14 +29,14 @@ def check_not_forked(owner: int, what: str = "client") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Process and effective user at the other end of an AF_UNIX connection when it connected."""
+    """Process and effective user at the other end of an AF_UNIX connection, as of connecting."""
 
     pid: int
     uid: int
 
     @classmethod
     def of_socket(cls, connection: socket.socket) -> Credentials:
-        """By SO_PEERCRED; on the connecting end these are the listener's."""
+        """By SO_PEERCRED. On the connecting end these are the listener's."""
         pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return cls(pid, uid)
 
@@ -48,12 +48,12 @@ class Credentials:
 
 
 def _stat(pid: int) -> list[str]:
-    # The command's name is in brackets and may hold anything, brackets too.
+    # The command's name is in brackets and may contain anything, including brackets.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def start_time(pid: int | None = None) -> int:
-    """Clock ticks from boot to the start of ``pid`` (default: this process), 0 when it is gone."""
+    """Clock ticks from boot to the start of ``pid`` (default: this process), 0 if it is gone."""
     try:
         return int(_stat(os.getpid() if pid is None else pid)[19])
     except (OSError, IndexError, ValueError):
@@ -61,7 +61,7 @@ def start_time(pid: int | None = None) -> int:
 
 
 def is_exiting(pid: int) -> bool:
-    """True when ``pid`` is gone, a zombie or on its way out."""
+    """Whether ``pid`` is gone, a zombie or exiting."""
     try:
         fields = _stat(pid)
         return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
@@ -70,7 +70,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when ``pid`` dies; None when it cannot be seen or is gone."""
+    """A descriptor that becomes readable when ``pid`` dies; None if the process is not visible or gone."""
     if pid <= 0:
         return None
     try:

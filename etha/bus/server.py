@@ -1,9 +1,9 @@
-"""The agent's end of the bus: sessions of workers over their bus connections, and a descriptor socket beside it.
+"""The agent's end of the bus: sessions of workers over their bus connections, and a descriptor socket.
 
 Hello ------------------> uid by SO_PEERCRED, pidfd, service.hello --------> Welcome(session)
 Attach on cpu.fds ------> uid and pid by SO_PEERCRED, session -------------> Done
 requests <--------------> service.received, peer.reply
-end: Goodbye ("closed"), or the descriptor connection closes without one or the process dies ("died")
+end: Goodbye ("closed"), or the process dies or closes the descriptor connection without Goodbye ("died")
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ log = logging.getLogger(__name__)
 #: Messages that may wait for one worker that does not read, and from one worker.
 HIGH_WATER = 10_000
 MAX_SESSIONS = 4096
-#: Seconds from Hello to Attach, and for workers to hear a Goodbye.
+#: Seconds from Hello to Attach, and for workers to answer a Goodbye.
 ATTACH_TIMEOUT = 10.0
 LEAVE_TIMEOUT = 1.0
-#: Descriptors that a session takes beside its bus connection: a pidfd, the descriptor connection, what comes over it.
+#: Descriptors of a session besides its bus connection: a pidfd, the descriptor connection, and those that it sends.
 SESSION_DESCRIPTORS = 4
 
 
 class Service(Protocol):
-    """What the agent does with its sessions. Nothing here may block or wait: everything is called on the loop."""
+    """What the agent does with its sessions. Everything is called on the loop, so nothing here may block or wait."""
 
     def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
-        """A worker of this user came; raise EthaError to refuse it. ``Welcome.session`` is filled in later."""
+        """A worker of this user has come; raise EthaError to refuse it. The server fills in ``Welcome.session``
+        later."""
 
     def received(self, peer: Peer, request: Request) -> None:
-        """Answer now or later by ``peer.reply`` or ``peer.fail``; ``request.deadline`` is in loop time.
+        """Answer now or later by ``peer.reply`` or ``peer.fail``. ``request.deadline`` is in loop time.
 
-        An exception raised here is the answer.
+        An exception raised here is sent as the answer.
         """
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
-        """The worker waits for ``request_id`` no more; it still has to be answered, soon."""
+        """The worker does not wait for ``request_id`` any more. The service must still answer it soon."""
 
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
-        """File descriptors came, ``fds`` are the service's from now on, also when it raises EthaError to refuse."""
+        """File descriptors arrived. The service owns ``fds``, even if it raises EthaError to refuse them."""
 
     def on_disconnected(self, peer: Peer, reason: Reason) -> None:
         """The session is over; called once for every peer whose hello was not refused."""
@@ -114,7 +115,7 @@ class BusServer:
         await self.close("the agent leaves")
 
     async def close(self, text: str) -> None:
-        """Say goodbye to all after the answers they were given, wait up to a second, remove the sockets."""
+        """Say goodbye to all workers after their pending answers, wait up to a second, remove the sockets."""
         if self._closing:
             return
         self._closing = True
@@ -134,7 +135,7 @@ class BusServer:
             entry.remove()
         self._lock.release()
 
-    # What arrives on the bus ---------------------------------------------------------------------
+    # ---- what arrives on the bus -----------------------------------------------------------------
 
     def _received(self, connection: Connection, parts: list[bytes]) -> None:
         session = self._sessions.get(connection)
@@ -211,7 +212,7 @@ class BusServer:
         return Session(peer, connection, self._end)
 
     def _malformed(self, connection: Connection, session: Session | None, error: Malformed) -> None:
-        """A request that can be answered is; anything else ends the session it came in. One line each."""
+        """Answer a request if its id could be read; anything else ends its session. One log line each."""
         if session is not None:
             log.warning("dropped from %r: %s", session.peer, error)
         else:
@@ -221,7 +222,7 @@ class BusServer:
         elif session is not None:
             self._end(session, "closed")
 
-    # What leaves ---------------------------------------------------------------------------------
+    # ---- what is sent ----------------------------------------------------------------------------
 
     def _post(self, peer: Peer, envelope: Envelope) -> None:
         session = self._by_key.get(peer.key)
@@ -246,10 +247,10 @@ class BusServer:
             data = encode(Failure(envelope.id, error))
         connection.send(data)
 
-    # How sessions begin and end ------------------------------------------------------------------
+    # ---- how sessions begin and end --------------------------------------------------------------
 
     def _attach(self, attachment: Attachment, key: str) -> None:
-        """An authenticated descriptor connection; ProtocolError refuses it."""
+        """Accept an authenticated descriptor connection; ProtocolError refuses it."""
         session = self._by_key.get(key)
         if session is None or session.attached:
             raise ProtocolError("no such session, or it has its descriptor connection already")
@@ -265,7 +266,7 @@ class BusServer:
         peer = session.peer
         if peer.disconnected:
             return
-        if self._closing:  # it heard our goodbye and let go
+        if self._closing:  # it heard our goodbye and closed
             reason = "closed"
         peer.disconnected = True
         session.release()
@@ -279,7 +280,7 @@ class BusServer:
 
 
 def _told(request: Request, error: Exception) -> EthaError:
-    """``error`` as a worker may hear it; one that is not ours is a mistake in the agent, and logged."""
+    """``error`` as it is sent to a worker. One that is not an EthaError is a bug in the agent, and logged."""
     if isinstance(error, EthaError):
         return error
     name = type(request.message).__name__

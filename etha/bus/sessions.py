@@ -1,7 +1,7 @@
-"""One session of one worker: what the agent's service sees of it, and what the bus holds for it.
+"""One session of one worker: the part that the agent's service sees, and the part that the bus holds.
 
-``Peer`` is given to the service, which answers by it. ``Session`` holds the pidfd, the descriptor connection and the
-time left to attach.
+The service gets ``Peer`` and answers by it. ``Session`` holds the pidfd, the descriptor connection and the time limit
+for Attach.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etha.errors import EthaError
 
 log = logging.getLogger(__name__)
 
-#: "closed": it said goodbye; "died": its process is gone or it let go of the bus without a word, or it never reads.
+#: "closed": it said goodbye. "died": its process is gone, left the bus without a goodbye, or does not read.
 Reason = Literal["closed", "died"]
 
 #: Requests of one session that may wait for their answers.
@@ -32,9 +32,9 @@ MAX_REQUESTS = 4096
 class Peer:
     """One session of one worker process.
 
-    ``key`` names the session (secret, hex), ``pid`` and ``uid`` are the kernel's word on the process
-    (``pid`` 0: in a pid namespace that cannot be seen), ``start`` its start time in clock ticks,
-    ``hello`` what it said of itself. A worker may have several sessions.
+    ``key`` names the session (secret, hex). ``pid`` and ``uid`` are from the kernel (``pid`` 0: not visible in this pid
+    namespace), ``start`` is the process's start time in clock ticks, and ``hello`` is what it said about itself. A
+    worker may have several sessions.
     """
 
     __slots__ = ("_post", "disconnected", "hello", "key", "pid", "requests", "start", "uid")
@@ -63,11 +63,11 @@ class Peer:
         return f"<Peer pid {self.pid} session {self.key[:8]}>"
 
     def reply(self, id: int, message: Any) -> None:
-        """Answer request ``id``; nothing happens when the session is gone or ``id`` was answered."""
+        """Answer request ``id``. Does nothing if the session is gone or ``id`` was answered."""
         self._answer(Reply(id, message))
 
     def fail(self, id: int, error: EthaError, traceback: str | None = None) -> None:
-        """Answer request ``id`` with an error; ``traceback`` defaults to the error's own, as text."""
+        """Answer request ``id`` with an error. ``traceback`` defaults to the error's own, as text."""
         if traceback is None:
             traceback = error.remote_traceback
         if traceback is None and error.__traceback__ is not None:
@@ -75,10 +75,10 @@ class Peer:
         self._answer(Failure(id, error, traceback))
 
     def push(self, message: Any, id: int = 0) -> None:
-        """Tell it something unasked, about its request ``id`` or about the session.
+        """Send a message that was not asked for, about request ``id`` or about the session.
 
-        A push about a request is dropped when the worker does not read; any other message that finds
-        no room ends the session.
+        If the worker does not read, a push about a request is dropped; any other message that finds no room ends the
+        session.
         """
         if not self.disconnected:
             self._post(self, Push(id, message))
@@ -94,7 +94,7 @@ class Peer:
 
 
 class Session:
-    """Tells ``on_end(session, reason)`` when its worker is gone; ``connection`` is the one that it came on."""
+    """Calls ``on_end(session, reason)`` when its worker is gone. ``connection`` is the one that it came on."""
 
     def __init__(self, peer: Peer, connection: Connection, on_end: Callable[[Session, Reason], None]) -> None:
         self.peer = peer
@@ -107,11 +107,11 @@ class Session:
 
     @property
     def attached(self) -> bool:
-        """The worker has said on the descriptor socket whose it is: requests are taken."""
+        """Whether the worker has attached its descriptor connection; requests are accepted from then on."""
         return self._attachment is not None
 
     def watch(self, attach_timeout: float) -> None:
-        """Hear of the process's death from now on, and give it ``attach_timeout`` seconds to attach."""
+        """Watch the process's death from now on, and give it ``attach_timeout`` seconds to attach."""
         self._timer = self._loop.call_later(attach_timeout, self._end, "closed")
         self._pidfd = open_pidfd(self.peer.pid)
         if self._pidfd is not None:
@@ -120,14 +120,15 @@ class Session:
             self._loop.call_soon(self._end, "died")
 
     def attach(self, attachment: Attachment, take: Callable[[Peer, dict[str, Any], list[int]], None]) -> None:
-        """``take(peer, header, fds)`` gets the descriptors that come, and owns them."""
+        """Attach the descriptor connection. ``take(peer, header, fds)`` gets the descriptors that arrive, and owns
+        them."""
         self._attachment = attachment
         attachment.serve(lambda header, fds: take(self.peer, header, fds), self._disconnected)
         if self._timer is not None:
             self._timer.cancel()
 
     def release(self) -> None:
-        """Let go of everything; nothing is told any more. Idempotent."""
+        """Release everything and report nothing any more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._pidfd is not None:
@@ -138,7 +139,7 @@ class Session:
             self._attachment.close()
 
     def _disconnected(self) -> None:
-        # A client that was closed has said goodbye before. One that was dropped is as dead to its peers as a process.
+        # A closed client has said goodbye before. A dropped client counts as dead for its peers, like a process.
         self._end("died")
 
     def _end(self, reason: Reason) -> None:

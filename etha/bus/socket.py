@@ -1,7 +1,7 @@
-"""A plain ZeroMQ socket on an asyncio loop: one reader that drains, sends that never block.
+"""A plain ZeroMQ socket on an asyncio loop: one reader that drains it, and sends that never block.
 
-ZMQ_FD is edge-triggered and a send can swallow its edge: so everything is read until EAGAIN, and looked
-at again after each send. Nothing awaits a read, so nothing can cancel one and lose a message.
+ZMQ_FD is edge-triggered, and a send can swallow its edge. So the reader reads until EAGAIN, and looks again after each
+send. Nothing awaits a read, so no cancellation can lose a message.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import zmq
 
 log = logging.getLogger(__name__)
 
-#: Messages read in one go before the loop gets its turn.
+#: Messages read until the loop runs other callbacks.
 BURST = 128
-# Plain ints: enum arithmetic costs as much as the calls that it goes into.
+# Plain ints: enum arithmetic costs as much as the calls that use it.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
@@ -43,7 +43,7 @@ class LoopSocket:
         return bool(self._socket.closed)
 
     def send(self, *parts: bytes) -> None:
-        """Queue one message; zmq.Again when its pipe is full or gone, EHOSTUNREACH for an unknown peer."""
+        """Queue one message. zmq.Again if its pipe is full or gone, EHOSTUNREACH for an unknown peer."""
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _MORE)
@@ -53,7 +53,7 @@ class LoopSocket:
                 self._soon()
 
     async def writable(self) -> None:
-        """Return once a message could be sent (with IMMEDIATE set, once connected) or the socket is closed."""
+        """Return once a message could be sent (with IMMEDIATE set: once connected) or the socket is closed."""
         self._writable = waiter = self._loop.create_future()
         self._look()
         await waiter
@@ -85,7 +85,7 @@ class LoopSocket:
         self._draining = True
         try:
             for _ in range(BURST):
-                if not self._events() & _POLLIN:  # cheaper than to be told so by EAGAIN
+                if not self._events() & _POLLIN:  # cheaper than an EAGAIN
                     break
                 frames = [self._socket.recv(_NOBLOCK, copy=False)]
                 while frames[-1].more:

@@ -1,9 +1,9 @@
-"""ZMTP 3.0 with the NULL mechanism, as much of it as the agent's end of a worker's DEALER needs; pure.
+"""ZMTP 3.0 with the NULL mechanism, as far as the agent's end of a worker's DEALER needs it. Pure.
 
     worker   greeting, READY, messages ...
     agent    greeting, READY, messages ...
 
-The agent speaks it itself because libzmq accepts connections without a bound and ends the process when it has no
+The agent speaks ZMTP itself because libzmq accepts connections without a bound and ends the process when it has no
 descriptor for the next one. See https://rfc.zeromq.org/spec/23.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _MECHANISM = b"NULL".ljust(20, b"\0")
 _GREETING_BYTES = 64
-#: Most bytes of a command; READY carries a socket type and an identity.
+#: Largest command in bytes; READY carries a socket type and an identity.
 _MAX_COMMAND = 1024
 
 
@@ -23,7 +23,7 @@ class NotZmtp(Exception):
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """One frame."""
+    """One frame with this body."""
     if len(body) > 255:
         return bytes((flags | _LONG,)) + len(body).to_bytes(8, "big") + body
     return bytes((flags, len(body))) + body
@@ -33,7 +33,7 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
 
 
-#: What this end says first: version 3.0, no encryption (the kernel says who is there), READY.
+#: What this end sends first: version 3.0, no encryption (the kernel authenticates the peer), READY.
 OPENING = (
     b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00" + _MECHANISM + bytes(32)
     + frame(b"\x05READY" + _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""), _COMMAND)
@@ -41,7 +41,7 @@ OPENING = (
 
 
 class Parser:
-    """Bytes of one connection in, whole messages out. ``ready``: its greeting and its READY were right."""
+    """Turns the bytes of one connection into whole messages. ``ready``: its greeting and its READY were valid."""
 
     def __init__(self, max_message: int) -> None:
         self._max = max_message
@@ -51,7 +51,7 @@ class Parser:
         self.ready = False
 
     def feed(self, data: bytes | memoryview) -> Iterator[list[bytes]]:
-        """Each message that is complete now, as its parts; NotZmtp ends the connection."""
+        """Yield each message that is complete now, as its parts. NotZmtp ends the connection."""
         self._data += data
         at = 0
         try:
@@ -75,7 +75,7 @@ class Parser:
 
     def _greets(self) -> bool:
         data = self._data
-        # As soon as the first byte is wrong nobody waits for the 64th.
+        # Fails at the first wrong byte and does not wait for all 64.
         if (data and data[0] != 0xFF) or (len(data) > 9 and not data[9] & 1):
             raise NotZmtp("no greeting of ZMTP")
         if (len(data) > 10 and data[10] < 3) or (len(data) > 31 and data[12:32] != _MECHANISM):
