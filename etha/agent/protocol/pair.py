@@ -289,6 +289,10 @@ class PairMachine(Machine[PairPhase]):
             elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
                 # Redis took this for a repeated call, because it does not know that the epoch is over.
                 out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
+            elif inside and view.state != "formed" and self.members()[asked.side, asked.rank].epoch <= view.epoch:
+                # It completed an epoch, or was in one, that was over before this agent saw it formed.
+                text = f"pair {self.pair!r} epoch {view.epoch} is over: {view.error or 'its agents could not meet'}"
+                out.append(self._rejoin(key, PeerLostError(with_again(text), reason=view.reason or "died")))
             elif not inside and not self._superseded(asked, view):
                 # Redis lost its data, or took our agent for dead before it had put its record back.
                 self._inside.discard(key)
@@ -314,22 +318,26 @@ class PairMachine(Machine[PairPhase]):
         self.move(PairPhase.LOST)
         error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
         self.lost = error
-        fails: list[PairEffect] = []
-        joins: list[PairEffect] = []
+        ended: list[PairEffect] = []
         for key in sorted(self._inside):
             asked = self.waiting[key]
             holder = self.members().get((asked.side, asked.rank))
-            if holder is None or not holder.is_same(asked.holder) or holder.epoch != self.epoch:
-                continue
-            if key in self._again:
-                self._forget(key)
-                fails.append(Fail(call=key, error=error))
-            else:
-                self._inside.discard(key)
-                self._again.add(key)
-                joins.append(Join(asked=asked))
+            if holder is not None and holder.is_same(asked.holder) and holder.epoch == self.epoch:
+                ended.append(self._rejoin(key, error))
+        fails = [effect for effect in ended if isinstance(effect, Fail)]
+        joins = [effect for effect in ended if isinstance(effect, Join)]
         severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
         return [*fails, Broken(epoch=self.epoch, error=error), *severs, *joins]
+
+    def _rejoin(self, key: CallKey, error: PeerLostError) -> Fail | Join:
+        """Have a call whose epoch is over join the next one. The second time, fail it with ``error``."""
+        asked = self.waiting[key]
+        if key in self._again:
+            self._forget(key)
+            return Fail(call=key, error=error)
+        self._inside.discard(key)
+        self._again.add(key)
+        return Join(asked=asked)
 
     def _forget(self, key: CallKey) -> JoinRequest | None:
         self._inside.discard(key)

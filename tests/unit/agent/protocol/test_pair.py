@@ -99,13 +99,16 @@ class World:
         self.perform(self.pair.ask(asked))
         return key
 
-    def step(self, refuse: bool = False) -> None:
-        """The store takes the oldest thing that it was asked."""
+    def step(self, *, refuse: bool = False, severed: bool = False) -> None:
+        """The store takes the oldest request. ``severed``: another agent ends the epoch before the view is read."""
         match self.todo.popleft():
             case Join(asked=asked) if refuse:
                 self.perform(self.pair.refused(asked.key, ConfigError("held")))
             case Join(asked=asked):
-                view = self.redis.join(asked)
+                self.redis.join(asked)
+                if severed:
+                    self.redis.sever(self.redis.epoch)
+                view = self.redis.view()
                 if asked.key not in self.waiting:  # as the shell does
                     leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
                     self.redis.leave(leave)
@@ -250,6 +253,18 @@ def test_agents_that_cannot_meet_form_another_epoch_once_and_then_say_so() -> No
     keys = [world.ask(member) for member in MEMBERS]
     world.drain()
     assert {world.answers[key] for key in keys} == {3}
+
+
+def test_an_epoch_that_was_over_before_its_last_caller_saw_it_is_followed_by_another() -> None:
+    """The last caller completes an epoch with a dead agent, and another agent has found that out by then."""
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    while len(world.todo) > 1:
+        world.step()
+    world.step(severed=True)
+    assert not world.errors and world.redis.view().state == "lost"
+    world.drain()
+    assert {world.answers[key] for key in keys} == {2}
 
 
 @pytest.mark.parametrize("how", ["death", "link", "view"])
@@ -407,9 +422,9 @@ class Walk(RuleBasedStateMachine):
         self.world.ask(member)
 
     @precondition(lambda self: self.world.todo)
-    @rule(refuse=st.integers(0, 5))
-    def store(self, refuse: int) -> None:
-        self.world.step(refuse == 0)
+    @rule(refuse=st.integers(0, 5), severed=st.integers(0, 3))
+    def store(self, refuse: int, severed: int) -> None:
+        self.world.step(refuse=refuse == 0, severed=severed == 0)
 
     @rule()
     def look(self) -> None:
@@ -455,6 +470,9 @@ class Walk(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.drain()
+        for key, member in world.waiting.items():
+            epoch = world.redis.members[member].epoch
+            assert epoch == world.redis.epoch + 1, f"{key} is in epoch {epoch}, and waits for another"
         for key in sorted(world.waiting):
             if key in world.waiting:
                 world.perform(world.pair.expire(key, cancelled=False))
