@@ -1,10 +1,10 @@
 """The calls of one client that have not returned, and how ``close`` ends them.
 
     begin --> waits, stages, asks its agent --> COMMIT --> callback, copies --> end
-              interrupt: it raises              finish: it ends by itself, its callback by the deadline at the latest
+             interrupt: it raises              finish: it ends by itself, its callback by the deadline at the latest
 
-A call that waits here is cancelled from inside, as ``asyncio.timeout`` does, and raises an error instead. One that
-has asked its agent gets the agent's answer, so that it knows whether it was committed.
+A call that waits in this process is cancelled from inside, as ``asyncio.timeout`` does, and raises an error instead. A
+call that has asked its agent gets the agent's answer, so that it knows whether it was committed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from etha.errors import ConfigError, EthaError, TransferAbortedError
 if TYPE_CHECKING:
     from etha.client.registration import Registration
 
-#: The call whose callback this code runs in, if any.
+#: The call whose callback runs this code, if any.
 _callback_of: ContextVar[ActiveCall | None] = ContextVar("etha_callback_of", default=None)
 
 
 class ActiveCall:
-    """One call, from its first step to its return; used as a context manager by the task that makes it."""
+    """One call, from its first step to its return. The task that makes the call enters it as a context manager."""
 
     def __init__(self, calls: ActiveCalls, what: str, registration: Registration | None) -> None:
         self.registration = registration
-        #: Set once the transfer is committed: what was received has to be put in place, whatever else happens.
+        #: Set once the transfer is committed: received data must be put in place, whatever else happens.
         self.committed = False
         self._calls, self._what = calls, what
         self._link: AgentLink | None = None
@@ -42,12 +42,13 @@ class ActiveCall:
 
     @property
     def interrupted(self) -> str | None:
-        """Why the call has to end, None while it need not."""
+        """Why the call has to end; None if it need not."""
         return self._why
 
     @contextmanager
     def asking(self, link: AgentLink) -> Iterator[None]:
-        """While the agent is asked, with this call as the request's tag: only the agent knows how it ends."""
+        """Enter while the agent is asked, with this call as the request's tag, because only the agent knows how the
+        call ends."""
         self._link = link
         try:
             yield
@@ -55,9 +56,9 @@ class ActiveCall:
             self._link = None
 
     def interrupt(self, why: str, seconds: float) -> None:
-        """Make the call end: at once where it waits here, as its agent says where that was asked.
+        """Make the call end: at once if it waits in this process, by the agent's answer if the agent was asked.
 
-        A committed call ends by itself; its callback gets ``seconds`` where the call has no deadline.
+        A committed call ends by itself. If it has no deadline, its callback gets ``seconds``.
         """
         if self._why is None:
             self._why = why
@@ -70,7 +71,8 @@ class ActiveCall:
                 self._cancelled = self._task.cancel()
 
     def hurry(self) -> asyncio.Future[float]:
-        """Done once the call has to end although it has no deadline: the seconds that its callback has left."""
+        """A future that is done once the call has to end although it has no deadline. Its result is the callback's
+        remaining seconds."""
         self._hurry = asyncio.get_running_loop().create_future()
         if self._why is not None:
             self._hurry.set_result(self._calls.patience)
@@ -103,7 +105,8 @@ class ActiveCall:
 
 
 class ActiveCalls:
-    """All of one client. ``patience``: seconds for callbacks of calls that have no deadline, once the client closes."""
+    """All calls of one client. ``patience``: seconds for callbacks of calls without a deadline, once the client
+    closes."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -111,32 +114,32 @@ class ActiveCalls:
         self._waiters: list[asyncio.Future[None]] = []
 
     def begin(self, what: str, registration: Registration | None = None) -> ActiveCall:
-        """A call of the current task, which enters it; ``registration``: of the batch that it transfers."""
+        """A call of the current task, which must enter it. ``registration``: that of the batch it transfers."""
         return ActiveCall(self, what, registration)
 
     def interrupt(self, why: str, of: Registration | None = None) -> None:
-        """Make the calls end, all of them or those of one batch."""
+        """Make all calls end, or those of one batch."""
         for call in self._chosen(of, None):
             call.interrupt(why, self.patience)
 
     async def ended(self, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
-        """Return once they have; ``but``: the one that is not waited for."""
+        """Return once they have ended. ``but`` is not waited for."""
         while self._chosen(of, but):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def calling_back(self) -> ActiveCall | None:
-        """The call whose callback has come here."""
+        """The call whose callback runs this code; None if there is none or it has ended."""
         call = _callback_of.get()
         return call if call in self._active else None
 
     def add(self, call: ActiveCall) -> None:
-        """It begins."""
+        """Add a call that begins."""
         self._active.add(call)
 
     def remove(self, call: ActiveCall) -> None:
-        """It has ended."""
+        """Remove a call that has ended, and wake the tasks that wait for it."""
         self._active.discard(call)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -154,7 +157,7 @@ def in_callback() -> bool:
 
 @contextmanager
 def callback_of(call: ActiveCall) -> Iterator[None]:
-    """The code inside, and tasks and threads that it starts with its context, are the call's callback."""
+    """Mark the code inside, and tasks and threads started with its context, as the call's callback."""
     token = _callback_of.set(call)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Autostart: no agent listens, so start one for this device as a daemon, exactly one however many ask.
+"""Autostart: if no agent listens, start one for this device as a daemon; exactly one, however many clients ask.
 
     probe -> start lock (flock on cpu.start) -> probe again -> spawn, with the lock -> "ready" on a pipe -> unlock
 
 All of it blocks, so it runs in a daemon thread. The starter and the agent share the start lock: it is free once the
-agent listens or has ended, whatever has become of the starter. So an agent that is slower than its caller's deadline
-comes up for whoever asks next, and nobody starts a second one meanwhile.
+agent listens or has ended, even if the starter is gone. So if an agent starts more slowly than its caller's deadline
+allows, the next caller finds it, and nobody starts a second one meanwhile.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from etha.bus.channel import listens
 from etha.config import MAX_LOG, Settings
 from etha.errors import AgentUnavailableError, EthaError, from_wire
 
-#: Bytes of the log that an error shows.
+#: How many bytes of the log an error shows.
 _TAIL = 2000
-#: What a launcher told this worker about its job, and thread counts meant for it: not the agent's.
+#: Variables by which a launcher describes this worker's job, and thread counts for it. They are not for the agent.
 _FOREIGN = ("RANK", "WORLD_SIZE", "ETHA_AGENT", "ETHA_LAUNCH_ID", "ETHA_REDIS_URL", "MKL_NUM_THREADS")
-#: What a job says of its own GPUs. An agent reaches all of the host's, and launches from a thread that must not wait.
+#: A job's settings for its own GPUs. An agent uses all GPUs of the host, and launches from a thread that must not wait.
 _FOREIGN_CUDA = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 _FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "KMP_", "GOMP_")
-#: Codes of errors that are the user's to mend, and reach the user as they are.
+#: Codes of errors that the user must fix. They reach the user unchanged.
 _TOLD = ("config", "redis_unavailable", "protocol")
-# The agent must be nobody's child: its death would leave a zombie, and launchers kill their workers' children.
+# The agent must not be a child: its death would leave a zombie, and launchers kill their workers' children.
 _DETACH = "import os, sys\nif os.fork() == 0: os.execv(sys.argv[1], sys.argv[1:])\nos._exit(0)"
 
-#: Bytes of what the start lock's file says of a start.
+#: Most bytes that the start lock's file holds about a start.
 _MAX_NOTE = 4200
-#: Start locks that threads of this process hold. A forked child must not keep them from being free.
+#: Start locks that threads of this process hold. A forked child closes its copies, which would keep the locks taken.
 _locks: set[int] = set()
 
 
@@ -61,11 +61,11 @@ async def ensure_agent(
     patient: bool = False,
     module: str = "etha.agent",
 ) -> Path:
-    """The socket path of the agent of ``device``, which listens or has been started now.
+    """Return the socket path of the agent of ``device``, and start that agent if it does not listen.
 
-    ``redis_url`` None: an agent that is started uses the embedded server. ``patient``: it waits for a Redis that
-    refuses connections. Raises AgentUnavailableError with the end of the agent's log when it does not come up within
-    ``timeout`` seconds (it may still come up later, for the next call), and what keeps it where it has said that.
+    ``redis_url`` None: a new agent uses the embedded server. ``patient``: a new agent waits for a Redis that refuses
+    connections. If the agent does not listen within ``timeout`` seconds, raises AgentUnavailableError with the end of
+    its log, or the error that the agent has reported. It may still start later, for the next call.
     """
     settings = replace(settings, namespace=namespace)
     path = settings.socket_path(device)
@@ -112,7 +112,7 @@ async def ensure_agent(
 
 @dataclass(slots=True, kw_only=True)
 class _Start:
-    """One attempt; ``run`` is the thread's, which sees it to its end, also when the caller has been ``abandoned``."""
+    """One attempt. ``run`` is called on the thread, which finishes even if the caller has ``abandoned`` it."""
 
     settings: Settings
     path: Path
@@ -123,7 +123,7 @@ class _Start:
     abandoned: bool = False
     _spawned: bool = field(default=False, init=False)
     _log_from: int = field(default=0, init=False)
-    #: What ``late`` says of the last one that failed.
+    #: How the previous start failed, for the text of ``late``.
     _before: str = field(default="", init=False)
 
     @property
@@ -131,13 +131,13 @@ class _Start:
         return self.path.with_suffix(".log")
 
     def remember(self) -> None:
-        """Read how the last agent that was asked for alike has failed: a caller with little time hears that much."""
+        """Read how the previous start of the same agent failed, so that a caller with little time gets that much."""
         with contextlib.suppress(OSError):
             if (said := self._failure(self._lock.read_bytes()[:_MAX_NOTE])) is not None:
                 self._before = f". The one before it did not start: {self._failed(said).message}"
 
     def run(self) -> EthaError | None:
-        """None when an agent listens at the end, else why not."""
+        """None if an agent listens at the end, otherwise the reason why not."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _locks.add(lock)
         try:
@@ -145,22 +145,22 @@ class _Start:
             if self.abandoned or listens(self.path):
                 return None
             if waited and (said := self._failure(os.pread(lock, _MAX_NOTE, 0))) is not None:
-                return self._failed(said)  # of the start that this one waited for: another try would end alike
+                return self._failed(said)  # the start that this one waited for; another try would fail in the same way
             os.ftruncate(lock, 0)
             said = self._spawn(lock)
-            if said == "ready" or listens(self.path):  # or somebody started one by hand meanwhile
+            if said == "ready" or listens(self.path):  # the second: somebody else started one meanwhile
                 return None
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"failed {self._wanted()} {said}\n".encode(errors="replace")[:_MAX_NOTE], 0)
             return self._failed(said)
         finally:
-            # Unlock and not only close: a child that was forked meanwhile shares the descriptor.
+            # Unlock and not only close, because a child that was forked meanwhile shares the descriptor.
             fcntl.flock(lock, fcntl.LOCK_UN)
             _locks.discard(lock)
             os.close(lock)
 
     def late(self) -> EthaError:
-        """What the caller hears when its time is up."""
+        """The error for a caller whose time is up."""
         starting, kept = self._starting()
         ended = f"no agent of {self.device} listened at {self.path} in time"
         if kept is not None:
@@ -180,7 +180,7 @@ class _Start:
         return self.path.with_suffix(".start")
 
     def _take(self, lock: int) -> bool:
-        """Wait for the start lock; whether somebody held it."""
+        """Wait for the start lock; True if somebody else held it."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -189,19 +189,19 @@ class _Start:
         return False
 
     def _wanted(self) -> str:
-        """Which agent is asked for: another one's failure says nothing of it."""
+        """A hash of the agent that is asked for, because the failure of another agent says nothing about it."""
         own = {name: value for name, value in os.environ.items() if name.startswith("ETHA_")}
         env = environment(own, self.settings, self.redis_url)
         return hashlib.sha256(repr((sorted(env.items()), self.patient)).encode()).hexdigest()[:16]
 
     def _failure(self, note: bytes) -> str | None:
-        """What an agent like this one gave up with, from the lock's file; None for one that was killed."""
+        """The failure that the lock's file records for this agent; None if there is none (it was killed)."""
         kind, _, rest = note.decode(errors="replace").rstrip("\n").partition(" ")
         wanted, _, said = rest.partition(" ")
         return said if kind == "failed" and wanted == self._wanted() and said else None
 
     def _starting(self) -> tuple[str, EthaError | None]:
-        """The process that is coming up and what keeps it, as far as it has said that in the lock's file."""
+        """The process that is starting and the reason why it takes long, if it has written them to the lock's file."""
         try:
             first, _, second = self._lock.read_text(errors="replace").partition("\n")
         except OSError:
@@ -219,7 +219,7 @@ class _Start:
         return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{self._tail()}")
 
     def _spawn(self, lock: int) -> str:
-        """How the start of the new agent ended, in its words; "" when it ended without one."""
+        """The last line that the new agent wrote about its start; "" if it ended without one."""
         if not sys.executable:
             return "error this process does not know its Python interpreter: start one by `etha agent`"
         self._spawned = True
@@ -229,7 +229,7 @@ class _Start:
             command = [sys.executable, "-m", self.module, "--device", self.device]
             command += ["--namespace", self.settings.namespace, "--autostarted", "--ready-fd", str(theirs)]
             command += ["--start-lock", str(lock), *(["--patient"] if self.patient else [])]
-            # The URL, which may hold a password, goes by the environment: command lines are public.
+            # The URL goes by the environment, because it may hold a password and command lines are public.
             subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _DETACH, *command],
                 env=environment(dict(os.environ), self.settings, self.redis_url),
@@ -262,7 +262,7 @@ class _Start:
         return log
 
     def _tail(self) -> str:
-        """The end of what this agent wrote to its log."""
+        """The end of this agent's log."""
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -274,11 +274,11 @@ class _Start:
 
 
 def environment(own: dict[str, str], settings: Settings, redis_url: str | None) -> dict[str, str]:
-    """The agent's environment: the worker's ``own`` without what speaks of its job, and with ``settings``."""
+    """The agent's environment: the worker's ``own`` without the variables of its job, plus ``settings``."""
     env = {
         name: value for name, value in own.items() if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
     }
-    if "MIG-" not in env.get("CUDA_VISIBLE_DEVICES", ""):  # without it a process sees no slice of a card
+    if "MIG-" not in env.get("CUDA_VISIBLE_DEVICES", ""):  # a process with MIG slices sees none without this variable
         env = {name: value for name, value in env.items() if name not in _FOREIGN_CUDA}
     env |= {
         "ETHA_RUNTIME_DIR": str(settings.runtime_dir),
@@ -288,7 +288,7 @@ def environment(own: dict[str, str], settings: Settings, redis_url: str | None) 
     env |= settings.wishes
     if redis_url is not None:
         env["ETHA_REDIS_URL"] = redis_url
-    # The agent's working directory is another: a clone that was imported from here must be found from there.
+    # The agent has another working directory, so a clone that was imported from here must be on its path.
     root = Path(__file__).resolve().parents[2]
     paths = [str(Path(entry).absolute()) for entry in own.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:

@@ -1,8 +1,8 @@
-"""AsyncTensorBusClient: what a worker holds in its process, on its own event loop.
+"""AsyncTensorBusClient: the client that a worker uses on its own event loop.
 
-    init_pair -> register_tensors -> transfer ... -> close
+init_pair -> register_tensors -> transfer ... -> close
 
-The blocking client is a facade over this one. It talks to one agent and never to Redis.
+The blocking client is a facade over this one. The client talks to one agent and never to Redis.
 """
 
 from __future__ import annotations
@@ -71,18 +71,20 @@ if TYPE_CHECKING:
     from etha.client.registration import Registration
 
 
-#: Seconds within which the kernel's word of a process's death has come.
+#: Seconds within which the kernel reports a process's death.
 _NEWS = 1.0
 
 
 class AsyncTensorBusClient:
-    """A worker's end of Etha, on the event loop that it is first used on.
+    """A worker's client, for the event loop on which it is first used.
 
-    ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
-    agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
-    none listens; ``timeout``: default deadline of every call in seconds; ``on_error``: "report" returns
-    failed transfers as results, and skips further ones of the pair until ``init_pair`` has returned again.
-    Raises ConfigError for bad arguments; nothing is connected before the first call.
+    ``agent``: address of a running agent (default: $ETHA_AGENT, else the device's). ``device``: the device whose agent
+    is used (default: the current CUDA device, else the CPU). ``redis_url``, ``namespace``: default from the
+    environment. ``autostart``: start an agent if none listens. ``timeout``: default deadline of every call, in seconds.
+    ``on_error``: "report" returns failed transfers as results, and skips further transfers of the pair until
+    ``init_pair`` has returned again.
+
+    Raises ConfigError for bad arguments. It does not connect before the first call.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class AsyncTensorBusClient:
         wanted = device_of(device)
         if wanted.type == "cpu":
             check_staging(settings)
-        #: Whose agent is found or started, where none is named.
+        #: The agent that is found or started, if no address is given.
         self._served = "" if self._agent is not None else agent_of(wanted)
         self._autostart = check_flag("autostart", autostart)
         self._timeout = check_timeout(timeout, "timeout")
@@ -119,19 +121,19 @@ class AsyncTensorBusClient:
         self._connecting: asyncio.Lock | None = None
         self._connection: AgentConnection | None = None
         self._pairs: dict[str, tuple[AsyncPair, PairDefaults]] = {}
-        #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet: the agent's answer and the loss
-        #: may be read in one go, before the task that waits for the answer runs.
+        #: pair -> the newest loss of an epoch that ``init_pair`` has not returned yet. The agent's answer and the loss
+        #: may be read together, before the task that waits for the answer runs.
         self._early_losses: dict[str, PairLost] = {}
-        #: batch -> the newest end of one that ``register_tensors`` has not returned yet, for the same reason.
+        #: batch -> the newest end of a batch that ``register_tensors`` has not returned yet, for the same reason.
         self._early_ends: dict[str, BatchLost] = {}
         self._batches: dict[str, Registration] = {}
-        #: batch -> highest seq seen, and whether this worker's target may be half-written; both outlive handles.
+        #: batch -> highest seq seen; and the batches whose target may be half-written here. Both outlive handles.
         self._seqs: dict[str, int] = {}
         self._torn: set[str] = set()
         self._calls = ActiveCalls(self._timeout)
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        #: Ends the connection of a client that nobody holds any more.
+        #: Ends the connection when the client is collected.
         self._dropped: finalize[[], AsyncTensorBusClient] | None = None
 
     async def __aenter__(self) -> Self:
@@ -159,14 +161,15 @@ class AsyncTensorBusClient:
     ) -> AsyncPair:
         """Meet the other side: returns once both sides are complete, in any order of arrival.
 
-        Collective over all workers of both sides. ``expected_world_size`` and ``rank`` are of the local
-        side (default: torch.distributed's, else the launcher's environment). ``device_mesh`` and
-        ``placements`` are the default layout of plain tensors. A torchrun job whose run id is not that of a launch
-        that lives is refused, unless it gives ``takeover`` (default: ETHA_TAKEOVER). ``give_up``: workers of the
-        other side that have come and have all left again are a PeerLostError; else their next launch is waited for,
-        until the deadline. Raises ConfigError,
-        RendezvousTimeoutError (which ranks are missing), PeerLostError (this launch was superseded),
-        RedisUnavailableError, AgentUnavailableError.
+        Collective over all workers of both sides. ``expected_world_size`` and ``rank`` describe the local side
+        (default: torch.distributed's, else the launcher's environment). ``device_mesh`` and ``placements`` are the
+        default layout of plain tensors. ``ranks`` maps ranks of the torch world to ranks of the side. ``takeover``
+        (default: ETHA_TAKEOVER): replace a launch that lives. Without it, a torchrun job with another run id than a
+        living launch is refused. ``give_up``: raise PeerLostError if workers of the other side have come and all left
+        again. Without it, the call waits for their next launch until the deadline.
+
+        Raises ConfigError, RendezvousTimeoutError (which names the missing ranks), PeerLostError (a newer launch
+        replaced this one), RedisUnavailableError, AgentUnavailableError.
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         for what, name in (("pair", pair_name), ("side", local_name), ("side", remote_name)):
@@ -190,7 +193,7 @@ class AsyncTensorBusClient:
         with self._calls.begin(f"init_pair of {pair_name!r}"):
             known = self._pairs.get(pair_name)
             if known is not None and known[0].doomed:
-                # A dead process's memory is gone a moment before the kernel tells of its death.
+                # A dead process's memory is gone shortly before the kernel reports its death.
                 await known[0].lost.heard(min(_NEWS, deadline.left))
             formed = await self._ask_for_pair(message, deadline)
         known = self._pairs.get(pair_name)
@@ -230,20 +233,24 @@ class AsyncTensorBusClient:
         verify: Literal["sample", "full"] | None = None,
         timeout: float | None = None,
     ) -> AsyncBatchHandle:
-        """Name the tensors that move together. Collective over all workers of both sides.
+        """Name the tensors that move together. Collective over all workers of both sides; copies nothing.
 
-        ``tensors``: (tensor, pair name) in the same order on all ranks, or name -> tensor with
-        ``pair_name``. A DTensor brings its layout; a plain tensor takes ``placements[name]``, else the
-        pair's default. ``shapes``: global shapes of plain tensors. ``regions``: names whose plain tensor
-        here holds an irregular part of the global one, to receive it: per dim ascending (start, stop), of
-        which it holds the product, densely, or a list of these, one after the other in a flat tensor; needs
-        ``shapes[name]``. ``bucket_size`` in bytes. ``atomic``:
-        receive into shadow memory, so that the tensors change only after commit. ``verify``: compare
-        checksums of both ends before any transfer is committed, of every byte ("full") or, for a sixteenth
-        of the cost, of every 16th chunk in turn, at least one of each tensor ("sample"); the strongest
-        given on any rank holds for all. A difference aborts the transfer. Nothing is copied.
-        Raises LayoutError, RegistrationError (every violation of every rank), RendezvousTimeoutError,
-        PeerLostError.
+        ``tensors``: (tensor, pair name) in the same order on all ranks, or name -> tensor with ``pair_name``. A DTensor
+        has its own layout. A plain tensor takes ``placements[name]``, else the pair's default. ``shapes``: global
+        shapes of plain tensors. ``bucket_size``: in bytes.
+
+        ``regions``: names whose plain tensor on this rank holds an irregular part of the global tensor and only
+        receives it. For each dim the part is a list of ascending (start, stop), and the tensor holds their product,
+        densely. A list of such products lies one after the other in a flat tensor. Needs ``shapes[name]``.
+
+        ``direction``: "send", "recv" or "both" must work, else registering fails. ``atomic``: receive into shadow
+        memory, so that the tensors change only after commit.
+
+        ``verify``: compare checksums of both ends before any transfer is committed. "full" compares every byte.
+        "sample" compares every 16th chunk in turn, at least one of each tensor, for a sixteenth of the cost. The
+        strongest choice of any rank holds for all. A difference aborts the transfer.
+
+        Raises LayoutError, RegistrationError (every violation of every rank), RendezvousTimeoutError, PeerLostError.
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_name("batch", batch_id)
@@ -266,9 +273,9 @@ class AsyncTensorBusClient:
                 )
             if await self._confirmed(known, deadline):
                 return AsyncBatchHandle(self, known)
-        if known is not None:  # its memory is given back before more is taken
+        if known is not None:  # release its memory before taking more
             await self._retire(known)
-            known.left = True  # a call of it that has not ended must not close what is registered now
+            known.left = True  # one of its calls that still runs must not close the new registration
         with self._calls.begin(f"register_tensors of {batch_id!r}"):
             registration = await register(
                 connection,
@@ -323,24 +330,25 @@ class AsyncTensorBusClient:
     ) -> Coroutine[Any, Any, Any]:
         """Move the batch once, all of it or nothing; waits for every rank of both sides.
 
-        On a GPU it comes after the work that the current stream has queued when it is called, also where it
-        is awaited later or by another task. All errors are raised by awaiting it.
+        On a GPU the transfer comes after the work that the current stream has queued when this method is called, even
+        if it is awaited later or by another task. All errors are raised by awaiting it.
 
-        ``version``: label that the sender sets and the receiver sees. ``on_commit``: with an atomic
-        recv, run after commit and before this worker's tensors change, until the deadline at most: then they
-        change all the same and TransferTimeoutError says so ("committed"). What it raises is raised here, once
-        they have changed. A client may have 2,047 transfers in flight. ``progress``: (bytes done, bytes
-        total) of this worker. ``on_error`` (default: the client's): "report" returns a failed result
-        (``.error``) where "raise" raises TransferError or a subclass (see ``.outcome`` and ``.torn``),
-        AgentLostError or AgentUnavailableError; mistakes (ConfigError, RegistrationError) are always raised.
+        ``version``: label that the sender sets and the receiver sees. ``progress``: called with (bytes done, bytes
+        total) of this worker. ``on_commit``, for an atomic recv: runs after commit and before this worker's tensors
+        change. If it has not returned by the deadline, the tensors change and TransferTimeoutError ("committed") is
+        raised. Its own exceptions are raised after the tensors have changed. A client may have 2,047 transfers in
+        flight.
 
-        ``snapshot=True`` with "send", on every rank of the side: sets aside what the tensors hold, and returns
-        a TransferFuture of the transfer as soon as they may change. It takes as much memory again as this
-        rank has registered, from the first snapshot on. One at a time: a newer one takes the place of one
-        that nobody has received yet, whose future then raises TransferAbortedError ("withdrawn"), and
-        waits for one that moves. Ranks have to take the same ones: alike in ``version``, or without one
-        in number. Without ``timeout`` a snapshot is offered until it is received or superseded;
-        setting aside has the client's deadline.
+        ``on_error`` (default: the client's): "raise" raises TransferError or a subclass (see ``.outcome`` and
+        ``.torn``), AgentLostError or AgentUnavailableError. "report" returns a failed result (``.error``) instead.
+        Mistakes (ConfigError, RegistrationError) are always raised.
+
+        ``snapshot=True`` with "send", on every rank of the side: copies the tensors and returns a TransferFuture as
+        soon as they may change. The first snapshot allocates as much memory as this rank has registered. There is one
+        snapshot at a time: a newer one replaces one that nobody has received yet, whose future then raises
+        TransferAbortedError ("withdrawn"), and waits for one that is moving. All ranks must take the same snapshots:
+        with equal ``version``, or without one in equal number. Without ``timeout`` a snapshot is offered until it is
+        received or replaced. Copying the tensors has the client's deadline.
         """
         try:
             registration = self._registration(batch_id)
@@ -366,7 +374,8 @@ class AsyncTensorBusClient:
         mark: Mark | None = None,
         **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, Any]:
-        """What ``transfer`` and ``AsyncBatchHandle.transfer`` share; ``mark``: of the calling thread, if another."""
+        """The common part of ``transfer`` and ``AsyncBatchHandle.transfer``. ``mark``: that of the calling thread, if
+        it is another."""
         point = self.mark_of(registration) if mark is None else mark
 
         async def call() -> TransferResult | TransferFuture:
@@ -378,7 +387,7 @@ class AsyncTensorBusClient:
         return call()
 
     def mark_of(self, registration: Registration) -> Mark:
-        """What the calling thread has queued on the batch's device by now; nothing where the call will be refused."""
+        """The work that the calling thread has queued on the batch's device; empty if the call will be refused."""
         if not registration.open or os.getpid() != self._pid:
             return Mark()
         return registration.connection.home.mark()
@@ -429,7 +438,7 @@ class AsyncTensorBusClient:
                 return await move(call)
 
         if snapshot:
-            with self._using(registration):  # until ``move`` does
+            with self._using(registration):  # until ``move`` does the same
                 return await send_snapshot(
                     registration,
                     version=version,
@@ -443,7 +452,7 @@ class AsyncTensorBusClient:
 
     @contextmanager
     def _using(self, registration: Registration) -> Iterator[None]:
-        """A call of this worker uses the batch's tensors and what stands for them."""
+        """Enter while a call of this worker uses the batch's tensors and their staging."""
         registration.calls += 1
         try:
             yield
@@ -452,14 +461,14 @@ class AsyncTensorBusClient:
             self._look_after(registration)
 
     async def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
-        """Wait until the other side waits to send; returns at once if it already does.
+        """Wait until the other side waits to send; returns at once if it does already.
 
         Raises TransferTimeoutError at the deadline, PeerLostError, AgentLostError.
         """
         return await self.wait_offer_of(self._registration(batch_id), timeout=timeout)
 
     async def wait_offer_of(self, registration: Registration, *, timeout: float | None = None) -> Offer:
-        """What ``wait_offer`` and ``AsyncBatchHandle.wait_offer`` share."""
+        """The common part of ``wait_offer`` and ``AsyncBatchHandle.wait_offer``."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         self._check_open(registration)
         self._check_served(registration)
@@ -481,11 +490,13 @@ class AsyncTensorBusClient:
         return status.report
 
     async def close(self) -> None:
-        """Leave all pairs and batches and the agent. Idempotent; nothing writes into tensors once it has returned.
+        """Leave all pairs, batches and the agent. Idempotent. When it has returned, nothing writes into tensors any
+        more.
 
-        Calls that are under way end first: what is committed is put in place, after its ``on_commit`` or at the
-        deadline of its call, or, where that has none, ``timeout`` of this client from now on. All others raise
-        TransferAbortedError or ConfigError. Called by a callback, it does not wait for that callback's own call.
+        Running calls end first. What is committed is put in place, after its ``on_commit`` or at the deadline of its
+        call (if the call has none, after this client's ``timeout`` from now). All other calls raise
+        TransferAbortedError or ConfigError. If a callback calls ``close``, it does not wait for the callback's own
+        call.
         """
         self._closed = True
         if os.getpid() != self._pid:
@@ -496,7 +507,7 @@ class AsyncTensorBusClient:
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close(mine))
         elif mine is not None:
-            return  # whoever closes waits for this callback
+            return  # the task that closes waits for this callback
         await asyncio.shield(self._closing)
         if mine is None:
             await self._calls.ended()
@@ -529,13 +540,14 @@ class AsyncTensorBusClient:
         self._forget()
 
     def _leave_all(self) -> list[Registration]:
-        """Nothing is open any more; what was, whose handles keep no tensors either once their calls have ended."""
+        """Close all batches and lose all pairs. Returns the registrations, which drop their tensors once their calls
+        have ended."""
         registrations = list(self._batches.values())
         for registration in registrations:
             registration.open = False
-        self._batches.clear()  # a closed client that somebody keeps keeps no tensors
+        self._batches.clear()  # even if somebody keeps the closed client, it keeps no tensors
         for pair, _ in self._pairs.values():
-            with suppress(RuntimeError):  # whoever waits for it has left with the loop
+            with suppress(RuntimeError):  # the task that waited for it has left with the loop
                 pair.lose("closed", "this client was closed")
         return registrations
 
@@ -544,11 +556,11 @@ class AsyncTensorBusClient:
             self._dropped.detach()
 
     def handle_of(self, batch_id: str) -> AsyncBatchHandle:
-        """The handle of an open batch; RegistrationError when there is none."""
+        """The handle of an open batch; RegistrationError if there is none."""
         return AsyncBatchHandle(self, self._registration(batch_id))
 
     async def close_batch(self, registration: Registration) -> None:
-        """What ``AsyncBatchHandle.close`` does; local and idempotent."""
+        """``AsyncBatchHandle.close``; local and idempotent."""
         mine = self._calls.calling_back()
         if registration.open:
             registration.open = False
@@ -562,7 +574,8 @@ class AsyncTensorBusClient:
         await self._release(registration)
 
     async def _end_batch(self, registration: Registration) -> None:
-        """The agent ends what waits or moves, and knows best how. Whoever comes second waits for the first."""
+        """Ask the agent to end the batch's calls, because it knows their outcomes. A second caller waits for the
+        first."""
         async with registration.leaving:
             if not (registration.left or registration.connection.lost or self._closed):
                 registration.left = True
@@ -571,7 +584,7 @@ class AsyncTensorBusClient:
                     await registration.connection.link.request(message, timeout=self._timeout)
 
     async def _release(self, registration: Registration) -> None:
-        """Give back the memory of a batch that was left, here and in the agent."""
+        """Release the memory of a batch that was left, here and in the agent."""
         try:
             if not registration.connection.lost and not self._closed:
                 registration.released = True
@@ -582,7 +595,7 @@ class AsyncTensorBusClient:
 
     @contextmanager
     def _unless_closed(self) -> Iterator[None]:
-        """What the end of the client makes fail meanwhile is not told."""
+        """Suppress AgentLostError if the client has been closed meanwhile."""
         try:
             yield
         except AgentLostError:
@@ -605,7 +618,7 @@ class AsyncTensorBusClient:
             raise ConfigError("this client is closed: create another")
 
     async def _connect(self, timeout: float) -> AgentConnection:
-        """The living connection, or a new one: an agent that died is started again by the next init_pair."""
+        """The living connection, or a new one: the next init_pair starts an agent again after one has died."""
         self._check_usable()
         assert self._connecting is not None
         async with self._connecting:
@@ -623,11 +636,12 @@ class AsyncTensorBusClient:
             connection.link.lost.add_done_callback(lambda error: _call(lost, error))
             self._forget()
             self._dropped = finalize(self, connection.drop)
-            self._dropped.atexit = False  # the end of the process says it, too
+            self._dropped.atexit = False  # at exit the end of the process tells the agent
             return connection
 
     def _hearing(self) -> Callable[[Any], None]:
-        """What hears the agent's news without holding this client: one that nobody holds any more has to end."""
+        """A callback for the agent's pushes that does not hold this client, so that an unused client can be
+        collected."""
         pushed = WeakMethod(self._pushed)
         return lambda message: _call(pushed, message)
 
@@ -651,7 +665,7 @@ class AsyncTensorBusClient:
             lost = connection.link.lost
             if lost.done():
                 raise
-            # It took no message: it had died before it was asked, and this client is about to hear so.
+            # The agent took no message, so it had died before it was asked, and this client is about to learn it.
             await asyncio.wait({lost}, timeout=min(_NEWS, deadline.left))
             if not lost.done() or deadline.left <= 0:
                 raise
@@ -683,7 +697,7 @@ class AsyncTensorBusClient:
             raise RegistrationError(f"batch {registration.batch!r} is closed: register it again")
 
     async def _confirmed(self, registration: Registration, deadline: Deadline) -> bool:
-        """Whether an open batch stands, now that its agent has said what it has to say of it."""
+        """Whether an open batch is still registered, after its agent has sent all news about it."""
         with self._calls.begin(f"register_tensors of {registration.batch!r}"):
             await registration.connection.link.request(Confirm(), timeout=deadline.left)
         return registration.lost() is None
@@ -724,10 +738,10 @@ class AsyncTensorBusClient:
                 self._look_after(registration)
 
     def _look_after(self, registration: Registration) -> None:
-        """Give back what a batch that is over holds, here and in the agent, once no call of it runs.
+        """Release what a batch that is over holds, here and in the agent, once no call uses it.
 
-        Memory of a card stays until the handle or the client is closed: agents of other cards may have it open for a
-        moment longer than this one, and what is freed meanwhile is undefined.
+        A GPU's memory stays until the handle or the client is closed. Agents of other GPUs may have it open slightly
+        longer than this one, and freeing it meanwhile is undefined.
         """
         if registration.connection.home.lends:
             return
@@ -736,7 +750,7 @@ class AsyncTensorBusClient:
             registration.connection.spawn(self._retire(registration))
 
     async def _retire(self, registration: Registration) -> None:
-        """Leave a batch whose pair is lost; what the agent says to that is nobody's."""
+        """Leave a batch whose pair is lost. Nobody needs the agent's answer."""
         if not registration.calls:
             with suppress(EthaError):
                 await self._end_batch(registration)
@@ -766,12 +780,13 @@ class AsyncBatchHandle:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan in short: tensors, and per possible direction its bytes and digest."""
+        """A summary of the plan: tensors, and the bytes and digest of each possible direction."""
         return self._registration.plan
 
     @property
     def version(self) -> Version:
-        """The label of the last transfer that this worker sent or received: what the tensors hold."""
+        """The label of the last transfer that this worker sent or received, which is the version that the tensors
+        hold."""
         return self._registration.version
 
     @property
@@ -817,7 +832,7 @@ class AsyncBatchHandle:
         )
 
     def mark(self) -> Mark:
-        """What the calling thread has queued on this batch's device by now."""
+        """The work that the calling thread has queued on this batch's device."""
         return self._client.mark_of(self._registration)
 
     def transfer_after(
@@ -828,7 +843,7 @@ class AsyncBatchHandle:
         snapshot: bool = False,
         **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, Any]:
-        """As ``transfer``, of another thread, whose device work by ``mark`` comes first."""
+        """``transfer`` for another thread: it comes after that thread's device work up to ``mark``."""
         return self._client.transfer_of(self._registration, transfer_type, snapshot=snapshot, mark=mark, **options)
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:
@@ -836,7 +851,7 @@ class AsyncBatchHandle:
         return await self._client.wait_offer_of(self._registration, timeout=timeout)
 
     async def close(self) -> None:
-        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
+        """Leave the batch; local and idempotent. Its id is free once all ranks have closed."""
         await self._client.close_batch(self._registration)
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One life of a client's connection: the link to its agent, and the memory shown over it."""
+"""One connection of a client: the link to its agent, and the memory that is shared over it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from etha.version import __version__
 
 log = logging.getLogger(__name__)
 
-#: Seconds that an agent is given to let go of memory at least and, where a client's calls have no deadline, at most:
-#: it may be copying for others, and what it has not let go of is never freed.
+#: Seconds that an agent has to close memory: at least, and at most if a client's calls have no deadline. It may be
+#: copying for others, and memory that it has not closed is never freed.
 _LET_GO, _LET_GO_AT_MOST = 5.0, 30.0
-#: Agents that may die or leave, one after the other, while a client connects.
+#: How many agents may die or leave, one after the other, while a client connects.
 _ATTEMPTS = 3
 
 
 class AgentConnection:
-    """``reaches``: the agent reads and writes this process's own memory; else tensors are staged.
+    """``reaches``: the agent reads and writes this process's own memory; otherwise tensors are staged.
 
     ``home``: the memory that the agent serves.
     """
@@ -48,13 +48,13 @@ class AgentConnection:
         self.home: TensorMemory = home_of(link.welcome.device)
         self.reaches = False
         self.why_not = ""
-        #: Asks the kernel for huge pages under registered tensors; data and addresses stay as they are.
+        #: Asks the kernel for huge pages under registered tensors; data and addresses stay the same.
         self.collapser = Collapser()
         self._tasks: set[asyncio.Task[None]] = set()
-        #: What the agent has mapped of this process's memory.
+        #: The memory of this process that the agent has mapped.
         self.segments = SharedSegments(link, self.home)
         self._pid, self._loop = os.getpid(), asyncio.get_running_loop()
-        # A client whose loop is gone is closed without it.
+        # Closes a client whose loop has ended.
         self._loop_end = LoopEnd(self._loop, self.abort)
 
     @classmethod
@@ -70,10 +70,10 @@ class AgentConnection:
         on_push: Callable[[Any], None],
         again: bool = False,
     ) -> AgentConnection:
-        """Connect, starting an agent where that is allowed; AgentUnavailableError, ConfigError.
+        """Connect, and start an agent if that is allowed; AgentUnavailableError, ConfigError.
 
-        An agent that dies or leaves while we come is followed by another one where that may be started. ``again``:
-        this client had an agent, so that its Redis is known to be right and a new agent waits for it.
+        If an agent dies or leaves meanwhile, another one is started if that is allowed. ``again``: this client had an
+        agent before, so its Redis is known to be right, and a new agent waits for it.
         """
         deadline = Deadline(timeout)
         hello = WorkerHello(
@@ -106,7 +106,7 @@ class AgentConnection:
                 failed = error
                 if deadline.left == 0:
                     break
-        if isinstance(failed, AgentRefusedError):  # there is one, so it helps nobody to start one
+        if isinstance(failed, AgentRefusedError):  # an agent is there, so starting one does not help
             raise failed
         ways = [f"start one by `etha agent --device {device}`"]
         if not starts:
@@ -117,7 +117,7 @@ class AgentConnection:
     async def _meet(
         cls, path: Path, hello: WorkerHello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
     ) -> AgentConnection:
-        """One session; ``patient``: with an agent that is leaving, return only once it has left."""
+        """Open one session. ``patient``: if the agent is leaving, return only once it has left."""
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
         page = RevocationPage()
         connection: AgentConnection | None = None
@@ -148,7 +148,8 @@ class AgentConnection:
         return self.link.lost.done()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what no caller waits for; it ends with the connection at the latest, because its requests fail then."""
+        """Run work that no caller waits for. It ends with the connection at the latest, because its requests fail
+        then."""
         if self._loop.is_closed():
             work.close()
             return
@@ -157,7 +158,7 @@ class AgentConnection:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self, timeout: float) -> None:
-        """Say goodbye and take the memory back; ``timeout``: the deadline of the client's calls."""
+        """Say goodbye and release the memory. ``timeout``: the deadline of the client's calls."""
         self.collapser.cancel()
         self._loop_end.cancel()
         released = False
@@ -175,7 +176,8 @@ class AgentConnection:
             self.home.close(released=released or self.lost)
 
     def abort(self) -> None:
-        """Let go without a word, also where the event loop is gone; idempotent. The agent takes it for a death."""
+        """Close without a goodbye, even if the event loop has ended. Idempotent. The agent treats it as the worker's
+        death."""
         self.collapser.cancel()
         self._loop_end.cancel()
         released = self.lost
@@ -184,7 +186,7 @@ class AgentConnection:
         self.home.close(released=released)
 
     def drop(self) -> None:
-        """``abort`` from any thread and at any moment: nobody holds the client any more."""
+        """``abort`` from any thread, at any moment, because the client was collected."""
         if os.getpid() != self._pid or self.lost:
             return
         try:

@@ -1,4 +1,4 @@
-"""TransferFuture: a transfer that goes on behind the call that began it."""
+"""TransferFuture: a transfer that continues after the call that began it has returned."""
 
 from __future__ import annotations
 
@@ -21,51 +21,50 @@ log = logging.getLogger(__name__)
 
 
 class TransferFuture:
-    """A transfer under way, of either client: ask it from any thread, or ``await`` it on any event loop.
+    """A running transfer of either client. Use it from any thread, or ``await`` it on any event loop.
 
-    Awaiting, ``result`` and ``exception`` only look: when the awaiting task is cancelled, the transfer goes
-    on. ``cancel`` ends it. It is done once it has really ended, that is once nothing writes into the
-    tensors any more. An error that nobody asks for is kept and not told to anybody. In a forked child
-    every method raises ConfigError.
+    Cancelling a task that awaits it does not end the transfer; ``cancel`` does. The future is done once nothing writes
+    into the tensors any more. An error that nobody asks for is kept and not reported. In a forked child every method
+    raises ConfigError.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Not for users: see ``of_task``; the blocking client's is made by its loop thread."""
+        """Not for users. Use ``of_task``; the loop thread makes those of the blocking client."""
         self._loop = loop
         self._pid = os.getpid()
         self._task: asyncio.Task[TransferResult] | None = None
         self._cancelled = False
         self._loop_end: LoopEnd | None = None
         self._future: concurrent.futures.Future[TransferResult] = concurrent.futures.Future()
-        self._future.set_running_or_notify_cancel()  # it ends when the task has ended, not when that is asked to
+        self._future.set_running_or_notify_cancel()  # it ends when the task has ended, not when its end is requested
 
     @classmethod
     def of_task(cls, task: asyncio.Task[TransferResult]) -> Self:
-        """The future of a task of the running event loop, which it keeps alive."""
+        """The future of a task of the running event loop. The future keeps the task alive."""
         future = cls(task.get_loop())
         future.follow(task)
         return future
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the transfer has ended, successfully or not."""
         self._check_process()
         return self._future.done()
 
     def cancelled(self) -> bool:
-        """Whether it has ended by ``cancel``."""
+        """Whether ``cancel`` has ended the transfer."""
         self._check_process()
         return self._cancelled and self._future.done()
 
     def cancel(self) -> bool:
-        """Ask for its end, from any thread; False when it is over already.
+        """Ask for the transfer's end, from any thread; False if it is over already.
 
-        Before GO the call is withdrawn, after GO it aborts for all. Where the others have a result by then,
-        this worker's tensors hold the new version, too.
+        Before GO the call is withdrawn, after GO it aborts for all. If the transfer is committed meanwhile, this
+        worker's tensors hold the new version, too.
         """
         self._check_process()
         if self._future.done():
             return False
-        with suppress(RuntimeError):  # a loop that is closed runs nothing any more
+        with suppress(RuntimeError):  # a closed loop runs nothing any more
             self._loop.call_soon_threadsafe(self._stop)
             return True
         return False
@@ -73,13 +72,15 @@ class TransferFuture:
     def result(self, timeout: float | None = None) -> TransferResult:
         """Block for the result or raise the transfer's error; TimeoutError after ``timeout`` seconds.
 
-        concurrent.futures.CancelledError after ``cancel``; ConfigError where it would block a running event loop.
+        Raises concurrent.futures.CancelledError after ``cancel``, and ConfigError if it would block a running event
+        loop.
         """
         self._check_may_block()
         return self._future.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block for the end; the transfer's error, or None when it went well. Else as ``result``."""
+        """Block for the end, and return the transfer's error, or None if it succeeded. Raises as ``result``
+        otherwise."""
         self._check_may_block()
         error = self._future.exception(timeout)
         if isinstance(error, concurrent.futures.CancelledError):
@@ -87,7 +88,7 @@ class TransferFuture:
         return error
 
     def add_done_callback(self, function: Callable[[TransferFuture], None]) -> None:
-        """Call ``function(self)`` at the end, on the client's loop thread, or at once if it is over.
+        """Call ``function(self)`` at the end, on the client's loop thread, or at once if the transfer is over.
 
         What it raises on the loop thread is logged.
         """
@@ -119,7 +120,7 @@ class TransferFuture:
                     ended.set_result(None)
 
             def tell(_: object) -> None:
-                with suppress(RuntimeError):  # who awaited has left with its loop
+                with suppress(RuntimeError):  # the awaiting task has left with its loop
                     loop.call_soon_threadsafe(wake)
 
             self._future.add_done_callback(tell)
@@ -131,14 +132,14 @@ class TransferFuture:
     # ---- on the loop of the transfer -----------------------------------------------------------
 
     def follow(self, task: asyncio.Task[TransferResult]) -> None:
-        """Not for users: it ends with ``task``."""
+        """Not for users. End with ``task``."""
         self._task = task
-        # A loop that ends unfinished tells no task; whoever waits in another thread would wait for ever.
+        # A loop that is stopped before the end informs no task, and a waiting thread would wait for ever.
         self._loop_end = LoopEnd(self._loop, self.abandon)
         task.add_done_callback(self._end)
 
     def abandon(self) -> None:
-        """Not for users: the event loop has ended before the transfer."""
+        """Not for users. The event loop has ended before the transfer."""
         if not self._future.done():
             text = "the event loop of this transfer's client has ended: nobody knows how the transfer did"
             self._future.set_exception(AgentLostError(text))
@@ -161,7 +162,7 @@ class TransferFuture:
             self._future.set_result(task.result())
 
     def _check_process(self) -> None:
-        """A forked child has a copy that nothing ends any more: the threads and loops are its parent's."""
+        """Refuse a forked child: its copy never ends, because the threads and loops belong to the parent."""
         check_not_forked(self._pid, "transfer")
 
     def _check_may_block(self) -> None:

@@ -1,8 +1,8 @@
-"""The loop thread behind the blocking clients of one process: coroutines go in, results come out.
+"""The loop thread of the blocking clients of one process: it runs coroutines for other threads.
 
-One thread a process, started with the first blocking client and ended with the last, once all work has ended. A
-forked child has no such thread: its own clients start another. No callback ends it; if it dies all the same, what
-was under way raises, and the next client starts another.
+A process has one such thread. The first blocking client starts it, and it ends after the last one, once all work has
+ended. A forked child has no such thread; its own clients start another. No callback can end the thread. If it dies
+anyway, running work raises, and the next client starts another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds that the end of the program waits for the thread: a callback may stand still on it.
+#: Seconds that the end of the program waits for the thread, because a callback may block it.
 _EXIT = 1.0
 
 
@@ -40,7 +40,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        #: What has not ended; a set, which several threads may change.
+        #: Work that has not ended; several threads change this set.
         self._work: set[_Running | _Submitted] = set()
         self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="etha-portal", daemon=True)
@@ -49,12 +49,12 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes work."""
+        """Whether it accepts work."""
         return os.getpid() == self._pid and self._thread.is_alive() and not self._closing
 
     @property
     def is_mine(self) -> bool:
-        """Whether this is the loop's own thread: a callback of a client."""
+        """Whether this code runs on the loop's own thread, in a callback of a client."""
         return threading.get_ident() == self._thread.ident
 
     def submit(self, work: Coroutine[Any, Any, TransferResult]) -> TransferFuture:
@@ -66,8 +66,8 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for it.
 
-        Ctrl-C cancels it and waits until it has really ended (the agent has confirmed that it touches
-        nothing any more) before KeyboardInterrupt goes on; a second Ctrl-C does not wait.
+        Ctrl-C cancels it and waits until it has really ended (the agent has confirmed that it does not touch the
+        tensors any more) before KeyboardInterrupt is raised. A second Ctrl-C does not wait.
         """
         running = _Running(work, self)
         try:
@@ -81,11 +81,11 @@ class LoopThread:
         return result
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine that nobody waits for; the loop does."""
+        """Run a coroutine that no thread waits for."""
         self._begin(_Running(work, self))
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread once all work has ended; idempotent. ``wait`` for that, but never on that thread itself."""
+        """End the thread once all work has ended; idempotent. ``wait`` for that, but never on the thread itself."""
         atexit.unregister(self._exit)
         self._retire()
         if wait and not self.is_mine and os.getpid() == self._pid:
@@ -101,7 +101,7 @@ class LoopThread:
             self._abandon()
 
     def end(self, work: _Running | _Submitted) -> None:
-        """Not for users: ``work`` has ended."""
+        """Not for users. ``work`` has ended."""
         self._work.discard(work)
         if self._closing:
             self._stop()
@@ -135,7 +135,7 @@ class LoopThread:
             self._work.pop().abandon()
 
     def _exit(self) -> None:
-        """The program ends: a thread that still runs Python while the interpreter goes away may crash it."""
+        """Stop at the end of the program: a thread that runs Python while the interpreter is finalized may crash it."""
         if os.getpid() != self._pid:
             return  # the thread stayed with the parent
         self._closing = True
@@ -146,10 +146,10 @@ class LoopThread:
 
 
 class _Running:
-    """A coroutine on the loop of another thread whose real end can be waited for."""
+    """A coroutine on the loop of another thread, whose real end can be waited for."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], loop_thread: LoopThread) -> None:
-        # A bare lock that is held until the end: waking from an Event costs as much as a small transfer.
+        # A bare lock that is held until the end, because waking from an Event costs as much as a small transfer.
         self._ended = threading.Lock()
         self._ended.acquire()
         self._work, self._loop_thread = work, loop_thread
@@ -157,7 +157,7 @@ class _Running:
         self._abandoned = False
 
     def cancel(self) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and so has this
+        with suppress(RuntimeError):  # the loop has ended, and the work with it
             self._loop_thread._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
@@ -170,7 +170,7 @@ class _Running:
             self._task.add_done_callback(self._end)
 
     def abandon(self) -> None:
-        """The loop is gone."""
+        """End the wait, because the loop is gone."""
         if self._task is None:
             self._work.close()
         if self._task is None or not self._task.done():
@@ -186,7 +186,7 @@ class _Running:
         return self._task.result()
 
     def _cancel(self) -> None:
-        self.begin()  # an interrupt may come before the beginning has been heard
+        self.begin()  # an interrupt may come before ``begin`` has run
         if self._task is not None:
             self._task.cancel()
 
@@ -195,12 +195,12 @@ class _Running:
         self._loop_thread.end(self)
 
     def _release(self) -> None:
-        with suppress(RuntimeError):  # released already
+        with suppress(RuntimeError):  # it was released before
             self._ended.release()
 
 
 class _Submitted:
-    """A transfer of the loop that a TransferFuture tells of."""
+    """A transfer of the loop with its TransferFuture."""
 
     def __init__(self, work: Coroutine[Any, Any, TransferResult], loop_thread: LoopThread) -> None:
         self.future = TransferFuture(loop_thread._loop)
@@ -213,14 +213,14 @@ class _Submitted:
         task.add_done_callback(lambda _: self._loop_thread.end(self))
 
     def abandon(self) -> None:
-        """The loop is gone."""
+        """End the future, because the loop is gone."""
         if not self._begun:
             self._work.close()
         self.future.abandon()
 
 
 class _Shared:
-    """The loop thread of this process and who uses it."""
+    """The loop thread of this process, and its users."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -229,7 +229,8 @@ class _Shared:
 
 
 _shared = _Shared()
-#: Portals of the processes that this one was forked from; destroying a loop that runs elsewhere is an error.
+#: Loop threads of the processes that this one was forked from, kept because destroying a loop that runs elsewhere is an
+#: error.
 _of_parents: list[LoopThread | None] = []
 
 
@@ -243,7 +244,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class LoopMembership:
-    """``user``'s use of the process's loop thread, until ``leave``, or until ``user`` is collected."""
+    """``user``'s use of the process's loop thread, until ``leave`` or until ``user`` is collected."""
 
     def __init__(self, user: object) -> None:
         self._shared, self._token = _shared, object()
@@ -252,18 +253,18 @@ class LoopMembership:
                 _shared.loop_thread, _shared.users = LoopThread(), set()
             self.loop_thread = _shared.loop_thread
             _shared.users.add(self._token)
-        # A finalizer runs in any thread and at any moment, also while that thread holds the lock.
+        # A finalizer runs in any thread at any moment, even while that thread holds the lock.
         self._finalizer = finalize(user, _drop, self.loop_thread, self._shared, self._token)
         self._finalizer.atexit = False
 
     def leave(self, *, wait: bool = True) -> None:
-        """It is needed no more; the last one out ends it. Idempotent."""
+        """End the use; the last user ends the thread. Idempotent."""
         if self._finalizer.detach() is not None and _leave(self.loop_thread, self._shared, self._token):
             self.loop_thread.close(wait=wait)
 
 
 def _leave(loop_thread: LoopThread, shared: _Shared, token: object) -> bool:
-    """Whether this was the last user."""
+    """Remove a user; True if it was the last."""
     with shared.lock:
         if shared.loop_thread is not loop_thread:
             return False
@@ -287,7 +288,7 @@ def _drop(loop_thread: LoopThread, shared: _Shared, token: object) -> None:
 def in_own_thread(on_commit: OnCommit) -> OnCommit:
     """A blocking client's ``on_commit``: a plain function runs in a thread of its own and not on the clients' loop.
 
-    There it may take as long as it likes, and call this or another client; a coroutine function goes to the loop.
+    There it may take long, and call this or another client. A coroutine function runs on the loop.
     """
     if inspect.iscoroutinefunction(on_commit):
         return on_commit
@@ -308,7 +309,7 @@ def in_own_thread(on_commit: OnCommit) -> OnCommit:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, value, error)
 
-        # Not of the loop's executor: its threads are few, other calls need them, and the program waits for them.
+        # Not a thread of the loop's executor: it has few, other calls need them, and the program's end waits for them.
         threading.Thread(target=work, name="etha-on-commit", daemon=True).start()
         value, error = await ended
         if error is not None:

@@ -1,12 +1,12 @@
-"""From what a user hands to ``register_tensors`` to one list of entries: names, layouts, memory.
+"""Turns the arguments of ``register_tensors`` into one list of entries: names, layouts, memory.
 
-Computes and reads tensors; sends nothing. The list form is matched by position within each pair, the
-mapping by name; both become names here, so that the rest of Etha knows one form only.
+It computes and reads tensors, and sends nothing. The list form is matched by position within each pair, the mapping by
+name. Both become names here, so that the rest of Etha knows one form only.
 
-A tensor that cannot be moved becomes a Refusal, so that one call reports all of them and every rank of both sides hears
-it. A region of a plain tensor is a product of runs, or a list of products that lie one after another in a flat tensor.
-Etha moves products. So each product of a list is registered by itself, as a view of the flat tensor, under a name
-that says whose part it is.
+A tensor that cannot be moved becomes a Refusal, so that one call reports all of them and every rank of both sides gets
+the reasons. A region of a plain tensor is a product of runs, or a list of products that lie one after another in a flat
+tensor. Etha moves products, so each product of a list is registered by itself, as a view of the flat tensor under a
+name of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDefaults:
-    """What ``init_pair`` said of plain tensors: where this worker stands, the mesh, the placements."""
+    """The defaults of ``init_pair`` for plain tensors: this worker's place in the side, the mesh, the placements."""
 
     name: str
     place: RankInfo
@@ -55,7 +55,7 @@ class PairDefaults:
 
     @classmethod
     def of(cls, name: str, place: RankInfo, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
-        """Checked: LayoutError for a default layout that is none, ConfigError for placements without a mesh."""
+        """Check and make them. LayoutError for an invalid default layout, ConfigError for placements without a mesh."""
         check_placements("placements", placements)
         if mesh is not None:
             check_mesh(mesh)
@@ -67,7 +67,7 @@ class PairDefaults:
         return defaults
 
     def default_layout(self) -> Layout:
-        """The layout of plain tensors without one of their own; LayoutError names the pair."""
+        """The default layout of plain tensors; LayoutError names the pair."""
         assert self.mesh is not None and self.placements is not None
         try:
             return self.place.layout_of(self.mesh, self.placements)
@@ -97,7 +97,7 @@ class PairDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One good tensor: ``local`` is the plain local tensor, ``owner`` what the user registered."""
+    """One valid tensor. ``local`` is the plain local tensor, ``owner`` the tensor that the user registered."""
 
     name: str
     pair: int
@@ -105,15 +105,15 @@ class Item:
     local: torch.Tensor
     layout: Layout
     shape: tuple[int, ...] | None
-    #: The tensor of which this is one more part, each of them with a name of its own.
+    #: The tensor of which this is one more part; each part has a name of its own.
     of: str | None = None
-    #: The first item that is the same elements of the same memory.
+    #: The first item with the same elements of the same memory.
     tied: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorManifest:
-    """Everything one worker registers in one batch."""
+    """All that one worker registers in one batch."""
 
     form: Literal["list", "map"]
     pairs: tuple[str, ...]
@@ -121,7 +121,7 @@ class TensorManifest:
     refusals: tuple[Refusal, ...]
 
     def same_tensors(self, other: TensorManifest) -> bool:
-        """Whether both name the same memory under the same names and layouts; a mapping's order does not matter."""
+        """Whether both name the same memory under the same names and layouts, in any order of a mapping."""
         return (self.form, self.pairs, self._named()) == (other.form, other.pairs, other._named())
 
     def _named(self) -> dict[str, tuple[object, ...]]:
@@ -141,7 +141,7 @@ def build_manifest(
     pairs: Mapping[str, PairDefaults],
     home: TensorMemory,
 ) -> TensorManifest:
-    """Read both forms; LayoutError and ConfigError for what is wrong here, Refusals for bad tensors."""
+    """Read both forms. LayoutError and ConfigError for wrong arguments, Refusals for bad tensors."""
     check_mapping("placements", placements, "{'w': [Shard(0)]}")
     check_each("placements", placements, check_placements)
     check_mapping("shapes", shapes, "{'w': (4, 8)}")
@@ -152,8 +152,8 @@ def build_manifest(
     used = tuple(sorted({pair for _, _, pair in named} | ({pair_name} if pair_name is not None else set())))
     if unknown := [pair for pair in used if pair not in pairs]:
         raise ConfigError(f"pairs {unknown} are not formed in this client: call init_pair first")
-    # ``placements`` and ``shapes`` may name tensors of other ranks: all may give the same mappings. A region is
-    # of this rank's own tensor.
+    # ``placements`` and ``shapes`` may name tensors of other ranks, because all ranks may pass the same mappings. A
+    # region describes this rank's own tensor.
     if strangers := sorted((regions or {}).keys() - {name for name, _, _ in named}):
         raise ConfigError(f"regions={{{strangers[0]!r}: ...}} is of no tensor that this rank registers")
     items: list[Item] = []
@@ -202,7 +202,7 @@ def build_manifest(
 
 
 def _tied(items: Sequence[Item]) -> Iterator[Item]:
-    """The items, those that are an earlier one's memory with its name."""
+    """The items; those with the memory of an earlier one get its name in ``tied``."""
     first: dict[Region, str] = {}
     for item in items:
         name = first.setdefault(region_of(item.local), item.name) if item.local.numel() else item.name
@@ -247,9 +247,9 @@ def _entries(tensors: Any, pair_name: str | None) -> tuple[Literal["list", "map"
     return "list", named
 
 
-#: Steps that the exact overlap test of two strided views may take before we call them overlapping.
+#: Steps that the exact overlap test of two strided views may take before they count as overlapping.
 _OVERLAP_WORK = 100_000
-#: Most elements whose places are listed where those steps do not suffice.
+#: Most elements whose offsets are listed if those steps do not suffice.
 _LISTED = 1 << 22
 
 #: Address, shape, strides and dtype.
@@ -257,14 +257,14 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def check_tensor_name(name: str) -> str:
-    """``name`` itself, or ConfigError: any text of at most 500 bytes."""
+    """``name`` itself; ConfigError if it is not a text of 1 to 500 bytes."""
     if not isinstance(name, str) or not name or len(check_text("tensor name", name).encode()) > MAX_TENSOR_NAME:
         raise ConfigError(f"tensor name {shown(name)} must be a text of 1 to {MAX_TENSOR_NAME} bytes")
     return name
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain local tensor (no grad, same memory); waits for an unfinished async collective."""
+    """The plain local tensor (no grad, same memory). Waits for an unfinished async collective."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
@@ -272,7 +272,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refusals_of(name: str, tensor: Any, home: TensorMemory, unsharded: Mapping[int, str]) -> Iterator[Refusal]:
-    """Every reason why ``tensor`` cannot be moved, most basic first; nothing for a good one."""
+    """Every reason why ``tensor`` cannot be moved, most basic first; none for a valid one."""
 
     def no(text: str) -> Refusal:
         return Refusal(code="unsupported", name=name, text=text, target_only=False)
@@ -317,15 +317,15 @@ def refusals_of(name: str, tensor: Any, home: TensorMemory, unsharded: Mapping[i
 
 
 def _is_freed(local: torch.Tensor) -> bool:
-    """Whether the storage ends before the tensor does; of tensors with elements."""
+    """Whether the storage ends before the tensor does. The tensor must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     need = (local.storage_offset() + 1 + last) * local.itemsize
     return not local.data_ptr() or local.untyped_storage().nbytes() < need
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements share memory; True also where that takes too long to find out."""
-    if tensor.is_contiguous():  # of a thousand tensors nearly all: one call instead of three
+    """Whether two elements share memory. Also True if the exact answer takes too long."""
+    if tensor.is_contiguous():  # nearly all of a thousand tensors are: one call instead of three
         return False
     axes = sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1)
     if not tensor.numel() or _nested(axes):
@@ -334,7 +334,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _nested(axes: Sequence[tuple[int, int]]) -> bool:
-    """Whether each (stride, size), ascending, steps over all that the ones before it reach."""
+    """Whether each (stride, size), ascending, steps beyond all elements of those before it."""
     reach = 0
     for stride, size in axes:
         if stride <= reach:
@@ -344,10 +344,10 @@ def _nested(axes: Sequence[tuple[int, int]]) -> bool:
 
 
 def _collide(axes: Sequence[tuple[int, int]]) -> bool:
-    """Whether two different steps along these axes end at one place.
+    """Whether two different steps along these axes end at the same offset.
 
-    If so, one of them is ahead of the other along some axis: then what lies at least one step along it, and what lies
-    at its beginning, have a place in common.
+    If so, one of them is ahead of the other along some axis. Then the elements at least one step along that axis and
+    the elements at its beginning have an offset in common.
     """
     try:
         for i, (stride, size) in enumerate(axes):
@@ -367,7 +367,7 @@ def _collide(axes: Sequence[tuple[int, int]]) -> bool:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Which elements of memory a tensor is, in which order; dims of one element have no stride that counts."""
+    """The memory region of a tensor's elements, in order. Dims of one element have no stride that counts."""
     strides = tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.data_ptr(), tuple(tensor.shape), strides, tensor.dtype
 
@@ -388,10 +388,10 @@ def aliases(locals_: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Refusal]:
 
 
 def unsharded_parameters() -> dict[int, str]:
-    """id of each live FSDP2 parameter that is unsharded at present -> its name in its module.
+    """id of each live FSDP2 parameter that is unsharded now -> its name in its module.
 
-    PyTorch keeps no public list, so this reads its registry of module states; a PyTorch that moved
-    it finds nothing here and such parameters then meet the ordinary layout checks.
+    PyTorch has no public list, so this reads its private registry of module states. If PyTorch moves that registry,
+    nothing is found here, and such parameters meet the ordinary layout checks.
     """
     try:
         from torch.distributed._composable_state import _module_state_mapping
@@ -417,7 +417,7 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 class _Places:
-    """Bytes at these (stride, size), from ``first`` on, to numpy; nobody reads them."""
+    """A numpy view of bytes at these (stride, size), from ``first``. It is never read."""
 
     def __init__(self, first: int, axes: Sequence[tuple[int, int]]) -> None:
         self.__array_interface__ = {
@@ -430,7 +430,7 @@ class _Places:
 
 
 class _Bytes:
-    """A tensor's memory to numpy, as opaque items: numpy knows no bfloat16."""
+    """A numpy view of a tensor's memory, as opaque items because numpy has no bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         item = tensor.element_size()
@@ -451,15 +451,15 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
 
 
-#: Per tensor dim the (start, stop) that this rank's tensor holds of the global one, or a list of such products.
+#: For each tensor dim the (start, stop) of the global tensor that this rank holds, or a list of such products.
 Runs = Sequence[Sequence[tuple[int, int]]] | Sequence[Sequence[Sequence[tuple[int, int]]]]
 Part = tuple[str, str | None, torch.Tensor, Layout]
 
 
 def parts_of(name: str, tensor: torch.Tensor, runs: Runs, rank: int) -> list[Part]:
-    """(name, the tensor's own name if it is another part of it, local tensor, layout) of what ``rank`` registers.
+    """(name, the tensor's own name if this is another part of it, local tensor, layout) of what ``rank`` registers.
 
-    LayoutError names the tensor where runs are none, or where a list of products does not fill a flat tensor.
+    LayoutError names the tensor if the runs are invalid, or if a list of products does not fill a flat tensor.
     """
     products = _listed(runs)
     try:
@@ -482,12 +482,12 @@ def parts_of(name: str, tensor: torch.Tensor, runs: Runs, rank: int) -> list[Par
 
 
 def part_name(name: str, number: int) -> str:
-    """What product ``number`` of a tensor is called where tensors go by name; the first has the tensor's own."""
+    """The name of product ``number`` of a tensor. The first product has the tensor's own name."""
     return f"{name} [product {number}]"
 
 
 def _listed(runs: Any) -> list[Any] | None:
-    """The products, where ``runs`` nest one deeper than a product does; one without any run is a product."""
+    """The products, if ``runs`` nest one level deeper than a product. Without any run it is a product."""
     if not isinstance(runs, Sequence):
         return None
     for product in runs:
@@ -503,7 +503,7 @@ def check_region(
     placements: Mapping[str, Sequence[Placement]] | None,
     shapes: Mapping[str, Sequence[int]] | None,
 ) -> None:
-    """ConfigError and LayoutError for a region that does not go with what else is said of the tensor."""
+    """ConfigError or LayoutError for a region that contradicts the other arguments about the tensor."""
     if isinstance(tensor, DTensor):
         raise ConfigError(f"regions[{name!r}]: the tensor is a DTensor and brings its own layout; register a plain one")
     if placements and name in placements:

@@ -1,4 +1,4 @@
-"""An open batch of a worker: how it is registered, its tensors, what stands for them, and what they hold now."""
+"""An open batch of a worker: how it is registered, its tensors and their staging, and the version that they hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from etha.plan import Layout
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """One that was set aside; ``task`` ends when nobody reads it any more."""
+    """A snapshot. ``task`` ends when nobody reads it any more."""
 
     task: asyncio.Task[TransferResult] | None = None
     superseded: bool = False
@@ -34,42 +34,44 @@ class Snapshot:
 
 @dataclass(slots=True, kw_only=True)
 class Registration:
-    """What a client keeps of one open batch. ``source`` stages what the agent cannot read directly,
-    ``shadows`` what it must not write directly (atomic) or cannot.
+    """A client's record of one open batch.
+
+    ``source`` stages tensors that the agent cannot read directly. ``shadows`` stand for tensors that the agent must not
+    (atomic) or cannot write directly.
     """
 
     batch: str
     pair: AsyncPair
-    #: All pairs of the batch, ``pair`` among them: what fails one of its transfers fails them all.
+    #: All pairs of the batch, including ``pair``. An error of one of its transfers fails them all.
     pairs: tuple[AsyncPair, ...]
-    #: Numbers the registrations of the batch, alike on all ranks.
+    #: The number of this registration of the batch, equal on all ranks.
     generation: int
     connection: AgentConnection
     manifest: TensorManifest
-    #: What the agent has mapped for this batch.
+    #: The segments that the agent has mapped for this batch.
     segments: SegmentUse
     source: StagedTensors
     shadows: StagedTensors | None = None
     atomic: bool = False
-    #: Whether this worker receives into shadows, which it may not have yet.
+    #: Whether this worker receives into shadows. They may not be allocated yet.
     shadowed: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     version: Version = None
     torn: bool = False
     open: bool = True
-    #: Calls of this worker that have not ended, snapshots that are offered among them.
+    #: Calls of this worker that have not ended, including offered snapshots.
     calls: int = 0
-    #: Why nobody can transfer it although its pairs stand: a rank cannot take part.
+    #: Why nobody can transfer it although its pairs are formed: a rank cannot take part.
     forsaken: PeerLostError | None = None
-    #: Whether the agent has been told that this worker is done with the batch, or hears it with the next registration.
+    #: Whether the agent knows that this worker is done with the batch, or will learn it from the next registration.
     left: bool = False
-    #: Whether the agent has been told to unmap what only this batch used.
+    #: Whether the agent was asked to unmap what only this batch used.
     released: bool = False
     leaving: asyncio.Lock = field(default_factory=asyncio.Lock)
     fingerprints: tuple[Fingerprint, ...] = ()
     #: Held while a call stages or applies, so that two calls of one worker never mix versions.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Where snapshots are set aside once one was taken, the newest of them, and how many had no label.
+    #: The memory for snapshots once one was taken, the newest snapshot, and how many had no label.
     aside: StagedTensors | None = None
     snapshot: Snapshot | None = None
     snapshots: int = 0
@@ -79,7 +81,7 @@ class Registration:
 
     @property
     def stage(self) -> StagedTensors:
-        """Where a transfer that receives leaves what is still to be put in place."""
+        """The memory into which a transfer receives, if it is not the tensors themselves."""
         return self.shadows or self.source
 
     @property
@@ -88,7 +90,7 @@ class Registration:
         return [item.local for item in self.manifest.items]
 
     def check_unmoved(self) -> None:
-        """RegistrationError naming every tensor whose memory, shape, stride or dtype has changed."""
+        """RegistrationError that names every tensor whose memory, shape, stride or dtype has changed."""
         changed = moved([memory_of(item.owner) for item in self.manifest.items], self.fingerprints)
         if changed:
             names = ", ".join(repr(self.manifest.items[i].name) for i in changed[:10])
@@ -99,12 +101,12 @@ class Registration:
 
     @property
     def in_place(self) -> bool:
-        """Whether what comes is written into the tensors themselves as it comes, so that a failure may tear them."""
+        """Whether bytes are written into the tensors as they arrive, so that a failure may leave them half-written."""
         staged = zip(self.locals, self.source.tensors, strict=True)
         return not self.atomic and any(stage is None and local.numel() > 0 for local, stage in staged)
 
     def check_backed(self, stage: StagedTensors, *, committed: bool) -> None:
-        """RegistrationError naming every tensor of ``stage`` whose own memory was taken away."""
+        """RegistrationError that names every tensor of ``stage`` whose own memory was taken away."""
         items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
         freed = [item.name for item in items if not stage.home.backed(item.local)]
         if freed:
@@ -119,7 +121,7 @@ class Registration:
     def lost(self) -> PeerLostError | None:
         """Why no transfer of it can begin any more: the epoch of one of its pairs is over, or a rank cannot take part.
 
-        None while it stands.
+        None if it is usable.
         """
         for pair in self.pairs:
             if pair.lost.is_set():
@@ -130,21 +132,21 @@ class Registration:
         return None
 
     def check_stands(self) -> None:
-        """PeerLostError where no transfer of it can begin any more."""
+        """Raise PeerLostError if no transfer of it can begin any more."""
         if (error := self.lost()) is not None:
             raise error
 
     def hear(self, news: BatchLost) -> bool:
-        """What the agent says of a registration of this batch; False if that is another one than this."""
+        """Take the agent's news about a registration of this batch; False if they are about another registration."""
         if (news.pair, news.epoch, news.generation) != (self.pair.name, self.pair.epoch, self.generation):
             return False
         self.forsaken = PeerLostError(news.text, reason=news.reason)
         return True
 
     def let_go(self) -> None:
-        """Drop tensors and what stands for them, once the batch is over here and no call uses them.
+        """Drop the tensors and their staging, once the batch is over here and no call uses them.
 
-        A handle that somebody keeps, and the client's own record of a batch whose pair is lost, keep no memory.
+        So a handle that somebody keeps, and the client's own record of a lost batch, hold no memory.
         """
         if self.calls or (self.open and self.lost() is None):
             return
@@ -154,16 +156,16 @@ class Registration:
         self.shadows = self.aside = self.snapshot = None
 
     def received(self) -> None:
-        """Autograd must see that the tensors have changed."""
+        """Tell autograd that the tensors have changed."""
         torch.autograd.graph.increment_version([item.owner for item in self.manifest.items if item.of is None])
 
 
-#: Seconds that an agent is given at most to tell all others of a rank that cannot take part.
+#: Most seconds that an agent has to inform all others of a rank that cannot take part.
 _PATIENCE = 5.0
 
 
 def check_options(direction: object, bucket_size: object, atomic: object, verify: object) -> None:
-    """ConfigError for options of a registration that are wrong."""
+    """ConfigError for wrong options of a registration."""
     if direction not in (None, "send", "recv", "both"):
         raise ConfigError(f"direction={shown(direction)} must be 'send', 'recv', 'both' or None")
     check_bucket_size(bucket_size)
@@ -185,7 +187,7 @@ async def register(
     seq: int,
     timeout: Callable[[], float],
 ) -> Registration:
-    """Register ``manifest`` with the agent; ``timeout()`` is what is left. Raises what the agent refuses with."""
+    """Register ``manifest`` with the agent. ``timeout()`` gives the remaining seconds. Raises the agent's refusal."""
     segments = connection.segments.use()
     try:
         return await _register(
@@ -202,7 +204,7 @@ async def register(
             timeout=timeout,
         )
     except BaseException:
-        with contextlib.suppress(EthaError):  # what failed is told, and the end of the session unmaps as well
+        with contextlib.suppress(EthaError):  # the original error is raised, and the end of the session unmaps as well
             await segments.release(0)
         raise
 
@@ -225,7 +227,7 @@ async def _register(
     locals_ = [item.local for item in manifest.items]
     home = connection.home
     live = [home.describe(tensor) for tensor in locals_]
-    # What the agent cannot reach is staged by this process in memory that it can.
+    # This process stages what the agent cannot reach in memory that it can reach.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
     source = await stage(home, locals_, hidden)
     handles = source.handles(live)
@@ -262,7 +264,9 @@ async def _register(
     try:
         registered = await connection.link.request(message, timeout=timeout(), on_cancel=answers.append)
     except asyncio.CancelledError:
-        if answers and isinstance(answers[0], Reply):  # it stands already, and nobody here will hold it
+        if answers and isinstance(
+            answers[0], Reply
+        ):  # the batch is registered already, but nobody here will have its handle
             await _leave(connection, batch, pair, "its register_tensors was cancelled", 0)
         raise
     assert isinstance(registered, Registered)
@@ -291,9 +295,9 @@ async def _register(
 
 
 async def attach_shadows(registration: Registration, timeout: Callable[[], float]) -> None:
-    """Allocate the memory into which an atomic batch is received here, and let the agent know it.
+    """Allocate the memory into which this worker receives an atomic batch, and share it with the agent.
 
-    A worker that may never receive has none until it does.
+    A worker that may never receive allocates none until it does.
     """
     connection, tensors = registration.connection, registration.locals
     shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
@@ -305,12 +309,12 @@ async def attach_shadows(registration: Registration, timeout: Callable[[], float
 
 
 def no_place(error: BaseException) -> str:
-    """What all ranks hear of one that cannot receive."""
+    """The text by which all ranks learn that this one cannot receive."""
     return f"it has no place to receive in: {error or type(error).__name__}"
 
 
 async def leave(registration: Registration, why: str, timeout: float) -> None:
-    """Take back a registration that stands but that this worker cannot use; all others have heard ``why`` then."""
+    """Leave a batch that is registered but that this worker cannot use. On return all others have received ``why``."""
     text = f"this worker could not take part in batch {registration.batch!r}, register it again: {why}"
     registration.forsaken = PeerLostError(text, reason="closed")
     registration.left = True
@@ -318,11 +322,11 @@ async def leave(registration: Registration, why: str, timeout: float) -> None:
 
 
 async def _leave(connection: AgentConnection, batch: str, pair: AsyncPair, why: str, timeout: float) -> None:
-    with contextlib.suppress(EthaError):  # an agent that does not hear it hears the session's end
+    with contextlib.suppress(EthaError):  # an agent that does not get this message sees the session's end
         message = CloseBatch(batch=batch, epoch=pair.epoch, why=why[:2000])
         await connection.link.request(message, timeout=timeout)
 
 
 async def stage(home: TensorMemory, tensors: list[torch.Tensor], chosen: list[bool]) -> StagedTensors:
-    """Touching fresh pages is slow (1.8 GB/s), so it happens here and off the loop."""
+    """Allocate staging memory off the loop, because touching fresh pages is slow (1.8 GB/s)."""
     return await asyncio.to_thread(home.stage, tensors, chosen) if any(chosen) else home.stage(tensors, chosen)

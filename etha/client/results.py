@@ -1,7 +1,7 @@
-"""What the calls of a client take and return.
+"""Arguments and results of a client's calls.
 
-With ``on_error="report"`` a transfer that failed is a result that says so, and what follows it is skipped. So a
-training loop needs no error handling around each transfer: it goes on, and forms the pair again where that fits
+With ``on_error="report"`` a failed transfer is a result with an error, and the transfers after it are skipped. So a
+training loop needs no error handling around each transfer: it continues, and forms the pair again at a convenient point
 (``docs/recovery.md``).
 """
 
@@ -23,12 +23,13 @@ Version = int | str | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferResult:
-    """One transfer as this worker saw it: committed, or failed where ``on_error="report"`` was asked for.
+    """One transfer as this worker saw it: committed, or failed if ``on_error="report"`` was asked for.
 
-    ``bytes``: its payload at the wire dtype, local copies included; ``seconds``: GO to COMMIT; ``peers``:
-    sorted (side, rank); ``peak_staging``: bytes of staging that its agent used at most. Of a failed one
-    ``error`` says how it failed; ``skipped``: it was not tried, for the error is an earlier one of this pair;
-    nothing was counted (``seq`` 0, ``version`` None, ``peers`` empty).
+    ``bytes``: its payload at the wire dtype, including local copies. ``seconds``: from GO to COMMIT. ``peers``: sorted
+    (side, rank). ``peak_staging``: most bytes of staging that its agent used.
+
+    A failed one has an ``error``. ``skipped``: it was not tried, because of an earlier error of this pair, which is
+    ``error``. A failed result counts nothing (``seq`` 0, ``version`` None, ``peers`` empty).
     """
 
     seq: int
@@ -69,7 +70,7 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The other side is waiting to send ``bytes`` (whole batch, all targets) under ``version``."""
+    """The other side waits to send ``bytes`` (whole batch, all targets) under ``version``."""
 
     version: Version
     bytes: int
@@ -78,8 +79,8 @@ class Offer:
 class AsyncLossEvent:
     """Set once a pair's epoch is over: ``await pair.lost`` returns the reason, ``is_set()`` asks.
 
-    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch stands. A forked child,
-    which hears of no loss, is refused (ConfigError).
+    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch lasts. A forked child
+    receives no losses, so it gets ConfigError.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class AsyncLossEvent:
         self.text = ""
 
     def check_process(self) -> None:
-        """ConfigError in a forked child."""
+        """Raise ConfigError in a forked child."""
         check_not_forked(self._pid, "pair")
 
     def is_set(self) -> bool:
@@ -98,14 +99,14 @@ class AsyncLossEvent:
         return self._event.is_set()
 
     async def wait(self) -> str:
-        """Wait until it is; returns the reason."""
+        """Wait until the epoch is over; returns the reason."""
         self.check_process()
         await self._event.wait()
         assert self.reason is not None
         return self.reason
 
     async def heard(self, timeout: float | None) -> bool:
-        """Wait at most ``timeout`` seconds until it is; tells whether it is."""
+        """Wait at most ``timeout`` seconds until the epoch is over; returns whether it is."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._event.wait()
@@ -115,7 +116,7 @@ class AsyncLossEvent:
         return self.wait().__await__()
 
     def set(self, reason: str, text: str) -> None:
-        """The epoch is over; the first reason stays."""
+        """Record that the epoch is over; the first reason stays."""
         if self.reason is None:
             self.reason, self.text = reason, text
             self._event.set()
@@ -123,7 +124,7 @@ class AsyncLossEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncPair:
-    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
+    """A formed pair. ``epoch`` counts how often it was formed, from 1. Form it again once ``lost`` is set."""
 
     name: str
     local_name: str
@@ -136,41 +137,42 @@ class AsyncPair:
 
     @property
     def errored(self) -> EthaError | None:
-        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None: there is none.
+        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None if there is
+        none.
 
         With ``on_error="report"`` transfers are skipped while there is one.
         """
         return self._errors[0] if self._errors else None
 
     def fail(self, error: EthaError) -> None:
-        """A transfer of this pair failed."""
+        """Record a transfer's failure."""
         if not self._errors or (isinstance(error, PeerLostError) and len(self._errors) == 1):
             self._errors.append(error)
 
     @property
     def doomed(self) -> bool:
-        """Whether a transfer has met a peer's death, and the news that the epoch is over is still to come."""
+        """Whether a transfer has found a peer dead, and the news that the epoch is over has not arrived yet."""
         return not self.lost.is_set() and any(isinstance(error, PeerLostError) for error in self._errors)
 
     def lose(self, reason: str, text: str, error: EthaError | None = None) -> None:
-        """The epoch is over; ``error`` where that is not a PeerLostError."""
+        """Record that the epoch is over. ``error``: its error, if that is not a PeerLostError."""
         if not self.lost.is_set():
             self.fail(error or PeerLostError(text, reason=reason, outcome="withdrawn"))
             self.lost.set(reason, text)
 
     def stands(self) -> None:
-        """``init_pair`` has found it formed: what failed before is over."""
+        """``init_pair`` has found the pair formed: forget earlier errors."""
         self._errors.clear()
 
 
 OnError = Literal["raise", "report"]
 
-#: What says how a transfer failed. All others are mistakes of the caller, which are raised whatever was asked for.
+#: Errors that say how a transfer failed. All others are mistakes of the caller, which are always raised.
 FAILURES = (TransferError, AgentLostError, AgentUnavailableError)
 
 
 def check_on_error(value: Any) -> OnError:
-    """``value`` itself; ConfigError when it is none of the two."""
+    """``value`` itself; ConfigError if it is neither of the two."""
     if not isinstance(value, str) or value not in ("raise", "report"):
         raise ConfigError(f"on_error={shown(value)} must be 'raise' or 'report'")
     return cast(OnError, value)
@@ -182,7 +184,7 @@ async def reported(
     verb: Literal["send", "recv"],
     move: Callable[[], Awaitable[TransferResult]],
 ) -> TransferResult:
-    """The result of ``move()``, or of its failure; without calling it where one of the pairs has failed already."""
+    """The result of ``move()`` or of its failure. Does not call it if one of the pairs has failed already."""
     if on_error == "report":
         for pair in pairs:
             if (earlier := pair.errored) is not None:
@@ -199,7 +201,7 @@ async def reported(
 
 
 def _bare(error: EthaError) -> EthaError:
-    """The same error without its traceback: whoever keeps it does not keep the frames, and the tensors in them."""
+    """The same error without its traceback, so that keeping it does not keep frames and the tensors in them."""
     bare = type(error)(error.message, **error.data())
     bare.remote_traceback = error.remote_traceback
     return bare

@@ -1,7 +1,7 @@
-"""Snapshots: what a batch's tensors hold is set aside and sent from there, while they change again.
+"""Snapshots: copy a batch's tensors and send the copy, so that the tensors may change meanwhile.
 
-One place a registration, mapped memory as large as what this rank registered. So a newer snapshot begins with
-the end of the older one: withdrawn where it still waits, waited for where it moves.
+A registration has one place for snapshots, mapped memory as large as what this rank registered. So a newer snapshot
+first ends the older one: it withdraws one that still waits, and waits for one that moves.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ async def send_snapshot(
     calls: ActiveCalls,
     send: Send,
 ) -> TransferFuture:
-    """Returns once the tensors may change; the future is of what ``send(call, edition)`` returns.
+    """Return once the tensors may change. The future has the result of ``send(call, edition)``.
 
-    ``deadline`` is for setting aside what they hold at ``mark``. Raises what ``transfer`` raises,
-    TransferTimeoutError when the snapshot before this one moves until then.
+    ``deadline`` limits the copying of the tensors, after the work before ``mark``. Raises the errors of ``transfer``,
+    and TransferTimeoutError if the previous snapshot moves until then.
     """
     aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     snapshot = Snapshot()
@@ -58,7 +58,7 @@ async def send_snapshot(
     async def run() -> TransferResult:
         try:
             return await reported(on_error, registration.pairs, "send", move)
-        except _Superseded as superseded:  # no failure: what follows is not skipped
+        except _Superseded as superseded:  # not a failure: later transfers are not skipped
             if on_error == "report":
                 return TransferResult.failed("send", superseded.error)
             raise superseded.error from None
@@ -69,7 +69,7 @@ async def send_snapshot(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         task.cancel()
-        await Shield().wait(task)  # what is copied ends first
+        await Shield().wait(task)  # a running copy ends first
         raise
     if not aside.done() and (task.cancelled() or task.exception() is not None):
         await task
@@ -77,7 +77,7 @@ async def send_snapshot(
 
 
 class _Superseded(Exception):
-    """A newer snapshot of this worker has taken the place of one that nobody had received."""
+    """A newer snapshot of this worker has replaced one that nobody had received."""
 
     def __init__(self, error: TransferAbortedError) -> None:
         super().__init__(error.message)
@@ -87,10 +87,10 @@ class _Superseded(Exception):
 async def _set_aside(
     registration: Registration, snapshot: Snapshot, version: Version, deadline: Deadline, mark: Mark
 ) -> str:
-    """Copy what the tensors hold; returns the edition, which is the same on all ranks."""
+    """Copy the tensors; returns the edition, which is the same on all ranks."""
     check_state(registration, "send")
     mark.check()
-    registration.check_stands()  # else only a future would say so, which a training loop may never look at
+    registration.check_stands()  # else only the future would raise it, and a training loop may never look at that
     async with turn(registration, deadline.left):
         if registration.aside is None:
             await _attach(registration, deadline)
@@ -108,7 +108,7 @@ async def _set_aside(
 
 
 async def _attach(registration: Registration, deadline: Deadline) -> None:
-    """Allocate the place, and let the agent know it."""
+    """Allocate the place, and share it with the agent."""
     tensors = registration.locals
     connection = registration.connection
     place = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
@@ -120,7 +120,7 @@ async def _attach(registration: Registration, deadline: Deadline) -> None:
 
 
 async def _make_way(registration: Registration, deadline: Deadline) -> None:
-    """Nobody reads the place any more when this returns."""
+    """Return once nobody reads the place any more."""
     older = registration.snapshot
     if older is None or older.task is None or older.task.done():
         return

@@ -1,7 +1,7 @@
 """TensorBusClient: the blocking facade over AsyncTensorBusClient, for training loops.
 
-Every call runs the coroutine of the same name on the process's loop thread. Callbacks (``progress``,
-``on_commit``) run there, too.
+Every call runs the coroutine of the same name on the process's loop thread. ``progress`` runs there, too; a plain
+``on_commit`` runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ T = TypeVar("T")
 
 
 class TensorBusClient:
-    """A worker's end of Etha for blocking code; constructor and methods as AsyncTensorBusClient.
+    """A worker's client for blocking code. Its constructor and methods are those of AsyncTensorBusClient.
 
-    ``agent``: address of a running agent (default: $ETHA_AGENT, else this device's); ``device``: whose
-    agent; ``redis_url``, ``namespace``: default from the environment; ``autostart``: start an agent when
-    none listens; ``timeout``: default deadline of every call in seconds; ``on_error``: "report" returns
-    failed transfers as results. Calls raise ConfigError inside a
-    running event loop: use AsyncTensorBusClient there.
+    ``agent``: address of a running agent (default: $ETHA_AGENT, else the device's). ``device``: the device whose agent
+    is used (default: the current CUDA device, else the CPU). ``redis_url``, ``namespace``: default from the
+    environment. ``autostart``: start an agent if none listens. ``timeout``: default deadline of every call, in seconds.
+    ``on_error``: "report" returns failed transfers as results.
+
+    Calls raise ConfigError inside a running event loop; use AsyncTensorBusClient there.
     """
 
-    #: What the facade stands before.
+    #: The class behind the facade.
     _inner: type[AsyncTensorBusClient] = AsyncTensorBusClient
 
     def __init__(
@@ -78,7 +79,7 @@ class TensorBusClient:
         )
         self._pid = os.getpid()
         self._membership: LoopMembership | None = None
-        #: A pair that somebody holds keeps this client, by its ``lost``, and not the other way round.
+        #: A pair that somebody holds keeps this client alive through its ``lost``, but not the other way round.
         self._pairs: WeakValueDictionary[str, Pair] = WeakValueDictionary()
         self._closed = False
 
@@ -214,8 +215,10 @@ class TensorBusClient:
         on_error: OnError | None = None,
         snapshot: bool = False,
     ) -> TransferResult | TransferFuture:
-        """Move the batch once; see ``AsyncTensorBusClient.transfer``. A TransferFuture where ``blocking=False``,
-        and where ``snapshot=True`` once what is sent was set aside.
+        """Move the batch once; see ``AsyncTensorBusClient.transfer``.
+
+        Returns a TransferFuture if ``blocking=False``. With ``snapshot=True`` it returns one once the tensors are
+        copied.
         """
         inner = self._aio.handle_of(batch_id)
         return self._move(
@@ -233,7 +236,7 @@ class TensorBusClient:
         )
 
     def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
-        """Wait until the other side waits to send; returns at once if it already does."""
+        """Wait until the other side waits to send; returns at once if it does already."""
         return self._run(self._aio.wait_offer(batch_id, timeout=timeout))
 
     def status(self, *, timeout: float | None = None) -> dict[str, Any]:
@@ -241,9 +244,9 @@ class TensorBusClient:
         return self._run(self._aio.status(timeout=timeout))
 
     def close(self) -> None:
-        """Leave all pairs and batches and the agent; see ``AsyncTensorBusClient.close``. Idempotent.
+        """Leave all pairs, batches and the agent; see ``AsyncTensorBusClient.close``. Idempotent.
 
-        Called by ``progress`` or a done callback, on the thread that the clients' loop runs on, it only begins that.
+        If ``progress`` or a done callback calls it, on the loop's thread, it only begins to close.
         """
         self._closed = True
         membership = self._membership
@@ -294,7 +297,7 @@ class TensorBusClient:
         return entered.call(work)
 
     def _run_closing(self, work: Coroutine[Any, Any, None]) -> None:
-        """As ``_run``, for what is harmless when the client is closed already."""
+        """``_run`` for work that is not needed if the client is closed already."""
         if self._closed or os.getpid() != self._pid:
             work.close()
         else:
@@ -309,9 +312,9 @@ class TensorBusClient:
         snapshot: bool,
     ) -> TransferResult | TransferFuture:
         check_flag("blocking", blocking)
-        if callable(on_commit := options.get("on_commit")):  # what is none is refused below
+        if callable(on_commit := options.get("on_commit")):  # anything else is refused below
             options["on_commit"] = in_own_thread(on_commit)
-        # On this thread: the work that a device does first is that of the caller's current stream.
+        # On this thread, because the transfer comes after the work of the caller's current stream.
         mark = Mark() if self._closed else inner.mark()
         work = inner.transfer_after(mark, verb, snapshot=snapshot, **options)
         if snapshot or blocking:
@@ -338,12 +341,13 @@ class BatchHandle:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan in short: tensors, and per possible direction its bytes and digest."""
+        """A summary of the plan: tensors, and the bytes and digest of each possible direction."""
         return self._inner.plan
 
     @property
     def version(self) -> Version:
-        """The label of the last transfer that this worker sent or received: what the tensors hold."""
+        """The label of the last transfer that this worker sent or received, which is the version that the tensors
+        hold."""
         return self._inner.version
 
     @property
@@ -413,7 +417,7 @@ class BatchHandle:
         return self._client._run(self._inner.wait_offer(timeout=timeout))
 
     def close(self) -> None:
-        """Be done with the batch; local and idempotent. Its id is free once all ranks have closed."""
+        """Leave the batch; local and idempotent. Its id is free once all ranks have closed."""
         self._client._run_closing(self._inner.close())
 
     def __enter__(self) -> Self:
@@ -426,14 +430,14 @@ class BatchHandle:
 
 
 class LossEvent:
-    """Set once a pair's epoch is over; as ``threading.Event``, with a ``reason``."""
+    """Set once a pair's epoch is over. Like ``threading.Event``, with a ``reason``."""
 
     def __init__(self, inner: AsyncLossEvent, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._inner, self._run = inner, run
 
     @property
     def reason(self) -> str | None:
-        """ "relaunched", "closed" or "died"; None while the epoch stands."""
+        """ "relaunched", "closed" or "died"; None while the epoch lasts."""
         return self._inner.reason if self._inner.is_set() else None
 
     def is_set(self) -> bool:
@@ -441,14 +445,14 @@ class LossEvent:
         return self._inner.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is, at most ``timeout`` seconds; tells whether it is."""
+        """Block until the epoch is over, at most ``timeout`` seconds; returns whether it is."""
         self._inner.check_process()
         return bool(self._run(self._inner.heard(timeout)))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Pair:
-    """A formed pair. ``epoch`` counts its formings from 1; ``lost`` tells when to form it again."""
+    """A formed pair. ``epoch`` counts how often it was formed, from 1. Form it again once ``lost`` is set."""
 
     name: str
     local_name: str
@@ -461,7 +465,8 @@ class Pair:
 
     @property
     def errored(self) -> EthaError | None:
-        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None: there is none.
+        """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None if there is
+        none.
 
         With ``on_error="report"`` transfers are skipped while there is one.
         """

@@ -1,4 +1,4 @@
-"""How a call waits: until when, for what to its end although it is cancelled, and what its task may raise."""
+"""How a call waits: deadlines, waits that a cancellation does not cut short, and exceptions of its task."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Seconds that are left of a call made of several."""
+    """The remaining seconds of a call that has several steps."""
 
     def __init__(self, seconds: float) -> None:
         self._at = math.inf if seconds == math.inf else asyncio.get_running_loop().time() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds, 0 or more; ``math.inf`` when there is no deadline."""
+        """Seconds, 0 or more; ``math.inf`` without a deadline."""
         return self._at if self._at == math.inf else max(0.0, self._at - asyncio.get_running_loop().time())
 
 
 class Shield:
-    """Waits of one task that a cancellation does not cut short: it is raised once what was waited for has ended.
+    """Waits of one task that a cancellation does not cut short: it is raised after the awaited work has ended.
 
-    ``cut()`` is called at a cancellation, to make what is waited for end soon.
+    ``cut()`` is called at a cancellation, to make that work end soon.
     """
 
     def __init__(self, cut: Callable[[], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class Shield:
         self._cut = cut
 
     async def wait(self, future: asyncio.Future[Any], seconds: float = math.inf) -> bool:
-        """Wait until ``future`` has ended, or ``seconds`` have passed; tells whether it has."""
+        """Wait until ``future`` has ended or ``seconds`` have passed; returns whether it has ended."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not future.done():
@@ -58,9 +58,9 @@ class Shield:
         return running.result()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what blocks off the loop, to its end."""
+        """Run blocking work off the loop, to its end."""
         try:
-            # Not a task, which the end of an event loop cancels with all others.
+            # Not a task, because the end of an event loop cancels all tasks.
             running = asyncio.get_running_loop().run_in_executor(None, work)
         except RuntimeError:  # the interpreter is exiting and starts no threads any more
             return work()
@@ -68,7 +68,7 @@ class Shield:
         return running.result()
 
     def release(self, failed: BaseException | None = None) -> None:
-        """Raise the cancellation that came meanwhile; else ``failed``, which is logged where both are."""
+        """Raise a cancellation that came meanwhile, else ``failed``. If there are both, ``failed`` is logged."""
         if self.cancelled is not None:
             if failed is not None and not isinstance(failed, asyncio.CancelledError):
                 log.error("failed after its call was cancelled", exc_info=failed)
@@ -78,7 +78,7 @@ class Shield:
 
 
 class Contained(Exception):
-    """SystemExit or KeyboardInterrupt of a callback, on its way to whoever called: in a task it would end the loop."""
+    """Carries SystemExit or KeyboardInterrupt of a callback to the caller, because in a task it would end the loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(repr(error))
@@ -86,9 +86,9 @@ class Contained(Exception):
 
 
 def contain(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> asyncio.Task[T]:
-    """``work`` as a task that no callback's exception makes end its event loop; see ``error_of``."""
+    """``work`` as a task whose exceptions never end its event loop; see ``error_of``."""
     task = loop.create_task(_contained(work))
-    task.add_done_callback(lambda _: work.close())  # cancelled before its first step it would never be awaited
+    task.add_done_callback(lambda _: work.close())  # if cancelled before its first step, it would never be awaited
     return task
 
 
@@ -100,6 +100,6 @@ async def _contained(work: Coroutine[Any, Any, T]) -> T:
 
 
 def error_of(task: asyncio.Future[Any]) -> BaseException | None:
-    """What a task that has ended has raised; None when it has returned, or was cancelled."""
+    """The exception of a task that has ended; None if it has returned or was cancelled."""
     error = None if task.cancelled() else task.exception()
     return error.error if isinstance(error, Contained) else error

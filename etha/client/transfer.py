@@ -1,7 +1,7 @@
-"""One transfer as a worker's process does it: lend memory, ask the agent, apply, take the memory back.
+"""One transfer in a worker's process: lend memory, ask the agent, apply, take the memory back.
 
-The user's callbacks are called here: ``progress`` by the event loop between messages, ``on_commit`` between COMMIT and
-the tensors.
+It also calls the user's callbacks: ``progress`` from the event loop between messages, ``on_commit`` after COMMIT and
+before the tensors change.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationErro
 
 log = logging.getLogger(__name__)
 
-#: Seconds that an on_commit has to end once it was cancelled at the deadline.
+#: Seconds that an on_commit has to end after it was cancelled at the deadline.
 _GRACE = 1.0
-#: Callbacks that have outlived their calls: a task that nobody holds may be collected.
+#: Callbacks that outlive their calls. They are kept because a task that nobody holds may be collected.
 _outliving: set[asyncio.Task[BaseException | None]] = set()
 
 
@@ -43,7 +43,7 @@ def check_call(
     progress: OnProgress | None,
     snapshot: bool,
 ) -> None:
-    """ConfigError for arguments of a transfer that are wrong."""
+    """ConfigError for wrong arguments of a transfer."""
     if not isinstance(verb, str) or verb not in ("send", "recv"):
         raise ConfigError(f"transfer_type={shown(verb)} must be 'send' or 'recv'")
     check_version(version)
@@ -68,10 +68,10 @@ async def transfer(
     call: ActiveCall,
     edition: str = "",
 ) -> TransferResult:
-    """Move the batch once; see ``AsyncTensorBusClient.transfer``. The arguments are ``check_call``'s.
+    """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``check_call`` has checked the arguments.
 
-    ``mark``: what the call comes after on a device. ``edition``: what was set aside is sent, and the tensors are
-    left alone (``client.snapshot``).
+    ``mark``: the device work that must come before the call. ``edition``: the snapshot that is sent; the tensors are
+    not touched (``client.snapshot``).
     """
     deadline = Deadline(timeout)
     if edition:
@@ -96,7 +96,7 @@ async def transfer(
 
 
 def check_state(registration: Registration, verb: Literal["send", "recv"]) -> None:
-    """RegistrationError for tensors that have moved, TransferError for those that are not to be sent."""
+    """RegistrationError for tensors that have moved, TransferError for half-written tensors that must not be sent."""
     registration.check_unmoved()
     if verb == "send" and registration.torn:
         raise TransferError(
@@ -108,7 +108,7 @@ def check_state(registration: Registration, verb: Literal["send", "recv"]) -> No
 
 @asynccontextmanager
 async def turn(registration: Registration, timeout: float) -> AsyncIterator[None]:
-    """A call that stages or applies has to finish before the next of this worker begins."""
+    """Enter while a call stages or applies: it has to finish before the next call of this worker begins."""
     try:
         async with asyncio.timeout(None if timeout == math.inf else timeout):
             await registration.turn.acquire()
@@ -123,9 +123,10 @@ async def turn(registration: Registration, timeout: float) -> AsyncIterator[None
 
 
 async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) -> None:
-    """Wait for the work before ``mark``, until the deadline; then only is anything queued behind it.
+    """Wait for the work before ``mark``, until the deadline.
 
-    What is queued cannot be taken back, and a copy behind a kernel that never ends would never end.
+    Copies are queued only after that, because queued work cannot be taken back, and a copy behind a kernel that never
+    ends would never end.
     """
     if not mark.event:
         return
@@ -141,7 +142,7 @@ async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) 
         with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(deliver)
 
-    # A thread of its own: those of the loop's executor are few, and other calls need them meanwhile.
+    # A thread of its own: the loop's executor has few, and other calls need them meanwhile.
     threading.Thread(target=look, name=f"etha-mark-{registration.batch}", daemon=True).start()
     left = deadline.left
     timer = None if left == math.inf else loop.call_later(left, stop.set)
@@ -161,7 +162,7 @@ async def caught_up(registration: Registration, mark: Mark, deadline: Deadline) 
 
 
 async def pull(registration: Registration, stage: StagedTensors) -> None:
-    """Live tensors -> ``stage``, to its end."""
+    """Copy live tensors -> ``stage``, to its end."""
 
     def work() -> None:
         registration.check_backed(stage, committed=False)
@@ -228,7 +229,7 @@ async def _once(
                 on_push=pushed,
                 on_timeout=late,
                 on_cancel=confirmed.append,
-                patient=True,  # until the agent has let go of the tensors
+                patient=True,  # until the agent has stopped using the tensors
                 tag=call,
             )
     except asyncio.CancelledError as cancelled:
@@ -238,7 +239,7 @@ async def _once(
             if answer is None and not page.revoke(word) and not await shield.finish(link.agent_ended()):
                 log.warning("batch %s: a frozen agent may still write into the tensors", registration.batch)
             raise
-        # COMMIT has won the race: the others hold the new version, so must this worker.
+        # COMMIT came first: the others hold the new version, so this worker must, too.
         moved, shield.cancelled = answer.message, cancelled
     except AgentLostError as error:
         torn = error.outcome == "unknown" and verb == "recv" and registration.in_place
@@ -260,7 +261,7 @@ async def _once(
     failed: BaseException | None = None
     if on_commit is not None:
         failed = await call_on_commit(on_commit, call, deadline, registration.batch, shield)
-    # Whatever the callback says: all the others hold the new version, so must this worker.
+    # Whatever the callback raised, all others hold the new version, so this worker must, too.
     try:
         if verb == "send" or registration.stage.quick:
             _take_over(registration, verb, moved)
@@ -283,7 +284,7 @@ async def _once(
 
 
 def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved) -> None:
-    """Put what was received in its place, tell autograd, and say what the tensors hold now."""
+    """Put what was received in place, tell autograd, and record the version that the tensors hold."""
     if verb == "recv":
         try:
             if registration.stage.serves:
@@ -302,14 +303,14 @@ def _torn(answer: Answer | None) -> bool:
     return bool(getattr(error, "torn", True)) if error is not None else True
 
 
-# ---- callbacks: what users' code raises, and how long it takes, is kept from Etha's own work ------
+# ---- callbacks: their exceptions and their duration must not affect Etha's own work ----------------
 
 
 class ProgressCallback:
-    """A user's ``progress``; None: there is none. What it raises does not touch the transfer.
+    """A user's ``progress``, or None. Its exceptions do not affect the transfer.
 
-    An Exception is logged and the callback is not called again. ``stop`` is what it raised beyond that (SystemExit,
-    KeyboardInterrupt): the call raises it once the transfer is over.
+    An Exception is logged, and the callback is not called again. ``stop`` holds any other (SystemExit,
+    KeyboardInterrupt), which the call raises once the transfer is over.
     """
 
     def __init__(self, function: OnProgress | None, batch: str) -> None:
@@ -318,11 +319,11 @@ class ProgressCallback:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is to be called."""
+        """Whether there is a callback to call."""
         return self._function is not None
 
     def tell(self, done: int, total: int) -> None:
-        """So many bytes of so many."""
+        """Call it with the bytes that are done and their total."""
         if self._function is None:
             return
         try:
@@ -337,9 +338,10 @@ class ProgressCallback:
 async def call_on_commit(
     on_commit: OnCommit, call: ActiveCall, deadline: Deadline, batch: str, shield: Shield
 ) -> BaseException | None:
-    """Call it and await it until the deadline; what it raised, or that it is late. Never raises anything itself.
+    """Call and await it until the deadline. Returns its exception, or a TransferTimeoutError if it is late; raises
+    nothing.
 
-    Late: it is cancelled, and not waited for if it goes on all the same.
+    A late callback is cancelled, and not waited for if it continues.
     """
     with callback_of(call):
         callback = asyncio.ensure_future(_called(on_commit))
@@ -358,7 +360,8 @@ async def call_on_commit(
 
 
 def _raisable(error: BaseException | None, batch: str) -> BaseException | None:
-    """``error``, or what stands for a StopIteration: no coroutine can raise that, Python makes a RuntimeError of it."""
+    """``error``, or a ConfigError for a StopIteration, because Python turns one that a coroutine raises into a
+    RuntimeError."""
     stop = error.__cause__ if type(error) is RuntimeError else error
     if not isinstance(stop, StopIteration):
         return error
@@ -373,7 +376,7 @@ def _raisable(error: BaseException | None, batch: str) -> BaseException | None:
 async def _in_time(
     callback: asyncio.Task[BaseException | None], call: ActiveCall, deadline: Deadline, shield: Shield
 ) -> bool:
-    """Whether it ends by the deadline, or where the call has none, in time once its client closes."""
+    """Whether it ends by the deadline, or, if the call has none, in time once its client closes."""
     seconds = deadline.left
     if seconds == math.inf:
         hurry = call.hurry()
@@ -386,7 +389,7 @@ async def _in_time(
 
 
 async def _called(on_commit: OnCommit) -> BaseException | None:
-    """Its error as a value: a task that raises SystemExit or KeyboardInterrupt ends the loop that it runs on."""
+    """Call it and return its exception, because a task that raises SystemExit or KeyboardInterrupt ends its loop."""
     try:
         if inspect.isawaitable(waiting := on_commit()):
             await waiting

@@ -1,7 +1,7 @@
-"""What users may hand to a client, checked before anything is sent: each check returns its value or raises ConfigError.
+"""Checks of a client's arguments, before anything is sent: each returns its value or raises ConfigError.
 
-Both clients, their handles, ``etha.testing`` and ``etha.empty`` ask here, so that a mistake is called the same
-everywhere and never reaches the agent, which would call it a broken protocol.
+Both clients, their handles, ``etha.testing`` and ``etha.empty`` use them. So a mistake has the same text everywhere and
+never reaches the agent, which would report a protocol error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from etha.config import MAX_WORLD
 from etha.errors import ConfigError
 
-#: What fits a message: whole numbers of 64 bits, signed or not.
+#: Integers that fit a message: 64 bits, signed or unsigned.
 LEAST_INT, MOST_INT = -(1 << 63), (1 << 64) - 1
 MOST_SIZE = (1 << 63) - 1
 #: Characters of a version label.
@@ -23,28 +23,28 @@ MAX_VERSION = 65_536
 
 
 def shown(value: object) -> str:
-    """``value`` as an error shows it: short, and whatever its ``repr`` does."""
+    """``value`` as an error shows it: short, and safe if its ``repr`` fails."""
     try:
         text = repr(value)
-    except Exception:  # int has a limit of digits, and users' classes anything
+    except Exception:  # int limits its digits, and a user's class may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def check_timeout(value: Any, what: str) -> float:
-    """Seconds, 0 or more, ``math.inf`` allowed."""
+    """Seconds, 0 or more; ``math.inf`` is allowed."""
     if isinstance(value, numbers.Real) and value is not True and value is not False:
         try:
             seconds = float(value)
         except (OverflowError, ValueError):
             raise ConfigError(f"{what}={shown(value)} is too large: use math.inf for no deadline") from None
-        if seconds >= 0:  # not of NaN
+        if seconds >= 0:  # False for NaN
             return seconds
     raise ConfigError(f"{what}={shown(value)} must be seconds, 0 or more (math.inf: no deadline)")
 
 
 def check_version(value: Any) -> None:
-    """None, an int of 64 bits, or a text that can travel and is not too long."""
+    """None, an int of 64 bits, or a text that can be encoded and is not too long."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -58,7 +58,7 @@ def check_version(value: Any) -> None:
 
 
 def check_text(what: str, value: str) -> str:
-    """A text that is Unicode: lone surrogates, as in undecodable file names, are none."""
+    """A text that can be encoded: no lone surrogates, as in undecodable file names."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -76,7 +76,7 @@ def check_flag(what: str, value: Any) -> bool:
 
 
 def check_callback(what: str, value: Any) -> None:
-    """None or something that can be called."""
+    """None or a callable."""
     if value is not None and not callable(value):
         raise ConfigError(f"{what}={shown(value)} cannot be called: give a function")
 
@@ -96,7 +96,7 @@ def check_bucket_size(value: Any) -> None:
 
 
 def check_whole(what: str, value: Any) -> int:
-    """A whole number: int, or what counts as one (numpy's integers); no bool, float or text."""
+    """A whole number: an int or an integer type such as numpy's, but no bool, float or text."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -106,7 +106,7 @@ def check_whole(what: str, value: Any) -> int:
 
 
 def check_shape(what: str, value: Any) -> tuple[int, ...]:
-    """A shape: a sequence of whole numbers, 0 or more, of which the product fits 63 bits."""
+    """A shape: a sequence of whole numbers, 0 or more, whose product fits 63 bits."""
     sizes = check_sizes(what, value)
     if why := impossible(sizes):
         raise ConfigError(f"{what}: {why}")
@@ -125,11 +125,11 @@ def check_sizes(what: str, value: Any) -> tuple[int, ...]:
 
 
 def impossible(sizes: tuple[int, ...]) -> str:
-    """Why no tensor has these sizes; "" where one may."""
+    """Why no tensor can have these sizes; "" if one can."""
     for dim, size in enumerate(sizes):
         if not 0 <= size <= MOST_SIZE:
             return f"size {dim} is {shown(size)}, not from 0 to {MOST_SIZE}"
-    # Also of a tensor without elements: torch computes its strides.
+    # For a tensor without elements, too, because torch computes its strides.
     most = math.prod(max(size, 1) for size in sizes)
     return f"{shown(sizes)} has more elements than fit 63 bits" if most > MOST_SIZE else ""
 
@@ -141,13 +141,13 @@ def check_mapping(what: str, value: Any, example: str) -> None:
 
 
 def check_placements(what: str, value: Any) -> None:
-    """None or a sequence of placements, one an axis of the mesh; what each is the layout checks."""
+    """None or a sequence of placements, one for each axis of the mesh. The layout checks each placement."""
     if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
         raise ConfigError(f"{what}={shown(value)} must be a sequence, a placement for each axis, such as [Shard(0)]")
 
 
 def check_rank(rank: Any, world_size: Any) -> None:
-    """A rank inside a side of a size that a side may have."""
+    """A rank inside a side, and a possible size of a side."""
     for what, value in (("rank", rank), ("expected_world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{what}={shown(value)} is not an int")
@@ -160,7 +160,7 @@ def check_rank(rank: Any, world_size: Any) -> None:
 
 
 def check_ranks(value: Any) -> None:
-    """None or rank in the torch world -> rank in the side."""
+    """None or a mapping: rank in the torch world -> rank in the side."""
     check_mapping("ranks", value, "{4: 0, 5: 1}")
     for key, rank in (value or {}).items():
         check_whole("ranks: a key", key)

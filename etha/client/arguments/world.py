@@ -1,6 +1,6 @@
-"""Where this worker stands in its side: rank, world size, launch, and its torch world's ranks.
+"""This worker's place in its side: rank, world size, launch, and the ranks of its torch world.
 
-Explicit arguments win, then ``torch.distributed``, then what the launcher left in the environment.
+Explicit arguments win, then ``torch.distributed``, then the launcher's environment.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from etha.plan import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """This worker in one side; ``ranks`` maps torch world ranks to side ranks, None is identity."""
+    """This worker in one side. ``ranks`` maps torch world ranks to side ranks; None is the identity."""
 
     rank: int
     world_size: int
     launch: str | None
     ranks: Mapping[int, int] | None
-    #: torchrun's run id, where the launch's id is made of it.
+    #: torchrun's run id, if the launch's id is made of it.
     run: str | None = None
 
     @classmethod
     def of(
         cls, *, world_size: int | None, rank: int | None, ranks: Mapping[int, int] | None, env: LaunchEnv
     ) -> RankInfo:
-        """Fill in what the arguments leave open; ConfigError names what does not fit."""
+        """Fill in missing arguments; ConfigError names what does not fit."""
         world = dist.is_available() and dist.is_initialized()
         if world_size is None:
             world_size = dist.get_world_size() if world else (1 if env.world_size is None else env.world_size)
@@ -60,7 +60,7 @@ class RankInfo:
         return self.check(layout if self.ranks is None else layout.translate(self.ranks))
 
     def check(self, layout: Layout) -> Layout:
-        """``layout`` itself, or LayoutError when it names ranks outside the side."""
+        """``layout`` itself; LayoutError if it names ranks outside the side."""
         strangers = sorted(r for r in layout.ranks.reshape(-1).tolist() if r >= self.world_size)
         if strangers:
             raise LayoutError(
@@ -71,14 +71,14 @@ class RankInfo:
 
 
 def check_takeover(takeover: object) -> bool:
-    """``takeover`` itself; ConfigError for what is no bool."""
+    """``takeover`` itself; ConfigError if it is not a bool."""
     if not isinstance(takeover, bool):
         raise ConfigError(f"takeover={takeover!r} is neither True nor False")
     return takeover
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Whose agent: the given device, else the current CUDA device, else the CPU; ConfigError for no device."""
+    """The device: the given one, else the current CUDA device, else the CPU. ConfigError if it is not a device."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:

@@ -1,13 +1,13 @@
-"""Homes: the memory that a client's tensors lie in, as much of it as differs between a CPU and a GPU.
+"""Homes: the memory in which a client's tensors lie, with the operations that differ between a CPU and a GPU.
 
-name        "cpu", or a GPU's uuid          agent    what its agent is called: "cpu", "cuda-GPU-..."
+name        "cpu", or a GPU's uuid          agent    its agent's name: "cpu", "cuda-GPU-..."
 describe    where a tensor lies, for the agent
 show        what the agent needs to map it
-mark        the work that a call comes after
-reach       waiting for it here
-copy        live tensors <-> what stands for them
+mark        the device work that must come before a call
+reach       wait for that work in this process
+copy        live tensors <-> their staging
 
-``fingerprint`` and ``moved`` tell whether a registered tensor still lies where it lay.
+``fingerprint`` and ``moved`` tell whether a registered tensor has moved.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _nothing() -> None:
-    """What the end of a call means where nothing was marked."""
+    """The end of a mark without an event."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Mark:
-    """A point in the caller's queue of device work. ``handle`` names it to the agent; b"": nothing to wait for.
+    """A point in the caller's queue of device work. ``handle`` names it to the agent; b"" if there is nothing to wait
+    for.
 
-    ``failed``: there is none, and this is why. ``end`` is called when the call has ended; with the last reference
-    to the mark it ends by itself.
+    ``failed``: why the mark could not be made. ``end`` is called when the call has ended; dropping the last reference
+    to the mark calls it, too.
     """
 
     handle: bytes = b""
@@ -47,16 +48,16 @@ class Mark:
     end: Callable[[], object] = _nothing
 
     def check(self) -> None:
-        """TransferError where the device refused it."""
+        """Raise TransferError if the mark could not be made."""
         if self.failed is not None:
             raise self.failed
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedTensors:
-    """Memory that the agent maps and that stands for tensors of this worker, by entry (None: the tensor itself).
+    """Memory that the agent maps instead of this worker's tensors, by entry (None: the tensor itself).
 
-    ``memory`` is what keeps it allocated.
+    ``memory`` keeps it allocated.
     """
 
     home: TensorMemory
@@ -70,12 +71,12 @@ class StagedTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are staged."""
+        """Bytes of the staged tensors."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
     @property
     def quick(self) -> bool:
-        """Whether it is copied faster than a thread is asked to."""
+        """Whether copying is faster than handing it to a thread."""
         return not self.serves or self.home.quick(self.nbytes)
 
     def handles(self, live: Sequence[TensorHandle]) -> list[TensorHandle]:
@@ -83,31 +84,31 @@ class StagedTensors:
         return [self.home.describe(t) if t is not None else h for t, h in zip(self.tensors, live, strict=True)]
 
     def pull(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Live tensors -> stage, before sending, once the call's mark is reached; done when it returns."""
+        """Copy live tensors -> stage, before sending, once the call's mark is reached. Done on return."""
         self.home.copy([(s, t) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=False)
 
     def push(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stage -> live tensors, after receiving, once nothing reads them that is queued; done when it returns."""
+        """Copy stage -> live tensors, after receiving, once no queued work reads them. Done on return."""
         self.home.copy([(t, s) for s, t in zip(self.tensors, tensors, strict=True) if s is not None], live=True)
 
 
 class TensorMemory(Protocol):
-    """See the module's head."""
+    """See the module."""
 
     name: str
     agent: str
 
     @property
     def refused(self) -> str:
-        """Why some memory here cannot be shown to an agent, and what to do; or nothing."""
+        """Why some memory of this home cannot be shared with an agent, and what to do; "" if all can."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor lies here."""
+        """Whether a plain tensor lies in this home."""
         ...
 
     def describe(self, tensor: torch.Tensor) -> TensorHandle:
-        """Where a plain strided tensor lies; its ``segment`` is None where the agent cannot map it."""
+        """Where a plain strided tensor lies. Its ``segment`` is None if the agent cannot map it."""
         ...
 
     def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
@@ -119,11 +120,11 @@ class TensorMemory(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """The work that the calling thread has queued by now. It never raises: the mark says what failed."""
+        """The work that the calling thread has queued. It never raises: the mark has the error."""
         ...
 
     def reach(self, mark: Mark, stop: threading.Event) -> bool:
-        """Block until ``mark``'s work is done; False if ``stop`` is set before. Any thread."""
+        """Block until ``mark``'s work is done; False if ``stop`` is set first. Any thread."""
         ...
 
     def backed(self, tensor: torch.Tensor) -> bool:
@@ -131,30 +132,30 @@ class TensorMemory(Protocol):
         ...
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
-        """Copy (target, source) pairs; any thread, done when it returns.
+        """Copy (target, source) pairs. Any thread; done on return.
 
-        ``live``: into what the user works with, so after all work that this process has queued by now.
+        ``live``: the targets are the user's tensors, so copy after all work that this process has queued.
         """
         ...
 
     def quick(self, nbytes: int) -> bool:
-        """Whether so many bytes are copied faster than a thread is asked to."""
+        """Whether copying ``nbytes`` is faster than handing it to a thread."""
         ...
 
     @property
     def lends(self) -> bool:
-        """Whether its memory may only be freed once the agent has closed it."""
+        """Whether its memory may only be freed after the agent has closed it."""
         ...
 
     def close(self, *, released: bool) -> None:
-        """No call needs it any more; ``released``: nor does the agent. Idempotent."""
+        """Close it, once no call needs it. ``released``: the agent has closed its memory, too. Idempotent."""
         ...
 
 
 def home_name(tensor: torch.Tensor) -> str:
-    """ "cpu", the uuid of the GPU that a plain tensor's memory is on, or another device's own name.
+    """ "cpu", the uuid of the GPU that holds a plain tensor's memory, or another device's own name.
 
-    Asks a driver only where there is one. RegistrationError for a GPU that does not answer.
+    Asks a driver only if there is one. RegistrationError for a GPU that does not answer.
     """
     if tensor.device.type not in ("cpu", "cuda"):
         return str(tensor.device)
@@ -166,7 +167,7 @@ def home_name(tensor: torch.Tensor) -> str:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a registered one uses at present: its local one, or itself."""
+    """The tensor whose memory a registered one uses now: its local tensor, or itself."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -179,7 +180,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 def moved(tensors: Sequence[torch.Tensor], registered: Sequence[Fingerprint]) -> list[int]:
     """Indices of the tensors that are not where they were when ``registered`` was taken.
 
-    About 1 us a tensor: it runs before every transfer.
+    It runs before every transfer and takes about 1 us for each tensor.
     """
     return [
         i

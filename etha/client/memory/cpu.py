@@ -1,4 +1,4 @@
-"""A client's home on the host: memory that an agent maps, or that it reads and writes in place."""
+"""A client's home on the host: memory that an agent maps, or reads and writes in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.room import check_room
 
-#: Below this many bytes a copy on the loop is shorter than the way to a thread and back.
+#: Below this many bytes a copy on the loop is faster than handing it to a thread.
 _SMALL = 1 << 18
 
 
@@ -26,11 +26,11 @@ class CpuMemory:
     refused = ""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """As of any home."""
         return home_name(tensor) == self.name
 
     def describe(self, tensor: torch.Tensor) -> TensorHandle:
-        """A segment's where the tensor lies in one, else the process's, which the agent reads and writes in place."""
+        """The tensor's segment if it lies in one, else this process's memory, which the agent reads and writes in
+        place."""
         return describe(tensor)
 
     def show(self, segment: str) -> tuple[dict[str, Any], list[int]]:
@@ -41,7 +41,7 @@ class CpuMemory:
         return {"segment": found.id, "nbytes": found.nbytes}, [found.fd]
 
     def stage(self, tensors: Sequence[torch.Tensor], chosen: Sequence[bool]) -> StagedTensors:
-        """Pages are touched here, once all of them fit."""
+        """Allocate, and touch the pages, once it is known that all of them fit."""
         needed = sum(tensor.nbytes for tensor, take in zip(tensors, chosen, strict=True) if take)
         if needed:
             check_room(needed, "what stands for this batch's tensors (shadows, a snapshot, or staging)")
@@ -49,27 +49,24 @@ class CpuMemory:
         return StagedTensors(home=self, tensors=made)
 
     def mark(self) -> Mark:
-        """The host's memory is never behind."""
+        """An empty mark, because the host has no queue of work."""
         return Mark()
 
     def reach(self, mark: Mark, stop: threading.Event) -> bool:
-        """At once."""
         return True
 
     def backed(self, tensor: torch.Tensor) -> bool:
-        """The tensor keeps it."""
+        """True: the tensor keeps its memory."""
         return True
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
-        """As of any home."""
         for target, source in pairs:
             target.copy_(source)
 
     def quick(self, nbytes: int) -> bool:
-        """Some ten microseconds."""
         return nbytes < _SMALL
 
     lends = False
 
     def close(self, *, released: bool) -> None:
-        """Nothing to do: a memfd is mapped by who has it open."""
+        """Nothing to do, because a memfd lives as long as its mappings."""

@@ -1,4 +1,4 @@
-"""A client's home on a GPU: tensors shown by CUDA IPC, calls ordered by events, stages in plain device memory."""
+"""A client's home on a GPU: tensors shared by CUDA IPC, calls ordered by events, stages in plain device memory."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from etha.memory.signals import Signals
 
 log = logging.getLogger(__name__)
 
-#: Stages are of whole blocks: smaller allocations may share one, and an IPC handle shows all of it.
+#: Stages use whole blocks, because smaller allocations may share one, and an IPC handle shares all of it.
 BLOCK = 2 << 20
-#: Staged tensors begin at multiples of so many bytes, as cudaMalloc's own do.
+#: Staged tensors are aligned to this many bytes, as cudaMalloc's own are.
 ALIGN = 512
 
 
-#: Errors of calls that nobody else has heard of.
+#: The error of a call that no other agent knows of.
 _withdrawn = partial(TransferError, outcome="withdrawn")
 
 
 class _Allocation:
-    """Device memory of one stage; goes back to the home's pool with the last reference."""
+    """Device memory of one stage. It returns to the home's pool with the last reference."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address, self.nbytes = address, nbytes
 
 
 class GpuMemory:
-    """One GPU, by uuid. Stages' memory is kept for the next stage, for the agent has it mapped until ``close``."""
+    """One GPU, by uuid. It keeps a stage's memory for the next stage, because the agent has it mapped until
+    ``close``."""
 
     def __init__(self, driver: Driver, uuid: str) -> None:
         self.name, self.agent = uuid, f"{CUDA_AGENT}{uuid}"
@@ -53,7 +54,7 @@ class GpuMemory:
                 f"or give device= for another agent"
             )
         self._exports, self._signals = Exports(driver), Signals(driver, uuid)
-        self._lock = threading.RLock()  # a finalizer may run while this very thread holds it
+        self._lock = threading.RLock()  # a finalizer may run while the same thread holds it
         self._copying = threading.Lock()
         self._pool: dict[int, list[int]] = defaultdict(list)
         self._stream = self._event = 0
@@ -62,15 +63,14 @@ class GpuMemory:
 
     @property
     def refused(self) -> str:
-        """Why some registered memory cannot be mapped by an agent, and is copied through plain memory; or nothing."""
+        """Why some registered memory cannot be mapped by an agent and is staged; "" if there is none."""
         return next(iter(self._refused.values()), "")
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """As of any home."""
         return home_name(tensor) == self.name
 
     def describe(self, tensor: torch.Tensor) -> TensorHandle:
-        """Its allocation, exported; memory that has no IPC handle gets no segment, and is staged."""
+        """The tensor's allocation, exported. Memory without an IPC handle gets no segment, and is staged."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         segment: str | None = None
@@ -127,8 +127,8 @@ class GpuMemory:
                 self._pool[nbytes].append(address)
 
     def mark(self) -> Mark:
-        """Records this thread's current stream; the agent waits for it before the call counts as made."""
-        if self._closed:  # the call is about to say so
+        """Record this thread's current stream. The agent waits for it before the call counts as made."""
+        if self._closed:  # the call will raise that
             return Mark()
         try:
             with self._told(_withdrawn, "the work before a transfer is not known"):
@@ -141,19 +141,19 @@ class GpuMemory:
         return mark
 
     def reach(self, mark: Mark, stop: threading.Event) -> bool:
-        """Looks at its event again and again."""
+        """Poll the mark's event."""
         with self._told(_withdrawn, "the work before a transfer has failed"):
             return not mark.event or self._signals.wait(mark.event, stop)
 
     def backed(self, tensor: torch.Tensor) -> bool:
-        """Not while a sleep mode has taken it away, which leaves the address to the tensor."""
+        """False while a sleep mode has unmapped its memory, which leaves the tensor its address."""
         first = tensor.data_ptr()
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
         with self._told(RegistrationError, f"a tensor of shape {tuple(tensor.shape)} is not found"):
             return not tensor.numel() or (self._driver.backed(first) and self._driver.backed(last))
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
-        """On a stream of this home's own; waits for the device, with the GIL free."""
+        """Copy on a stream of this home's own, and wait for the device with the GIL released."""
         if not pairs:
             return
 
@@ -166,7 +166,7 @@ class GpuMemory:
         try:
             with self._told(failed, what):
                 if live:
-                    # Kernels that were queued on any stream since the call still read the old values.
+                    # Kernels that any stream has queued since the call still read the old values.
                     self._driver.settle(self.name)
                 with self._copying:
                     if not self._stream:
@@ -178,16 +178,16 @@ class GpuMemory:
             self._retire()
 
     def quick(self, nbytes: int) -> bool:
-        """Never: a device may be busy with other work."""
+        """False, because the device may be busy with other work."""
         return False
 
     @property
     def lends(self) -> bool:
-        """What is freed while another process has it open is undefined."""
+        """True: freeing memory that another process has open is undefined."""
         return True
 
     def close(self, *, released: bool) -> None:
-        """Free what no stage uses; the rest goes with its stage, or where ``released`` is not, with the process."""
+        """Free what no stage uses. The rest is freed with its stage, or, if not ``released``, with the process."""
         with self._lock:
             if self._closed:
                 return
@@ -204,26 +204,26 @@ class GpuMemory:
         self._retire()
 
     def _retire(self) -> None:
-        """After ``close``; nobody waits here for a copy that still runs, which comes here when it is done."""
+        """Drop the stream after ``close``. Does not wait for a running copy, which comes here when it is done."""
         if self._closed and self._copying.acquire(blocking=False):
             try:
                 if self._stream:
                     stream, event, self._stream = self._stream, self._event, 0
                     self._driver.drop_stream(stream)
                     self._driver.drop_event(event)
-            except DeviceError as error:  # a lost context: it goes with the process
+            except DeviceError as error:  # a lost context; the process's end frees it
                 log.warning("leaving %s: %s", self.name, error)
             finally:
                 self._copying.release()
 
     def _free(self, address: int) -> None:
-        # Not here: it waits for all that the device does, and this may be anybody's thread.
+        # Not here: freeing waits for all work of the device, and this may be any thread.
         reaper.begin()
         reaper.hand(partial(_free, self._driver, self.name, address))
 
     @contextmanager
     def _told(self, kind: Callable[[str], EthaError], what: str) -> Iterator[None]:
-        """A driver's error as Etha's."""
+        """Raise a driver's error as Etha's."""
         try:
             yield
         except DeviceError as error:

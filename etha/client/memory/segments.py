@@ -1,11 +1,11 @@
-"""The segments that a client has shown to its agent, and which of its registrations use them.
+"""The segments that a client has shared with its agent, and which of its registrations use them.
 
     use = segments.use()                    one registration
     await use.show(handles, timeout)        the agent maps what it has not mapped yet
     await use.release(timeout)              the agent unmaps what no other registration of this client uses
 
-The client names what is to be unmapped, because only it knows of memory that it has shown for a registration that
-the agent has not heard of yet.
+The client names the segments to unmap, because only it knows those of registrations that the agent has not received
+yet.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from etha.bus.messages import LetGo, Released
 from etha.client.memory.base import TensorMemory
 from etha.memory.handles import TensorHandle
 
-#: Segments of one request.
+#: Most segments of one request.
 _MOST = 1 << 15
 
 
 class SharedSegments:
-    """All of one connection."""
+    """All segments of one connection."""
 
     def __init__(self, link: AgentLink, home: TensorMemory) -> None:
         self._link, self._home = link, home
         self._shown: set[str] = set()
         self._uses: set[SegmentUse] = set()
-        #: What is shown again must not meet what is being unmapped.
+        #: Prevents that a segment is shared again while it is being unmapped.
         self._changing = asyncio.Lock()
 
     def use(self) -> SegmentUse:
-        """Of one more registration."""
+        """The segments of one more registration."""
         return SegmentUse(self)
 
     async def show(self, use: SegmentUse, handles: Iterable[TensorHandle], timeout: float) -> None:
@@ -53,14 +53,14 @@ class SharedSegments:
         self._uses.discard(use)
         async with self._changing:
             while unused := sorted(self._shown.difference(*(other.names for other in self._uses)))[:_MOST]:
-                # Also where no answer comes: what the agent still has is shown again without harm.
+                # Even if no answer comes: sharing a segment that the agent still has does no harm.
                 self._shown.difference_update(unused)
                 released = await self._link.request(LetGo(all=False, segments=tuple(unused)), timeout=timeout)
                 assert isinstance(released, Released)
 
 
 class SegmentUse:
-    """The segments of one registration: its tensors', and those of what stands for them."""
+    """The segments of one registration: those of its tensors and of their staging."""
 
     def __init__(self, segments: SharedSegments) -> None:
         self._segments = segments
@@ -71,5 +71,5 @@ class SegmentUse:
         await self._segments.show(self, handles, timeout)
 
     async def release(self, timeout: float) -> None:
-        """The registration is over: have the agent unmap what none but this one used. Idempotent."""
+        """End the registration's use: the agent unmaps what only this one used. Idempotent."""
         await self._segments.release(self, timeout)

@@ -1,4 +1,4 @@
-"""Which home serves a device or an agent: the host's, or a GPU's."""
+"""The home for a device or an agent: the host's, or a GPU's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etha.errors import ConfigError
 
 
 def agent_of(device: torch.device) -> str:
-    """What the agent of a device is called: "cpu" or "cuda-GPU-<uuid>"; ConfigError for one that is not there."""
+    """The name of a device's agent, "cpu" or "cuda-GPU-<uuid>"; ConfigError for a device that does not exist."""
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":

@@ -1,9 +1,8 @@
 """``etha.empty``, ``etha.empty_like``, ``etha.share_module``: tensors that an agent maps directly.
 
-Data then crosses memory once with no system call in between. Nothing else in Etha moves a user's
-tensor; these do because they were asked to. On a GPU that is torch's own memory as its allocator gives it by
-default: memory of PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or backend:cudaMallocAsync has no IPC handle, and
-is staged.
+A transfer then copies the data once, without a system call. Nothing else in Etha moves a user's tensor to other memory.
+On a GPU this is torch's own memory as its allocator gives it by default. Memory of
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or backend:cudaMallocAsync has no IPC handle, and is staged.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from etha.plan.layouts import dtypes
 def empty(
     shape: Sequence[int] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A zeroed contiguous tensor of ``shape`` in memory that an agent maps: of the CPU's, or torch's own on a GPU.
+    """A zeroed contiguous tensor of ``shape`` in memory that an agent maps: shared CPU memory, or torch's own on a GPU.
 
-    ConfigError for other devices. Where torch has expandable segments, a GPU's agent cannot map it.
+    ConfigError for other devices. If torch uses expandable segments, the agent cannot map GPU memory.
     """
     where = device_of(device)
     _check_served(where, "empty")
@@ -44,7 +43,7 @@ def empty(
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``empty``, of the shape, dtype, device and (where dense) strides of a plain ``tensor``."""
+    """``empty`` with the shape, dtype, device and (if dense) strides of a plain ``tensor``."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"etha.empty_like: {shown(tensor)} is not a tensor")
     if isinstance(tensor, DTensor):
@@ -61,10 +60,10 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def share_module(module: torch.nn.Module) -> torch.nn.Module:
     """Move every parameter and buffer of ``module`` into memory that an agent maps, and return it.
 
-    Those on a GPU stay where they are: an agent maps torch's own memory there, but for expandable segments.
-    In place: parameters keep their identity, tied ones and views of one storage stay tied, strides stay.
-    NumPy arrays and raw pointers into the old memory are left behind. Call it before ``fully_shard``,
-    which keeps pointers of its own. ConfigError for tensors of other devices, before anything has moved.
+    In place: parameters keep their identity and strides; tied ones and views of one storage stay tied. Tensors on a GPU
+    stay where they are, because an agent maps torch's own memory there (except expandable segments). NumPy arrays and
+    raw pointers still refer to the old memory. Call it before ``fully_shard``, which keeps pointers of its own.
+    ConfigError for tensors of other devices, before anything has moved.
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"etha.share_module: {shown(module)} is not a torch.nn.Module")
@@ -80,7 +79,7 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
         if local.numel() and local.device.type == "cpu":
             tensors[id(local)] = local
 
-    # Per old storage: the bytes in use, and the tensors that use them.
+    # By old storage: the bytes in use, and the tensors that use them.
     used: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors.values():
         used.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -95,7 +94,7 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _extent(group: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Byte range of one storage that these tensors use; its start is a multiple of 16, whatever the dtypes."""
+    """Byte range of one storage that these tensors use. Its start is a multiple of 16, for any dtype."""
     lows: list[int] = []
     highs: list[int] = []
     for t in group:
