@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from etha import TensorBusClient
-from etha.cuda.driver import driver
+from etha.cuda.select import driver
 from etha.demo.llama import tensor_parallel_placement
 
 TIMEOUT = 120.0

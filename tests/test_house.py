@@ -120,8 +120,16 @@ IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess"
 #: torch.distributed is forbidden in pure files but for what planning reads: placements and meshes as values.
 VALUE_MODULES = ("torch.distributed.tensor", "torch.distributed.device_mesh")
 
-#: Packages whose folders import each other in one direction only.
-DAG_PACKAGES = {"agent", "client", "integrations", "plan", "transport"}
+#: Every package: its folders import each other in one direction only.
+DAG_PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+#: Files that import each other in a circle, and why (docs/architecture.md says it, too).
+CIRCLES = {
+    ("transport/copy/cpu.py", "transport/copy/device.py", "transport/copy/device_bounce.py"): (
+        "a thread's Workspace names its device's Copier as a type only, and that Copier has the CPU copy what the "
+        "device cannot reach"
+    ),
+}
 
 #: Files that may look at the environment, and why.
 ENVIRONMENT = {
@@ -249,6 +257,63 @@ def test_folders_of_a_package_form_a_dag(package: str) -> None:
         TopologicalSorter(below).prepare()
     except CycleError as error:
         pytest.fail(f"folders of {package} import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_parts_form_a_dag() -> None:
+    """What the parts may import of each other leads downwards, whatever they do import."""
+    above = {part: {other.split(".")[0] for other in allowed} - {part} for part, allowed in EDGES.items()}
+    try:
+        TopologicalSorter(above).prepare()
+    except CycleError as error:
+        pytest.fail(f"parts import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def imported_files(name: str) -> set[str]:
+    """The files of etha that a file imports, anywhere in it."""
+    found = set()
+    for module, _ in imports(name):
+        if module == "etha" or module.startswith("etha."):
+            path = PACKAGE.parent / module.replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            found.add(str(file.relative_to(PACKAGE)))
+    return found - {name}
+
+
+def circles(below: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """The groups of at least two nodes from each of which one comes to every other (Tarjan's algorithm)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: set[tuple[str, ...]] = set()
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        path.append(node)
+        for other in sorted(below.get(node, ())):
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == number[node]:
+            group = path[path.index(node) :]
+            del path[path.index(node) :]
+            if len(group) > 1:
+                found.add(tuple(sorted(group)))
+
+    for node in sorted(below):
+        if node not in number:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}) == {("a", "b", "c")}
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    """Imports under TYPE_CHECKING and inside functions count."""
+    assert circles({name: imported_files(name) for name in files()}) == set(CIRCLES)
 
 
 def is_pure(name: str) -> bool:

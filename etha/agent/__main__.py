@@ -22,7 +22,8 @@ from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.server import BusServer
 from etha.config import Settings, check_name, parse_bytes
-from etha.cuda.driver import DeviceError, driver
+from etha.cuda.driver import DeviceError
+from etha.cuda.select import driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.reach import ReachError
 from etha.memory.room import check_staging

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from etha.agent.protocol.pair import PairMachine
+from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.sessions import WorkerSession
 from etha.agent.services.batch_state import BatchState
+from etha.agent.services.registration import RegistrationService
+from etha.agent.services.rendezvous import RendezvousService
+from etha.agent.services.transfers import TransferService
+from etha.config import Settings
+from etha.store.registry import Store
 from etha.version import __version__
 
-if TYPE_CHECKING:
-    from etha.agent.server import Agent
+
+class ReportedAgent(Protocol):
+    """What a report reads of the agent (``agent.server.Agent``, which imports this file)."""
+
+    id: str
+    settings: Settings
+    device: str
+    store: Store
+    started_at: float
+    sessions: dict[str, WorkerSession]
+    links: PeerLinks
+    rendezvous: RendezvousService
+    registrations: RegistrationService
+    transfers: TransferService
 
 
-def report(agent: Agent, stale: str = "") -> dict[str, Any]:
+def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
     """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only.
 
     ``stale``: why the pairs could not be read again, so that they may be older than this report.
@@ -72,7 +91,7 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
     }
 
 
-def _links(agent: Agent) -> list[dict[str, Any]]:
+def _links(agent: ReportedAgent) -> list[dict[str, Any]]:
     """One line a linked agent: seconds since it was heard, its last round trip, beats it missed, payload bytes."""
     lines = []
     for peer in agent.links.hub.peers():

@@ -1,7 +1,7 @@
 """What Etha needs of a CUDA driver, as one Protocol: memory, streams, events, and both across processes.
 
     runtime.py       the real one, over cuda-bindings; imported only when a device is asked for
-    driver()         the one of this process
+    select.py        the one of this process
 
 Addresses, streams and events are plain ints. Device memory and pinned host memory share one address space (unified
 virtual addressing), so a copy or a kernel may have either at both ends. Every call may be made from any thread. A call
@@ -178,27 +178,3 @@ class Driver(Protocol):
         this returns.
         """
         ...
-
-
-_installed: Driver | None = None
-
-
-def driver() -> Driver:
-    """This process's driver: the installed one, or else the real one, which is made by the first call."""
-    global _installed
-    if _installed is None:
-        from etha.cuda.runtime import Runtime
-
-        _installed = Runtime()
-    return _installed
-
-
-def install(one: Driver | None) -> None:
-    """Use ``one`` from now on in this process; None: the real one again."""
-    global _installed
-    _installed = one
-
-
-def installed() -> Driver | None:
-    """The driver in use, if any. Asking loads nothing."""
-    return _installed

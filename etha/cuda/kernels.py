@@ -1,4 +1,4 @@
-"""Fused copies on a device: what a kernel is given, and which implementation this process uses.
+"""Fused copies on a device: what a kernel is given, as one Protocol of its implementations.
 
 A **descriptor** is one strided copy, a row of COLUMNS int64 in a table in device memory. One load and one store move a
 **unit**: 16, 8, 4, 2 or 1 bytes if nothing is cast, otherwise one element. A **piece** is at most UNITS units of one
@@ -11,13 +11,7 @@ descriptor, the work of one CUDA block, as ``row << 32 | number``.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import shutil
-import sysconfig
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -25,8 +19,6 @@ import numpy.typing as npt
 import torch
 
 from etha.cuda.driver import Driver
-
-log = logging.getLogger(__name__)
 
 #: Most strides besides the innermost run that one descriptor nests.
 DEPTH = 4
@@ -64,33 +56,3 @@ class Kernels(Protocol):
     def launch(self, driver: Driver, uuid: str, stream: int, fused: Fused) -> None:
         """Queue all copies of ``fused``. DeviceError as for ``driver.launch``."""
         ...
-
-
-def choose(driver: Driver, uuid: str) -> Kernels:
-    """Triton's kernels if they can be built on this machine, otherwise torch's. DeviceError if there is no device."""
-    kind = driver.tensor(uuid, 0, 0).device.type
-    return _kernels(f"memory of {uuid} is {kind} memory for torch" if kind != "cuda" else None)
-
-
-@cache
-def _kernels(reason: str | None) -> Kernels:
-    missing = reason or _missing()
-    if missing is None:
-        from etha.cuda.triton_kernels import TritonKernels
-
-        return TritonKernels()
-    log.warning("strided copies on a GPU are made one by one, for Triton is missing: %s", missing)
-    from etha.cuda.torch_kernels import TorchKernels
-
-    return TorchKernels()
-
-
-def _missing() -> str | None:
-    """What Triton lacks here; None if nothing. It builds its launchers with a C compiler and Python's headers."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if shutil.which("gcc") is None and shutil.which("clang") is None:
-        return "there is no C compiler (gcc or clang)"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "Python's C headers are not installed"
-    return None

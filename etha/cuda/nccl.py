@@ -1,7 +1,7 @@
 """What Etha needs of NCCL, as one Protocol: communicators that never block, and point-to-point in groups.
 
     nccl4py.py     the real one, over NVIDIA's bindings; imported only when NCCL is asked for
-    nccl()         the one of this process
+    select.py      the one of this process
 
 The caller keeps NCCL's rules:
 
@@ -73,28 +73,3 @@ class Nccl(Protocol):
     def destroy(self, comm: int) -> None:
         """Free a communicator that is finalized."""
         ...
-
-
-_installed: Nccl | None = None
-
-
-def nccl() -> Nccl:
-    """This process's NCCL: the installed one, or else the real one, which the first call makes. ConfigError without
-    it."""
-    global _installed
-    if _installed is None:
-        from etha.cuda.nccl4py import Bindings
-
-        _installed = Bindings()
-    return _installed
-
-
-def install(one: Nccl | None) -> None:
-    """Use ``one`` from now on in this process; None: the real one again."""
-    global _installed
-    _installed = one
-
-
-def installed() -> Nccl | None:
-    """The NCCL in use, if any. Asking loads nothing."""
-    return _installed

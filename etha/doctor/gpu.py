@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from etha.config import Settings
-from etha.cuda.driver import Device, DeviceError, Driver, Unexportable, driver
-from etha.cuda.nccl import NcclError, nccl
+from etha.cuda.driver import Device, DeviceError, Driver, Unexportable
+from etha.cuda.nccl import NcclError
+from etha.cuda.select import driver, nccl
 from etha.doctor.finding import Failing
 from etha.errors import ConfigError
 

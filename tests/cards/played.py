@@ -25,7 +25,7 @@ import torch
 import etha
 from etha.agent.startup import Startup
 from etha.config import Settings
-from etha.cuda import driver as cuda
+from etha.cuda import select as cuda
 from etha.cuda.driver import DeviceError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 from tests.flow.jobs import Job, Worker, tell
@@ -42,7 +42,7 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str], fail: str | No
     from etha.agent.__main__ import main
 
     fake = FakeDriver(uuids)
-    cuda.install(fake)
+    cuda.install_driver(fake)
     if fail is not None:
         fake.fail(fail, DeviceError("cudaErrorIllegalAddress", "by the test", sticky=True))
     read, write = os.pipe()
@@ -114,7 +114,7 @@ class Cards:
         self._job = Job({})
 
     def __enter__(self) -> Self:
-        cuda.install(self.driver)
+        cuda.install_driver(self.driver)
         self._job.__enter__()
         return self
 
@@ -127,7 +127,7 @@ class Cards:
                 self.driver.check()
         finally:
             self.driver.shut()
-            cuda.install(None)
+            cuda.install_driver(None)
             self._job.__exit__(*error)
 
     def env(self, **more: str) -> dict[str, str]:

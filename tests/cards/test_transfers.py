@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import etha
-from etha.cuda import driver as cuda
+from etha.cuda import select as cuda
 from etha.errors import (
     AgentLostError,
     ConfigError,
@@ -399,7 +399,7 @@ async def test_a_worker_killed_in_the_middle(cards: Cards) -> None:
 def trainer(uuids: tuple[str, ...]) -> None:
     """Sends once; then its stream is held, and its second call waits until it is killed."""
     fake = FakeDriver(uuids)
-    cuda.install(fake)
+    cuda.install_driver(fake)
     with etha.TensorBusClient(device="cuda:0", autostart=False, timeout=20) as client:
         client.init_pair("weights", "trainer", "inference", 1, (1,), [Replicate()], rank=0)
         tensor = fake.empty(uuids[0], (512, 512))

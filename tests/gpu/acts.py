@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import etha
-from etha.cuda import driver as cuda
+from etha.cuda import select as cuda
 from etha.cuda.driver import Driver
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.flow.jobs import tell
@@ -30,7 +30,7 @@ OLD = 77.0
 def _driver(me: SimpleNamespace) -> Driver:
     if me.played and not hasattr(me, "driver"):
         me.driver = FakeDriver((GPU0,))
-        cuda.install(me.driver)
+        cuda.install_driver(me.driver)
     return me.driver if me.played else cuda.driver()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 
-from etha.cuda import driver as cuda
+from etha.cuda import select as cuda
 from tests.fakes.cuda import GPU0, FakeDriver
 from tests.flow.jobs import tell, wait_for
 
@@ -50,7 +50,7 @@ def serve(device: str) -> list[str]:
 
     fake = FakeDriver((GPU0,))
     threading.Thread(target=_obey, args=(fake,), daemon=True).start()
-    cuda.install(fake)
+    cuda.install_driver(fake)
     read, write = os.pipe()
 
     def announce() -> None:

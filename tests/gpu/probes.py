@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from etha.cuda.driver import DeviceError, Driver, driver
+from etha.cuda.driver import DeviceError, Driver
+from etha.cuda.select import driver
 from etha.demo.process import die_with_parent
 from tests.flow.jobs import tell, wait_for, wait_gone
 
@@ -174,7 +175,8 @@ def rate(target: torch.Tensor, source: torch.Tensor, runs: int = 21) -> float:
 
 def nccl_alone(nbytes: int) -> str:
     """A world of one sends to itself inside a group; what NCCL says, and whether the bytes are there."""
-    from etha.cuda.nccl import IN_PROGRESS, OK, nccl
+    from etha.cuda.nccl import IN_PROGRESS, OK
+    from etha.cuda.select import nccl
 
     cuda, uuid = _card()
     library = nccl()
@@ -206,7 +208,8 @@ def nccl_alone(nbytes: int) -> str:
 
 def nccl_pair(rank: int, unique_id: bytes | None, nbytes: int) -> str:
     """One of two ranks that share a card; rank 0 makes the id and tells it."""
-    from etha.cuda.nccl import IN_PROGRESS, OK, nccl
+    from etha.cuda.nccl import IN_PROGRESS, OK
+    from etha.cuda.select import nccl
 
     cuda, uuid = _card()
     library = nccl()

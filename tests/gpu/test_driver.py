@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etha.config import Settings
-from etha.cuda.driver import driver
+from etha.cuda.select import driver
 from etha.doctor.gpu import check_cuda
 from etha.memory.cuda import Exports
 from tests.unit.cuda.contract import copies_events_and_streams, memory_and_events_of_another_process
@@ -49,7 +49,8 @@ def test_memory_that_has_no_handle_is_told(setting: str) -> None:
 import os, sys
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[1]
 import torch
-from etha.cuda.driver import Unexportable, driver
+from etha.cuda.driver import Unexportable
+from etha.cuda.select import driver
 from etha.memory.cuda import Exports
 try:
     Exports(driver()).find(torch.ones(3 << 20, device="cuda"))
@@ -64,7 +65,7 @@ def test_the_callers_device_and_context_stay() -> None:
     program = """
 import torch
 from cuda.bindings import driver as cu
-from etha.cuda.driver import driver
+from etha.cuda.select import driver
 cuda = driver()
 last = cuda.devices()[-1]
 cuda.free(cuda.allocate(last.uuid, 1 << 20))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from etha.cuda.driver import driver
+from etha.cuda.select import driver
 
 from . import ON_A_CARD, acts
 from .company import Company

@@ -13,9 +13,9 @@ import torch
 from etha.agent.runtime.lane import WorkspacePool
 from etha.agent.runtime.sessions import WorkerSession
 from etha.config import CUDA_AGENT
-from etha.cuda.driver import Device, DeviceError, Driver, driver
-from etha.cuda.nccl import nccl
+from etha.cuda.driver import Device, DeviceError, Driver
 from etha.cuda.reaper import reaper
+from etha.cuda.select import driver, nccl
 from etha.errors import ConfigError, EthaError, TransferError
 from etha.memory.cuda import Mappings
 from etha.memory.signals import Waits

@@ -21,7 +21,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from etha.cuda.driver import DeviceError, driver, installed
+from etha.cuda.driver import DeviceError
+from etha.cuda.select import driver, installed_driver
 from etha.errors import RegistrationError, TransferError
 from etha.memory.handles import TensorHandle
 
@@ -159,7 +160,7 @@ def home_name(tensor: torch.Tensor) -> str:
     """
     if tensor.device.type not in ("cpu", "cuda"):
         return str(tensor.device)
-    one = driver() if tensor.device.type == "cuda" else installed()
+    one = driver() if tensor.device.type == "cuda" else installed_driver()
     try:
         return (one.holds(tensor) if one is not None else None) or "cpu"
     except DeviceError as error:

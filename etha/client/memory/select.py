@@ -7,7 +7,8 @@ import torch
 from etha.client.memory.base import TensorMemory
 from etha.client.memory.cpu import CpuMemory
 from etha.config import CUDA_AGENT
-from etha.cuda.driver import DeviceError, driver
+from etha.cuda.driver import DeviceError
+from etha.cuda.select import driver
 from etha.errors import ConfigError
 
 

@@ -32,7 +32,7 @@ __all__ = [
 _HOME = {
     "Adapter": "weights.adapter",
     "EthaSource": "trainer.source",
-    "EthaTrainerInitInfo": "trainer.trainer_engine",
+    "EthaTrainerInitInfo": "trainer.init_info",
     "EthaTrainerWeightTransferEngine": "trainer.trainer_engine",
     "EthaWeightTransferEngine": "engine.worker",
     "FleetResult": "trainer.fleet",

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from etha.cuda.driver import DeviceError, Driver
-from etha.cuda.kernels import Fused, Kernels, choose
+from etha.cuda.kernels import Fused, Kernels
+from etha.cuda.select import choose_kernels
 from etha.transport.copy.device_bounce import BYTES, Bounce
 from etha.transport.copy.device_memory import DeviceMemory, PinnedMemory, reaching
 from etha.transport.copy.device_table import Kind, Tables, build
@@ -74,7 +75,7 @@ class Copier:
         """``bounce``: bytes of the pinned buffer for plain host memory, which is allocated when first needed."""
         self.driver, self.uuid = driver, uuid
         with reaching(uuid):
-            self._kernels = choose(driver, uuid) if kernels is None else kernels
+            self._kernels = choose_kernels(driver, uuid) if kernels is None else kernels
             self.stream = driver.stream(uuid)
             self._event = driver.event(uuid)
         self._upload: PinnedMemory | None = None

@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from etha.cuda.driver import DeviceError, Unexportable, driver, install, installed
+from etha.cuda.driver import DeviceError, Unexportable
+from etha.cuda.select import driver, install_driver, installed_driver
 from tests.fakes.cuda import GPU0, GPU1, SEGMENT, Broken, FakeDriver
 
 SPAWN = multiprocessing.get_context("forkserver")
@@ -296,11 +297,11 @@ def test_memory_without_a_handle_and_devices_that_are_not_there(gpu: FakeDriver)
 
 def test_it_is_installed_and_taken_out() -> None:
     fake = FakeDriver()
-    install(fake)
+    install_driver(fake)
     try:
-        assert driver() is fake and installed() is fake
+        assert driver() is fake and installed_driver() is fake
     finally:
-        install(None)
+        install_driver(None)
         fake.check()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from etha.cuda import nccl
+from etha.cuda import select
 from etha.cuda.nccl import ID_BYTES, IN_PROGRESS, OK, NcclError
 from etha.cuda.nccl4py import Bindings
 from etha.errors import ConfigError
@@ -77,13 +77,13 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_may_be_installed_in_its_place() -> None:
-    before = nccl.installed()
+    before = select.installed_nccl()
     one: Any = object()
     try:
-        nccl.install(one)
-        assert nccl.nccl() is nccl.installed() is one
+        select.install_nccl(one)
+        assert select.nccl() is select.installed_nccl() is one
     finally:
-        nccl.install(before)
+        select.install_nccl(before)
 
 
 class Library:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etha.cuda.kernels import choose
+from etha.cuda.select import choose_kernels
 from tests.fakes.cuda import GPU0, FakeDriver
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -36,7 +36,7 @@ def test_the_kernels_make_the_bits_that_torch_makes() -> None:
 def test_torch_copies_where_its_memory_is_no_gpus() -> None:
     driver = FakeDriver()
     try:
-        assert choose(driver, GPU0).name == "torch"
+        assert choose_kernels(driver, GPU0).name == "torch"
     finally:
         driver.shut()
 
@@ -53,7 +53,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 )
 def test_on_a_gpu_every_cast_is_torchs_own_to_the_bit(pair: tuple[torch.dtype, torch.dtype]) -> None:
     """NaNs included: all 2^32 float32, all values of the 16-bit floats, those and random bits of float64."""
-    from etha.cuda.driver import driver
+    from etha.cuda.select import driver
     from etha.transport.copy.device import Copier
     from etha.transport.geometry.boxes import BoxAxis
     from etha.transport.geometry.iovec import Op

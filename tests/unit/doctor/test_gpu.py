@@ -13,7 +13,7 @@ import torch
 
 from etha.config import Settings
 from etha.cuda.driver import DeviceError, Unexportable
-from etha.cuda.nccl import install
+from etha.cuda.select import install_nccl
 from etha.doctor import Failing
 from etha.doctor import gpu as doctor
 from etha.doctor.examination import CHECKS
@@ -35,13 +35,13 @@ class Nccl:
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    install(Nccl())  # type: ignore[arg-type]
+    install_nccl(Nccl())  # type: ignore[arg-type]
     # A child that is forked from a server which has torch already; the doctor's own loads it anew, for seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.fakes.cuda", "etha.doctor.gpu"])
     monkeypatch.setattr(doctor, "_CONTEXT", context)
     yield
-    install(None)
+    install_nccl(None)
 
 
 class Maker:

@@ -18,7 +18,8 @@ with warnings.catch_warnings():  # of others' packages
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from etha.integrations.vllm import plugin
-    from etha.integrations.vllm.engine.worker import EthaWeightTransferEngine, EthaWeightTransferInitInfo
+    from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo
+    from etha.integrations.vllm.engine.worker import EthaWeightTransferEngine
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 with warnings.catch_warnings():  # of others' packages
     warnings.simplefilter("ignore")
     from etha.integrations.vllm.trainer import replica
+    from etha.integrations.vllm.trainer.init_info import EthaTrainerInitInfo
     from etha.integrations.vllm.trainer.replica import Replica
-    from etha.integrations.vllm.trainer.trainer_engine import EthaTrainerInitInfo
 
 from etha.errors import HELD_HERE, ConfigError, PeerLostError, TransferError
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,11 +23,9 @@ from etha.client.aio import AsyncBatchHandle
 from etha.client.loop_thread import LoopMembership
 from etha.client.results import AsyncPair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
+from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
 from etha.integrations.vllm.engine.lease import say_gone
 from etha.integrations.vllm.engine.refusals import STRANGER
-
-if TYPE_CHECKING:
-    from etha.integrations.vllm.engine.worker import EthaWeightTransferInitInfo, Incoming
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = logging.getLogger("vllm.etha")

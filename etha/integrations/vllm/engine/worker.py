@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
-    WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
 
 from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError, TransferError
+from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
 from etha.integrations.vllm.engine.meeting import Meetings
 from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
 from etha.integrations.vllm.engine.versions import unsupported
@@ -38,53 +38,8 @@ from etha.integrations.vllm.weights.received import Dtypes, Received, widest
 
 # Under vLLM's own root: what an engine prints is what is logged there.
 log = init_logger("vllm.etha")
-#: What a version comes into: the model, or an adapter of it.
-Incoming = Received | ReceivedAdapter
 #: Parameters that an error names.
 _SHOWN = 5
-
-
-@dataclass(kw_only=True)
-class EthaWeightTransferInitInfo(WeightTransferInitInfo):
-    """What the trainer tells the workers once: the pair's names, and every tensor of the checkpoint.
-
-    Plain JSON. ``timeout``: seconds for meeting, and for each version. The rest as ``EthaTrainerInitInfo``.
-    """
-
-    pair: str
-    local_name: str
-    remote_name: str
-    batch: str
-    names: list[str] = field(repr=False)
-    dtypes: list[str] = field(repr=False)
-    shapes: list[list[int]] = field(repr=False)
-    direct: bool = False
-    atomic: bool = True
-    timeout: float = 300.0
-    redis_url: str | None = field(default=None, repr=False)
-    namespace: str | None = None
-    #: The tensors are a LoRA adapter's: its name, and its configuration as peft writes it; None: they are the model's.
-    adapter: dict[str, Any] | None = None
-    #: The trainer that was met says the same again, so that tensors in other memory are registered again.
-    again: bool = False
-    #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
-    holder: str = ""
-    news: str = ""
-
-    def metas(self) -> list[Meta]:
-        """The tensors announced; ConfigError for lists that do not belong together."""
-        if not len(self.names) == len(self.dtypes) == len(self.shapes) == len(set(self.names)):
-            raise ConfigError(
-                f"init_info of pair {self.pair!r}: {len(self.names)} names ({len(set(self.names))} different), "
-                f"{len(self.dtypes)} dtypes and {len(self.shapes)} shapes; give one of each for every tensor"
-            )
-        metas = []
-        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
-            kind = getattr(torch, dtype, None)
-            if not isinstance(kind, torch.dtype):
-                raise ConfigError(f"init_info of pair {self.pair!r}: tensor {name!r} has dtype {dtype!r}, not torch's")
-            metas.append(Meta(name, tuple(shape), kind))
-        return metas
 
 
 @dataclass

@@ -16,18 +16,16 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient
 
 from etha import AsyncTensorBusClient, TransferFuture, TransferResult
 from etha.client.loop_thread import LoopThread
 from etha.errors import ConfigError, EthaError, PeerLostError, RendezvousTimeoutError, TransferError, from_wire
+from etha.integrations.vllm.trainer.init_info import EthaTrainerInitInfo
 from etha.integrations.vllm.trainer.replica import AGAIN, Replica, absent, plain
 from etha.integrations.vllm.trainer.source import EthaSource, Iterated
-
-if TYPE_CHECKING:
-    from etha.integrations.vllm.trainer.trainer_engine import EthaTrainerInitInfo
 
 log = logging.getLogger(__name__)
 

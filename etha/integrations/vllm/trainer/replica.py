@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -40,11 +40,9 @@ from etha.errors import (
 )
 from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
 from etha.integrations.vllm.trainer.control import Control, call_engine, unreachable
+from etha.integrations.vllm.trainer.init_info import EthaTrainerInitInfo
 from etha.integrations.vllm.trainer.source import EthaSource, Iterated
 from etha.integrations.vllm.trainer.team import Team, one_engine
-
-if TYPE_CHECKING:
-    from etha.integrations.vllm.trainer.trainer_engine import EthaTrainerInitInfo
 
 log = logging.getLogger(__name__)
 #: Seconds between two looks for an engine that does not answer.

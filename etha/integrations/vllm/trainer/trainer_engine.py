@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import finalize
 
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
@@ -25,47 +23,13 @@ from vllm.distributed.weight_transfer.base import (
 from etha import AsyncTensorBusClient, TransferResult
 from etha.client.loop_thread import LoopMembership
 from etha.errors import AgentLostError, ConfigError
-from etha.integrations.vllm.engine.lease import SECONDS
-from etha.integrations.vllm.trainer.control import Pause
 from etha.integrations.vllm.trainer.fleet import FleetResult, Replicas
+from etha.integrations.vllm.trainer.init_info import EthaTrainerInitInfo
 from etha.integrations.vllm.trainer.replica import Replica, place_of
 from etha.integrations.vllm.trainer.source import AdapterSource, EthaSource, Iterated, merged
 from etha.integrations.vllm.weights.adapter import Adapter
 
 T = TypeVar("T")
-
-
-@dataclass
-class EthaTrainerInitInfo(TrainerInitInfo):
-    """A trainer rank's part in the pair ``pair``; every rank gives the same but for ``rank``.
-
-    ``world_size``: ranks of the trainer (default: torch.distributed's, else $WORLD_SIZE, else 1). ``names``: ordered
-    regex replacements from the model's names to the checkpoint's. ``direct``: engine parameters that can be written
-    as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
-    without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
-    requests under way while a version comes in: "wait" (they are finished first), "abort" (they end, with finish_reason
-    "abort"), "keep" (they stop, and go on with the new version), or None (the caller sees to it).
-    ``lease``: seconds after which an engine that this trainer has paused resumes by itself when the trainer has died.
-    ``adapter``: send a LoRA adapter under this name, and nothing of the model. ``timeout``: seconds for meeting, and
-    for each version. ``redis_url``, ``namespace``: of both sides where they are given, else each side's environment.
-    """
-
-    backend: ClassVar[str] = "etha"
-
-    pair: str = "weights"
-    world_size: int | None = None
-    names: Mapping[str, str] | None = None
-    direct: bool = False
-    atomic: bool = True
-    pause: Pause | None = "wait"
-    lease: float = SECONDS
-    timeout: float = 300.0
-    local_name: str = "trainer"
-    remote_name: str = "inference"
-    batch: str = "weights"
-    adapter: Adapter | None = None
-    redis_url: str | None = field(default=None, repr=False)
-    namespace: str | None = None
 
 
 class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerInitInfo]):

@@ -20,7 +20,7 @@ from etha.client.memory.base import fingerprint, home_name, moved
 from etha.client.memory.cpu import CpuMemory
 from etha.client.memory.cuda import GpuMemory
 from etha.client.memory.select import agent_of, home_of
-from etha.cuda import driver as cuda
+from etha.cuda import select as cuda
 from etha.cuda.driver import DeviceError
 from etha.cuda.reaper import reaper
 from etha.errors import AgentLostError, ConfigError, RegistrationError, TransferError
@@ -30,9 +30,9 @@ from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 @pytest.fixture
 def gpu() -> Iterator[FakeDriver]:
     fake = FakeDriver((GPU0, GPU1))
-    cuda.install(fake)
+    cuda.install_driver(fake)
     yield fake
-    cuda.install(None)
+    cuda.install_driver(None)
     gc.collect()
     fake.check()
 

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-from etha.cuda.driver import DeviceError, install
+from etha.cuda.driver import DeviceError
 from etha.cuda.reaper import reaper
+from etha.cuda.select import install_driver
 from etha.memory.reach import ReachError
 from etha.memory.views import view_of
 from etha.plan import Layout, Plan, TensorSpec, simulate
@@ -126,11 +127,11 @@ def test_contributions_that_are_too_many_come_in_waves(monkeypatch: pytest.Monke
 def only() -> Iterator[FakeDriver]:
     """A GPU that is the process's own, as staging memory is taken from it."""
     driver = FakeDriver()
-    install(driver)
+    install_driver(driver)
     try:
         yield driver
     finally:
-        install(None)
+        install_driver(None)
         driver.shut()
 
 
