@@ -32,7 +32,7 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a starting agent gives Redis, whatever its starter's caller has.
+#: Seconds that a starting agent gives Redis, whatever the deadline of its starter.
 START = 30.0
 
 
@@ -48,9 +48,9 @@ async def serve(
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
-    ``startup`` is told once workers can connect, and before that what keeps the start. Not ``patient``: a Redis that
-    refuses connections or whose name is unknown is an error at once. ``stop`` instead of the signals, for several
-    agents of one process.
+    ``startup`` is informed of reasons for a delay, and once workers can connect. If not ``patient``, a Redis that
+    refuses connections or whose name is unknown is an error at once. ``stop`` replaces the signals, for several agents
+    in one process.
     """
     startup = startup or Startup()
     settings.ensure_runtime_dir()
@@ -60,7 +60,7 @@ async def serve(
     stopped, hurry = stop or asyncio.Event(), asyncio.Event()
 
     def leave() -> None:
-        if stopped.is_set():  # told twice: without waiting for transfers
+        if stopped.is_set():  # the second time: do not wait for transfers
             hurry.set()
         stopped.set()
 
@@ -116,18 +116,19 @@ async def serve(
 
 
 class ContextLost(AgentLostError):
-    """A GPU's context is lost; only a new process gets another."""
+    """A GPU's context is lost. Only a new process gets another."""
 
 
 def raise_descriptor_limit() -> None:
-    """Each worker costs three descriptors and one a segment while it is received: take what we may."""
+    """Raise the soft limit to the hard one: each worker needs three descriptors, and one more for each segment in
+    transit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _cause(raised: Exception) -> EthaError:
-    """What ended the agent, as its starter may hear it; out of the groups in which tasks fail."""
+    """The error that ended the agent, for its starter; unpacks the exception groups in which tasks fail."""
     leaves: list[BaseException] = [raised]
     while groups := [leaf for leaf in leaves if isinstance(leaf, BaseExceptionGroup)]:
         leaves = [leaf for leaf in leaves if leaf not in groups] + [e for group in groups for e in group.exceptions]
@@ -138,14 +139,14 @@ def _cause(raised: Exception) -> EthaError:
         if isinstance(error, DeviceError | ReachError):
             return ConfigError(f"the card of this agent: {error}")
     for error in leaves:
-        if isinstance(error, OSError):  # no bug, but of this machine: a right, a full disk, descriptors
+        if isinstance(error, OSError):  # not a bug but this machine: permissions, a full disk, descriptors
             return AgentUnavailableError(f"the agent cannot run: {error}")
     log.error("the agent failed", exc_info=raised)
     return EthaError(f"the agent failed, a bug of Etha: {leaves[0]!r}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, and tell a waiting parent what went wrong."""
+    """Parse the arguments, run, and report errors to a waiting parent."""
     parser = argparse.ArgumentParser(prog="python -m etha.agent")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--namespace")

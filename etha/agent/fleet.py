@@ -1,9 +1,9 @@
-"""``etha agent --device all``: one agent process a GPU, started again where its card's context was lost.
+"""``etha agent --device all``: one agent process for each GPU, restarted when its GPU's context is lost.
 
     fleet --+-- agent of cuda:0 (links on PORT, data on PORT+1)
             +-- agent of cuda:1 (PORT+2, PORT+3) ...
 
-A process of its own for each, for a lost context takes its process with it and nothing else.
+Each has a process of its own, because a lost context ends the process that has it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
-#: What an agent exits with when only a new process can have its card again.
+#: Exit status of an agent that only a new process can replace.
 CONTEXT_LOST = 75
-#: Times in a row that one agent is started again, and seconds after which it has served.
+#: How often in a row one agent is restarted, and after how many seconds the count starts again.
 RETRIES, SERVED = 3, 60.0
 
 
 @dataclass(slots=True)
 class Fleet:
-    """``command(device)`` is what starts one agent. ``run`` returns once all have ended; ``stop`` ends them."""
+    """``command(device)`` gives the command line of one agent. ``run`` returns once all have ended; ``stop`` ends
+    them."""
 
     command: Callable[[Device], Sequence[str]]
     devices: Sequence[Device]
@@ -44,20 +45,21 @@ class Fleet:
     _stopping: bool = False
 
     def stop(self) -> None:
-        """Let each leave as by SIGTERM; idempotent."""
+        """Send SIGTERM to all agents; idempotent."""
         self._stopping = True
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
 
     async def run(self) -> None:
-        """Serve until all agents have ended; AgentUnavailableError names those that failed, after the others left."""
+        """Serve until all agents have ended. AgentUnavailableError names those that failed, after the others have
+        left."""
         failed = [text for text in await asyncio.gather(*map(self._serve, self.devices)) if text]
         if failed:
             raise AgentUnavailableError("; ".join(failed))
 
     async def _serve(self, device: Device) -> str:
-        """One GPU's agents, one after the other; what went wrong with the last, or nothing."""
+        """Run one GPU's agents, one after the other. Returns the last one's error, or ""."""
         loop = asyncio.get_running_loop()
         tries = 0
         while tries <= RETRIES:
@@ -71,7 +73,7 @@ class Fleet:
             if self._stopping or code == 0:
                 return ""
             if code != CONTEXT_LOST:
-                self.stop()  # a fleet that lacks a card is no fleet: who started it shall know
+                self.stop()  # a fleet that lacks a GPU must not go unnoticed
                 return f"the agent of cuda:{device.ordinal} ({device.uuid}) ended with status {code}: its log says why"
             tries = 1 if loop.time() - began > SERVED else tries + 1
             log.error("the agent of cuda:%d (%s) is started again", device.ordinal, device.uuid)
@@ -80,7 +82,7 @@ class Fleet:
 
 
 def leave_with_parent() -> None:
-    """An agent of a fleet that is killed leaves as by SIGTERM."""
+    """Make this agent receive SIGTERM when its parent, the fleet, is killed."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -88,7 +90,8 @@ def leave_with_parent() -> None:
 
 
 async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None, advertise: str | None = None) -> None:
-    """Agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent but its device and addresses."""
+    """Run agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent except its device and
+    addresses."""
     devices = cards(driver)
     host, port = ("", 0) if listen is None else parse_address(listen)
     if port and port + 2 * len(devices) > 65536:

@@ -1,4 +1,4 @@
-"""The log of an agent that nobody watches: its standard error is a file, which is set aside when it is full."""
+"""The log of an agent without a terminal: standard error is a file, which is rotated when it is full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etha.config import MAX_LOG
 
 
 class RotatingLog(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error; while that is the file ``path``, it does not grow much beyond ``MAX_LOG`` bytes."""
+    """Writes to standard error. While that is the file ``path``, it does not grow much beyond ``MAX_LOG`` bytes."""
 
     path: Path | None = None
 
@@ -19,7 +19,7 @@ class RotatingLog(logging.StreamHandler):  # type: ignore[type-arg]
         super().__init__(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, then look at the file's size."""
+        """Write one line, then check the file's size."""
         super().emit(record)
         if self.path is not None:
             try:
@@ -34,10 +34,10 @@ class RotatingLog(logging.StreamHandler):  # type: ignore[type-arg]
             return
         there = path.stat()
         if (now.st_dev, now.st_ino) != (there.st_dev, there.st_ino):
-            return  # somebody else's terminal, pipe or file
+            return  # standard error is another terminal, pipe or file
         path.replace(path.with_suffix(".log.1"))
         fresh = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.dup2(fresh, fd)  # what libraries write to the descriptor goes there, too
+            os.dup2(fresh, fd)  # libraries that write to the descriptor use the new file, too
         finally:
             os.close(fresh)

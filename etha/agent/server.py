@@ -5,7 +5,7 @@
                              +-- RegistrationService  (batches, planning)
                              +-- TransferService      (the lane, streams)
 
-This file wires them and hands each request to the one that it is for; what they decide stands in the state machines.
+This file connects them and hands each request to one of them. The state machines make the decisions.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from etha.version import __version__
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a leaving agent gives to running transfers.
+#: Seconds that a leaving agent gives running transfers.
 DRAIN = 30.0
-#: Seconds that Redis is given for what an observer wants to see.
+#: Seconds that Redis has to answer an observer's request.
 EVENTS_SECONDS = 2.0
 _LEFT = "the agent is leaving; init_pair and register_tensors again start another"
 _LEAVING = "this agent is leaving and takes no new work"
 
 
 class Agent:
-    """The bus's Service. ``idle``: seconds after the last worker that ``done`` is set; None: never."""
+    """The bus's Service. ``done`` is set ``idle`` seconds after the last worker has left; None: never."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Agent:
 
     @property
     def record(self) -> AgentRecord:
-        """What Redis says of this agent."""
+        """This agent's record in Redis."""
         return AgentRecord(
             id=self.id,
             host=self.settings.host_id,
@@ -160,12 +160,12 @@ class Agent:
         )
 
     def on_agent_lost(self, agent: str, text: str) -> None:
-        """The link to another agent is over: transfers with it first, they know best how they end."""
+        """The link to another agent is lost. Transfers with it end first, because they know their outcomes best."""
         self.registrations.on_agent_lost(agent)
         self.rendezvous.on_agent_lost(agent, text)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
-        """Publish this agent and serve until ``done``; ``group`` owns its tasks."""
+        """Publish this agent and serve until ``done``. ``group`` owns its tasks."""
         self._group = group
         await self.store.agents.publish(self.record)
         self._rest()
@@ -173,7 +173,7 @@ class Agent:
         await self.done.wait()
 
     async def drain(self) -> None:
-        """Refuse new work, let running transfers finish, answer the rest, withdraw from Redis."""
+        """Refuse new work, let running transfers finish, answer the remaining calls, withdraw from Redis."""
         self._draining = True
         try:
             async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
@@ -186,10 +186,12 @@ class Agent:
             key for live in self.registrations.live.values() if live.current for key in live.current.calls.values()
         }
         for key in self.calls:
-            # Nobody commits without this agent's vote: what has not begun here, or not voted, has consumed nothing.
+            # Nobody can commit without this agent's vote, so a call that has not begun here or not voted has consumed
+            # nothing.
             outcome = "unknown" if key in moving else "withdrawn"
             self.calls.fail(key, AgentLostError(_LEFT, outcome=outcome))
-        sessions, self.sessions = list(self.sessions.values()), {}  # none of them is told that another has closed
+        # Emptied first, so that no session learns that another has closed.
+        sessions, self.sessions = list(self.sessions.values()), {}
         for session in sessions:
             self._part(session, "closed")
         try:
@@ -209,7 +211,7 @@ class Agent:
             self._patience.reschedule(asyncio.get_running_loop().time())
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a task of this agent; what it raises is logged, never lost."""
+        """Run a coroutine as a task of this agent. Its exceptions are logged."""
         assert self._group is not None
         task = self._group.create_task(self._guarded(work))
         self._tasks.add(task)
@@ -222,10 +224,11 @@ class Agent:
             log.exception("a task of the agent failed")
 
     async def let_go(self, session: WorkerSession, request: Request) -> None:
-        """The worker leaves: answered once nothing here has its memory open, which it may then free."""
+        """The worker leaves. Answer once nothing here has its memory open, because it may then free the memory."""
         if self.sessions.pop(session.key, None) is not None:
             self._part(session, "closed", released=False)
-            await self.registrations.released(session)  # also what was opened here of other workers in its batches
+            # This covers other workers' memory that its batches have opened here, too.
+            await self.registrations.released(session)
             await self._release(session)
         session.peer.reply(request.id, Released(segments=()))
 
@@ -238,8 +241,8 @@ class Agent:
             await self._at_rest(session)
         else:
             await self.registrations.released(session)
-        await asyncio.to_thread(spared.release)  # views keep a segment of the CPU's while a lane is inside it
-        # What is freed while another process has it open is undefined on a card, so the worker waits for this.
+        await asyncio.to_thread(spared.release)  # for CPU memory: views keep a segment while a lane is inside it
+        # Freeing GPU memory that another process has open is undefined, so the worker waits for this answer.
         session.peer.reply(request.id, Released(segments=tuple(sorted(unused))))
 
     async def _at_rest(self, session: WorkerSession) -> None:
@@ -251,7 +254,7 @@ class Agent:
     # ---- the bus's Service --------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
-        """A worker connects; ConfigError when it wants another namespace or another Redis."""
+        """A worker connects; ConfigError if it wants another namespace or another Redis."""
         if hello.namespace != self.settings.namespace:
             raise ConfigError(
                 f"this agent serves namespace {self.settings.namespace!r}, not {hello.namespace!r}: "
@@ -312,7 +315,7 @@ class Agent:
         return msgspec.structs.replace(welcome, differs=differs)
 
     def received(self, peer: Peer, request: Request) -> None:
-        """One message of a worker; every error becomes its answer."""
+        """Handle one message of a worker. Every error becomes its answer."""
         try:
             if peer.key in self._observers:
                 return self._show(peer, request)
@@ -331,7 +334,7 @@ class Agent:
         self.calls.cancelled(peer, request_id)
 
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
-        """A worker shows memory: a segment, or its revocation page."""
+        """A worker shares memory: a segment, or its revocation page."""
         try:
             session = self._session(peer)
         except EthaError:
@@ -341,7 +344,7 @@ class Agent:
         session.show(header, fds)
 
     def on_disconnected(self, peer: Peer, reason: Reason) -> None:
-        """A worker's or an observer's connection is over."""
+        """A worker's or an observer's connection has ended."""
         self._observers.discard(peer.key)
         if (session := self.sessions.pop(peer.key, None)) is not None:
             self._part(session, reason)
@@ -355,18 +358,18 @@ class Agent:
         self._rest()
 
     async def _release(self, session: WorkerSession) -> None:
-        """Let go of a worker's memory, once no lane can be inside it."""
+        """Release a worker's memory, once no lane can be inside it."""
         await self._at_rest(session)
         if self.card is not None:
             self.card.release(session)
         await asyncio.to_thread(session.memory.close)
-        session.revocation = None  # ended registrations remember their sessions for a while
+        session.revocation = None  # ended registrations keep their sessions for a while
         self._gc.soon()
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _session(self, peer: Peer) -> WorkerSession:
-        """A worker's session; AgentUnavailableError once ``drain`` has taken it out, ProtocolError for an observer."""
+        """A worker's session. AgentUnavailableError after ``drain`` has removed it, ProtocolError for an observer."""
         if peer.key in self._observers:
             raise ProtocolError("an observer shows no memory")
         if (session := self.sessions.get(peer.key)) is None:
@@ -374,7 +377,7 @@ class Agent:
         return session
 
     def _dispatch(self, session: WorkerSession, request: Request) -> None:
-        """Hand a worker's request to the part of the agent that it is for; EthaErrors are its answer."""
+        """Hand a worker's request to the service that handles it. EthaErrors become its answer."""
         peer = session.peer
         match request.message:
             case InitPair() as message:
@@ -392,7 +395,7 @@ class Agent:
             case WaitOffer(batch=batch, epoch=epoch):
                 self.transfers.offers.wait(session, request, self.registrations.find(session, batch, epoch))
             case Confirm():
-                peer.reply(request.id, Ok())  # what there is to say has been said
+                peer.reply(request.id, Ok())  # PairLost and BatchLost have been sent before
             case CloseBatch() as message:
                 self.registrations.close(session, request, message)
             case Probe(address=address, token=token):
@@ -406,7 +409,7 @@ class Agent:
                 self._show(peer, request)
 
     def _show(self, peer: Peer, request: Request) -> None:
-        """What workers and observers may ask: status and events. ProtocolError for everything else."""
+        """Answer the requests of workers and observers: status and events. ProtocolError for any other."""
         match request.message:
             case GetStatus():
                 self.spawn(self._status(peer, request.id))
@@ -438,7 +441,7 @@ class Agent:
             peer.fail(request.id, error, None)
 
     def _rest(self) -> None:
-        """Leave ``idle`` seconds after the last worker, if this agent was started for them."""
+        """Start the timer that ends this agent ``idle`` seconds after the last worker, if it has one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

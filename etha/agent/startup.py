@@ -1,10 +1,10 @@
-"""What a starting agent tells the process that started it, and the start lock that it holds until it listens.
+"""A starting agent's reports to the process that started it, and the start lock that it holds until it listens.
 
     pipe to the starter     "ready" or "error CODE TEXT"
-    the lock's file         "starting PID", and in a second line "busy CODE TEXT": what keeps it, for whoever waits
+    the lock's file         "starting PID", and in a second line "busy CODE TEXT": the reason for a delay
 
-Whoever started it may have left: its caller's deadline is no reason for an agent to give up, because the next caller
-waits for the start lock and then finds the agent.
+The starter may be gone already. An agent does not give up at its starter's deadline, because the next caller waits for
+the start lock and then finds the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from etha.errors import EthaError
 
 
 class Startup:
-    """``ready_fd``: a pipe to the starter; ``lock_fd``: the start lock, taken by the starter and shared with it."""
+    """``ready_fd``: a pipe to the starter. ``lock_fd``: the start lock, which the starter took and shares with the
+    agent."""
 
     def __init__(self, ready_fd: int | None = None, lock_fd: int | None = None) -> None:
         self._pipe, self._lock = ready_fd, lock_fd
@@ -27,15 +28,15 @@ class Startup:
         self._note()
 
     def busy(self, error: EthaError) -> None:
-        """The start is delayed by ``error``, which may pass."""
+        """``error`` delays the start, and may pass."""
         self._note(f"busy {_line(error)}\n")
 
     def ready(self) -> None:
-        """Workers can connect: the next who asks may look for the agent, and finds it."""
+        """Workers can connect: release the lock, so that the next caller finds the agent."""
         self._end("ready")
 
     def failed(self, error: EthaError) -> None:
-        """The agent did not come up; the starter writes it into the lock's file for whoever waits."""
+        """The agent did not start. The starter writes the error into the lock's file for other callers."""
         self._end(f"error {_line(error)}")
 
     def _note(self, more: str = "") -> None:
@@ -49,10 +50,10 @@ class Startup:
         self._pipe = self._lock = None
         if lock is not None:
             if word == "ready":
-                # Unlock and not only close: the starter shares this lock, and so may a child that it has forked.
+                # Unlock and not only close, because the starter shares this lock, and maybe a child that it has forked.
                 os.ftruncate(lock, 0)
                 fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)  # the starter says why it failed, and then unlocks
+            os.close(lock)  # the starter records the failure and then unlocks
         if pipe is not None:
             with contextlib.suppress(OSError):  # nobody waits any more
                 os.write(pipe, word.encode(errors="replace") + b"\n")

@@ -1,4 +1,4 @@
-"""What ``client.status()`` and ``etha status --json`` show of one agent, as plain data; pure."""
+"""The report of ``client.status()`` and ``etha status --json`` about one agent, as plain data; pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ReportedAgent(Protocol):
 
 
 def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
-    """{"agent": {...}, "pairs": [...], "batches": [...]}, see CONTRACT: numbers, texts, lists only.
+    """{"agent": {...}, "pairs": [...], "batches": [...]}, of numbers, texts and lists only.
 
-    ``stale``: why the pairs could not be read again, so that they may be older than this report.
+    ``stale``: why the pairs could not be read again and may be outdated; "" if they were.
     """
     return {
         "agent": {
@@ -70,7 +70,7 @@ def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
 
 
 def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
-    """One line; ``ended``: nobody here belongs to the pair any more, so Redis alone knows how it stands."""
+    """One line. ``ended``: no worker here belongs to the pair any more, so only Redis knows its state."""
     view, lost = machine.view, machine.lost
     state, epoch, error = machine.state.name.lower(), machine.epoch, lost.message if lost is not None else ""
     if view is not None and ended:
@@ -92,7 +92,8 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
 
 
 def _links(agent: ReportedAgent) -> list[dict[str, Any]]:
-    """One line a linked agent: seconds since it was heard, its last round trip, beats it missed, payload bytes."""
+    """One line for each linked agent: seconds since its last message, last round trip, missed heartbeats, payload
+    bytes."""
     lines = []
     for peer in agent.links.hub.peers():
         record, traffic = agent.links.record(peer.agent), agent.links.plane.traffic.get(peer.agent)

@@ -264,9 +264,8 @@ async def _register(
     try:
         registered = await connection.link.request(message, timeout=timeout(), on_cancel=answers.append)
     except asyncio.CancelledError:
-        if answers and isinstance(
-            answers[0], Reply
-        ):  # the batch is registered already, but nobody here will have its handle
+        # The batch is registered already, but nobody here will have its handle.
+        if answers and isinstance(answers[0], Reply):
             await _leave(connection, batch, pair, "its register_tensors was cancelled", 0)
         raise
     assert isinstance(registered, Registered)

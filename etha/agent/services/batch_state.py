@@ -1,6 +1,6 @@
-"""A batch as it lives on one agent: the registration, its transfers, its workers' tensors, its programs.
+"""The state of a batch on one agent: its registration, transfers, workers' tensors and programs.
 
-State only; ``batches`` is the shell that drives it.
+State only; ``registration`` and ``transfers`` drive it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Tensors:
-    """One local rank's tensors by name; ``shadows`` is where it receives instead, when atomic.
+    """One local rank's tensors by name. ``shadows``: the memory into which it receives if the batch is atomic.
 
-    ``snapshot`` is where it sets them aside before it sends, once it has done so.
+    ``snapshot``: its memory for snapshots, once it has one.
     """
 
     session: WorkerSession
@@ -45,14 +45,14 @@ class Tensors:
     order: tuple[str, ...]
     shadows: Mapping[str, TensorHandle] | None = None
     snapshot: Mapping[str, TensorHandle] | None = None
-    #: Those that the handles name.
+    #: The segments that the handles name.
     segments: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.segments = _segments(self.handles)
 
     def attach(self, message: AttachShadows | AttachSnapshot) -> None:
-        """More of the worker's memory; ProtocolError for what does not fit its tensors or comes twice."""
+        """Add memory of the worker. ProtocolError if it does not match its tensors or is sent twice."""
         if len(message.handles) != len(self.order):
             raise ProtocolError(f"{len(message.handles)} handles for {len(self.order)} tensors")
         handles = dict(zip(self.order, message.handles, strict=True))
@@ -71,13 +71,13 @@ def _segments(handles: Mapping[str, TensorHandle]) -> set[str]:
 
 #: (primary pair, batch, generation)
 Key = tuple[str, str, int]
-#: A value as ``BatchRecords.set_fields`` takes it.
+#: A value that ``BatchRecords.set_fields`` accepts.
 Field = int | float | str | None
 
 
 @dataclass(slots=True)
 class Ask:
-    """A local rank's waiting transfer call: what the machines need not know."""
+    """A local rank's waiting transfer call: the data that the machines do not need."""
 
     session: WorkerSession
     slot: int
@@ -86,7 +86,7 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class RunningProgram:
-    """The program of the transfer that moves now; ``part`` and ``move`` are None until it is compiled."""
+    """The transfer that moves now. ``program``, ``run`` and ``progress`` are None until the program is compiled."""
 
     seq: int
     source: str
@@ -97,14 +97,15 @@ class RunningProgram:
     run: TransferRun | None = None
     progress: TransferProgress | None = None
     stopped: bool = False
-    #: Set while an end that is over waits for a better cause.
+    #: Set while a finished move waits for a better error.
     late: asyncio.TimerHandle | None = None
     touched: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchState:
-    """``pairs`` are the batch's, primary (first by name) first; one ``generation`` of it, at these ``epochs``."""
+    """One ``generation`` of a batch over ``pairs`` (the primary one, first by name, comes first), at these
+    ``epochs``."""
 
     name: str
     pairs: tuple[str, ...]
@@ -122,21 +123,21 @@ class BatchState:
     shared_tensors: SharedTensors = field(default_factory=SharedTensors)
     shared_snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
     received_sums: ReceivedSums = field(default_factory=ReceivedSums)
-    #: What other agents said before this one knew that the batch stands.
+    #: Messages from other agents that arrived before this one knew that the batch is registered.
     early: list[tuple[str, Message]] = field(default_factory=list)
     #: By source side, and whether it sends a snapshot.
     programs: dict[tuple[str, bool], DirectionProgram] = field(default_factory=dict)
     asks: dict[CallKey, Ask] = field(default_factory=dict)
     current: RunningProgram | None = None
-    #: Whether no transfer can begin any more: a rank of this agent has left, or a pair is lost.
+    #: Whether no transfer can begin any more, because a rank of this agent has left or a pair is lost.
     over: bool = False
     #: Set once it holds no worker's memory any more.
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Ranks that the oldest waiting call waits for, as a status report last heard.
+    #: The ranks that the oldest waiting call waits for, from the last status report.
     missing: tuple[Member, ...] = ()
     offers: dict[CallKey, str] = field(default_factory=dict)
     version: Version = None
-    #: Highest number given before this registration, as Redis knows.
+    #: Highest transfer number before this registration, from Redis.
     seq: int = 0
     last_seconds: float | None = None
     last_error: EthaError | None = None
@@ -152,9 +153,9 @@ class BatchState:
         view: PairView,
         mappings: Mappings | None,
     ) -> BatchState:
-        """A registration whose first local rank is in the roster; ``view`` is the primary pair's.
+        """A registration whose first local rank is in the roster. ``view`` is the primary pair's.
 
-        ``mappings``: of this agent's card.
+        ``mappings``: those of this agent's GPU.
         """
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
         machine = BatchRegistration(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
@@ -164,12 +165,12 @@ class BatchState:
 
     @property
     def epoch(self) -> int:
-        """The primary pair's, which messages carry."""
+        """The primary pair's epoch, which messages carry."""
         return self.epochs[self.pairs[0]]
 
     @property
     def key(self) -> Key:
-        """What the registration is called on this agent."""
+        """The registration's name on this agent."""
         return (self.pairs[0], self.name, self.generation)
 
     @property
@@ -179,7 +180,7 @@ class BatchState:
 
     @property
     def scope(self) -> Scope:
-        """What this registration is called between agents."""
+        """The registration's name between agents."""
         return Scope(pair=self.pairs[0], epoch=self.epoch, batch=self.name, generation=self.generation)
 
     def routing(self, source: str) -> Routing:
@@ -214,7 +215,7 @@ class BatchState:
 
     @property
     def transports(self) -> str:
-        """ "local", "host", "tcp", "nccl", joined by "+": what bytes go by between the agents of the two sides."""
+        """ "local", "host", "tcp", "nccl", joined by "+": the transports between the agents of the two sides."""
         found, wire = set(), "nccl" if self.terms.nccl else "tcp"
         for source in self.machine.agents:
             routing = self.routing(source)
@@ -226,7 +227,7 @@ class BatchState:
     def stand(
         self, evaluation: Evaluation, terms: Terms, transport: BatchTransport | None, can_hold: Callable[[str], bool]
     ) -> None:
-        """The registration is agreed: its transfers can begin. ``transport`` where several agents take part."""
+        """The agents agree on the registration: its transfers can begin. ``transport``: None with one agent."""
         self.evaluation, self.terms, self.transport = evaluation, terms, transport
         self.participant = Participant(
             f"{self.name!r} of pair {self.pairs[0]!r}",
@@ -239,7 +240,7 @@ class BatchState:
         )
 
     def show(self, agent: str, message: Exhibits) -> None:
-        """Another agent shows where a worker of its own has its tensors, or sets them aside."""
+        """Another agent tells where its worker's tensors or snapshots lie."""
         if not message.snapshot:
             self.shared_tensors.take(agent, message)
         elif serves(self.machine.agents, agent, (message.side, message.rank)):
@@ -248,7 +249,7 @@ class BatchState:
             log.warning("agent %s shows a snapshot of %s rank %d, not its own", agent, message.side, message.rank)
 
     def check_epoch(self, epoch: int) -> None:
-        """PeerLostError for a call that means the registration of another epoch."""
+        """Raise PeerLostError for a call that refers to another epoch."""
         if self.epoch != epoch:
             raise PeerLostError(
                 f"batch {self.name!r} was registered at epoch {epoch}, the pair is at {self.epoch}; register it again",
@@ -257,14 +258,14 @@ class BatchState:
             )
 
     def drop(self, key: CallKey) -> None:
-        """A registration failed for one worker: its tensors are no part of this agent's any more."""
+        """A registration failed for one worker: remove its tensors."""
         for member in [m for m, t in self.tensors.items() if t.session.key == key[0]]:
             session = self.tensors.pop(member).session
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
                 del session.batches[self.name]
 
     def segments(self, session: WorkerSession) -> set[str]:
-        """Those of a worker in which its tensors lie, or what stands for them, while it has the batch open."""
+        """A worker's segments that hold its tensors or their staging, while it has the batch open."""
         held = [t for member, t in self.tensors.items() if t.session is session and member in self.machine.open]
         return set().union(*(tensors.segments for tensors in held))
 
@@ -273,31 +274,31 @@ class BatchState:
         return any(tensors.session is session for tensors in self.tensors.values())
 
     def take(self, agent: str, message: Sums | UniqueId) -> None:
-        """What another agent says for a transfer of this batch to go on."""
+        """Take another agent's message that a transfer of this batch needs."""
         if isinstance(message, Sums):
             self.received_sums.take(agent, message)
         elif isinstance(self.transport, NcclBatchTransport):
             self.transport.hear(agent, message)
 
     def fail(self, seq: int, error: EthaError) -> None:
-        """A transfer has failed for all: what its streams hold nobody will take."""
+        """A transfer has failed for all. Stop its streams, because nobody will take their bytes."""
         self.failed = seq
         if self.transport is not None:
             self.transport.stop(error)
 
     async def release(self) -> None:
-        """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
-        transport, self.transport = self.transport, None  # keeps views of it, too
+        """Release workers' memory, including that of other agents' workers. No lane or stream may be inside it."""
+        transport, self.transport = self.transport, None  # it keeps views, too
         if transport is not None:
             await transport.close()
         programs, self.programs = list(self.programs.values()), {}
-        if self.last_error is not None:  # what raised it may have had views in its hands
+        if self.last_error is not None:  # the frames of its traceback may hold views
             self.last_error.__cause__ = self.last_error.__traceback__ = None
-        # Not on the loop: large memory takes seconds to unmap, a card's until it has done what it does.
+        # Not on the loop: unmapping large memory takes seconds, and GPU memory waits for running work.
         await asyncio.to_thread(_drop, programs, self.shared_tensors, self.shared_snapshots)
 
     def forget(self) -> None:
-        """Closed: what others may still ask is how its last transfer has ended."""
+        """Closed: only the outcome of the last transfer is kept, because others may still ask for it."""
         self.evaluation, self.tensors = None, {}
         self.early.clear()
 
@@ -306,16 +307,15 @@ class BatchState:
         return next(name for name in self.view.sides if name != side)
 
     def records(self, fields: Mapping[str, Field]) -> dict[str, dict[str, Field]]:
-        """What Redis is told of this batch under each of its pairs.
+        """The fields for Redis under each pair of this batch.
 
-        The generation, which the primary pair alone counts, keeps what is written late from changing a
-        registration that has begun since.
+        The generation, which only the primary pair counts, keeps a late write from changing a newer registration.
         """
         return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
 
 
 def _drop(programs: list[DirectionProgram], shared_tensors: SharedTensors, shared_snapshots: SharedSnapshots) -> None:
-    """The last references to views of workers' memory."""
+    """Drop the last references to views of workers' memory."""
     while programs:
         programs.pop().near.release()
     shared_tensors.release()

@@ -1,4 +1,4 @@
-"""Parts: what this agent does in each direction of a batch, laid over its workers' memory."""
+"""Compile the two directions of a batch into programs over this agent's workers' memory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Views = dict[int, dict[int, View]]
 
 
 class TransferCompiler:
-    """Compiles them, and opens the streams that they need."""
+    """Compiles programs, and opens the streams that they need."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
         self._readers: ChecksumReaders | None = None
 
     async def compile(self, live: BatchState, current: RunningProgram) -> DirectionProgram | None:
-        """What this agent does in ``current``, off the loop; EthaErrors say what is in the way.
+        """This agent's program for ``current``, compiled off the loop; EthaErrors give reasons against it.
 
-        None when it was stopped while it waited for others to show the snapshots that are sent.
+        None if it was stopped while it waited for other agents to share their snapshots.
         """
         source = current.source
         if current.snapshot:
@@ -65,7 +65,7 @@ class TransferCompiler:
     def verification(
         self, live: BatchState, seq: int, plan: VerificationPlan, guards: Mapping[Member, Guard], lane: Lane
     ) -> TransferVerification:
-        """What verifies transfer ``seq`` of a direction with this plan."""
+        """The verification of transfer ``seq`` of a direction with this plan."""
         if self._readers is None:
             self._readers = ChecksumReaders(lane, self._links.plane.budget, self._links.plane.memory)
         return TransferVerification(
@@ -78,7 +78,7 @@ class TransferCompiler:
         )
 
     def transport(self, live: BatchState, terms: Terms) -> BatchTransport:
-        """Of one batch: NCCL where all of its agents have it, else streams over this agent's data plane."""
+        """The transport of one batch: NCCL if all of its agents have it, else streams over this agent's data plane."""
         if not terms.nccl or self._links.nccl is None:
             return TcpTransport(self._links.plane)
         return NcclBatchTransport(
@@ -92,7 +92,7 @@ class TransferCompiler:
 
     @staticmethod
     def _read(live: BatchState, source: str) -> dict[int, str]:
-        """Source ranks of other agents whose memory this one reads."""
+        """Source ranks of other agents whose memory this agent reads."""
         routing = live.routing(source)
         return {
             r: agent
@@ -101,10 +101,10 @@ class TransferCompiler:
         }
 
     def _views(self, live: BatchState, source: str, snapshot: bool) -> tuple[Views, Views]:
-        """Of this agent's ranks, and of the source ranks of others whose memory it reads."""
+        """Views of this agent's ranks, and of other agents' source ranks whose memory it reads."""
         assert live.evaluation is not None
         names = live.evaluation.plans[source].names
-        held = [live.evaluation.parts.get(name, name) for name in names]  # what the source's ranks call it
+        held = [live.evaluation.parts.get(name, name) for name in names]  # the names that the source's ranks use
         sources: Views = {}
         targets: Views = {}
         for (side, rank), tensors in live.tensors.items():

@@ -1,8 +1,7 @@
-"""What a rendezvous that nobody came to may have missed: another Redis, another namespace, another name.
+"""Hints for a rendezvous to which nobody came: another Redis, another namespace, another name.
 
-Other names are those at which somebody waits, and those at which somebody has given up lately.
-
-Read after the deadline of a call, for its error; a Redis that is slow then costs the names, not the error.
+Other names are those at which a worker waits, or has given up lately. They are read after a call's deadline, for its
+error text. If Redis is slow, the error lacks the names, but is not delayed.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from etha.store.embedded import embedded_path
 from etha.store.records import PairView
 from etha.store.registry import Store
 
-#: Seconds that reading may take: less than a client waits beyond its deadline.
+#: Seconds for reading: less than a client waits beyond its deadline.
 LIMIT = 0.5
-#: Names that are compared, that are read, and that a message shows.
+#: How many names are compared, are read, and are shown in a message.
 _COMPARED, _READ, _SHOWN = 2000, 16, 3
-#: From which likeness on two names look like one that was mistyped.
+#: Similarity from which a name may be a typo of another.
 _ALIKE = 0.6
-#: Events that are read for who has given up, and the seconds for which that is news.
+#: How many events are read to see who has given up, and for how many seconds that counts as recent.
 _EVENTS, _LATELY = 300, 600.0
 
 
@@ -36,7 +35,7 @@ class Hints:
         self._store, self._settings, self._redis = store, settings, redis
 
     def where(self) -> str:
-        """Which Redis this was, and what to set where the other side uses another."""
+        """Which Redis this was, and what to set if the other side uses another."""
         namespace = f"namespace {self._settings.namespace!r}"
         if self._redis is not None:
             return (
@@ -50,7 +49,7 @@ class Hints:
         )
 
     async def of_pair(self, pair: str, sides: Iterable[str], *, alone: bool) -> str:
-        """Behind the error of an ``init_pair``; ``alone``: nobody of one side has come."""
+        """A hint for the error of an ``init_pair``. ``alone``: no worker of one side has come."""
         found: list[str] = []
         try:
             async with asyncio.timeout(LIMIT):
@@ -60,15 +59,15 @@ class Hints:
                 )
                 similar = [view for view in views if view is not None and _similar(view, pair, frozenset(sides))]
                 found = [_waits(view) for view in similar if _came(view)]
-                # Whoever times out second meets the pair of the first, which nobody waits at any more.
+                # The second worker that times out finds the pair of the first, at which nobody waits any more.
                 left = _left(await self._store.events(_EVENTS, timeout=LIMIT))
                 found += [_waited(view, left[view.name]) for view in similar if not _came(view) and view.name in left]
         except (EthaError, TimeoutError):
-            pass  # the error is said without other names
+            pass  # the error is raised without other names
         return "".join([f". {self.where()}" if alone else "", _listed("pairs", found)])
 
     async def of_batch(self, pair: str, batch: str) -> str:
-        """Behind the error of a ``register_tensors``: other ids that wait on the same pair."""
+        """A hint for the error of a ``register_tensors``: other ids that wait on the same pair."""
         found: list[str] = []
         try:
             async with asyncio.timeout(LIMIT):
@@ -82,7 +81,7 @@ class Hints:
 
 
 def _alike(name: str, others: Iterable[str]) -> list[str]:
-    """The names that are read: those that are most like ``name``."""
+    """The names to read: those most similar to ``name``."""
     some = [other for other in sorted(others)[:_COMPARED] if other != name]
     return sorted(some, key=lambda other: -_likeness(name, other))[:_READ]
 
@@ -92,12 +91,12 @@ def _likeness(one: str, two: str) -> float:
 
 
 def _similar(view: PairView, pair: str, sides: frozenset[str]) -> bool:
-    """Whether the pair has the same two sides, or a name that looks like the one that was asked for."""
+    """Whether the pair has the same two sides, or a name similar to the one that was asked for."""
     return frozenset(view.sides) == sides or _likeness(pair, view.name) >= _ALIKE
 
 
 def _came(view: PairView) -> dict[str, list[int]]:
-    """Who waits for the next epoch of a pair."""
+    """The ranks that wait for the next epoch of a pair."""
     here = {
         name: [rank for rank, member in side.members.items() if member.epoch == view.epoch + 1]
         for name, side in view.sides.items()
@@ -110,7 +109,7 @@ def _waits(view: PairView) -> str:
 
 
 def _left(events: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[dict[str, list[int]], float]]:
-    """Pairs at which somebody has given up lately: ranks by side, and seconds between that and the newest event."""
+    """Pairs at which workers have given up lately: ranks by side, and seconds between that and the newest event."""
     newest = _milliseconds(events[-1][0]) if events else 0
     found: dict[str, tuple[dict[str, list[int]], float]] = {}
     formed: set[str] = set()
@@ -121,7 +120,7 @@ def _left(events: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[di
             case "formed":
                 formed.add(pair)
                 found.pop(pair, None)
-            case "joined":  # who leaves from now on has waited for the next epoch
+            case "joined":  # a rank that leaves from now on has waited for the next epoch
                 formed.discard(pair)
             case "left" if pair not in formed and rank.isdecimal() and ago <= _LATELY:
                 ranks, _ = found.get(pair, ({}, 0.0))
@@ -131,7 +130,7 @@ def _left(events: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, tuple[di
 
 
 def _milliseconds(event: str) -> int:
-    """When it was written: the first half of an id in a stream of Redis."""
+    """When an event was written: the first half of its id in a Redis stream."""
     text = event.partition("-")[0]
     return int(text) if text.isdecimal() else 0
 

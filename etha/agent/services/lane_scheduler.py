@@ -1,8 +1,8 @@
-"""Whose turn it is at this agent, over all batches with several agents, and what a transfer needs of it.
+"""Schedules this agent's resources over all batches with several agents.
 
 staging     bytes, for chunks of streams that pack and for reductions
-to AGENT    one place on the way to each peer with which streams are exchanged
-card        everything for NCCL, because its groups have to be in one order on a card; a share for all else
+to AGENT    one of the places on the way to each peer with which streams are exchanged
+card        all of it for NCCL, because a GPU needs one order of NCCL groups; a share for other transfers
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.verify.checksums import READER
 from etha.transport.wire.flows import CHUNK, WireProgram
 
-#: Transfers that exchange streams with one peer at once; what is more waits, as what needs more staging does.
+#: Transfers that exchange streams with one peer at once. Others wait, as they do for staging.
 PLACES = 8
 _CARD = 1 << 30
 
 
 class Needs:
-    """Of one agent, whose streams are ``plane``'s and whose lane has ``threads``."""
+    """The needs of transfers at one agent. Its streams are ``plane``'s, and its lane has ``threads``."""
 
     def __init__(self, plane: DataPlane, threads: int) -> None:
         self._plane = plane
-        # What checks use on lane threads is nobody's booking, for transfers of one agent alone have them, too.
+        # Staging for checksums on lane threads is set aside and not booked, because transfers of a single agent use it,
+        # too.
         self._staging = max(plane.budget.limit // 2, plane.room - threads * READER)
 
     def limit(self, resource: str) -> int:
-        """How much there is."""
+        """How much of a resource there is."""
         return {"staging": self._staging, "card": _CARD}.get(resource, PLACES)
 
     def of(self, live: BatchState, source: str) -> Need:
-        """For the direction from side ``source``: what its program takes, or may take while that is not compiled."""
+        """The need of the direction from side ``source``: its program's, or an upper bound while that is not
+        compiled."""
         if live.over_nccl:
             return {"card": _CARD}
         programs = self._programs(live, source)
@@ -48,7 +50,8 @@ class Needs:
 
     @staticmethod
     def _programs(live: BatchState, source: str) -> list[WireProgram] | None:
-        """What may be run, None while some of it is not compiled: what is sent may be tensors or snapshots of them."""
+        """The programs that may run; None until all are compiled. A sender may send its tensors or a snapshot of
+        them."""
         sent = [tensors for (side, _), tensors in live.tensors.items() if side == source]
         kinds = [(source, False), (source, True)]
         if sent and all(tensors.snapshot is None for tensors in sent):
@@ -68,7 +71,7 @@ class Needs:
 
 
 class LaneScheduler:
-    """``perform`` takes what a batch's transfers make of a grant or a recall; ``needs`` is asked once it is used."""
+    """``perform`` performs the effects of a grant or a recall on a batch. ``needs`` is called when it is first used."""
 
     def __init__(self, perform: Callable[[BatchState, list[TransferEffect]], None], needs: Callable[[], Needs]) -> None:
         self._perform, self._needs = perform, needs
@@ -81,21 +84,21 @@ class LaneScheduler:
         self._tell(self._bookings.want(live.key, ticket, self._needs().of(live, source)))
 
     def can_hold(self, live: BatchState, source: str) -> bool:
-        """Whether what a transfer from side ``source`` needs is free."""
+        """Whether the need of a transfer from side ``source`` is free."""
         return self._bookings.can_hold(live.key, self._needs().of(live, source))
 
     def hold(self, live: BatchState, source: str) -> None:
-        """A batch's calls are ready here: book what they need, which is free."""
+        """A batch's calls are ready here: book their need, which is free."""
         held = self._bookings.hold(live.key, self._needs().of(live, source))
         assert held, f"{live.name}: what was free is not"
         self._booked[live.key] = live
 
     def begin(self, live: BatchState) -> None:
-        """GO: what it has booked is this batch's until it is freed."""
+        """GO: the batch keeps what it has booked until it is freed."""
         self._tell(self._bookings.begin(live.key))
 
     def free(self, live: BatchState) -> None:
-        """The batch needs it no more."""
+        """Free what the batch has booked."""
         self._booked.pop(live.key, None)
         self._tell(self._bookings.free(live.key))
 

@@ -1,6 +1,6 @@
 """Manifests and layouts by digest: published once, fetched once, shared by every batch that names them.
 
-And what came of them: evaluations of equal registrations.
+It also keeps the evaluations of equal registrations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
 from etha.store.registry import Store
 
-#: Manifests kept in memory; the oldest go first.
+#: Manifests kept in memory; the oldest are dropped first.
 _KEPT = 256
 
 
@@ -27,14 +27,14 @@ class ManifestCache:
         self.evaluations = EvaluationCache()
         self._layouts: dict[str, Layout] = {}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
-        #: What was published here before: all of a manifest -> its digest and fields.
+        #: Manifests that this agent has published: content -> digest and fields.
         self._published: OrderedDict[object, tuple[str, dict[str, str]]] = OrderedDict()
 
     async def publish(self, manifest: Manifest, *, timeout: float) -> str:
         """Store a manifest and its layouts; returns its digest."""
         layouts = manifest.layouts()
         digest, fields = self._fields(manifest)
-        # Leases end: they are written again even when this agent has written them before.
+        # Leases end, so they are written again even if this agent has written them before.
         await self._store.batches.put_layouts(layouts, timeout=timeout)
         await self._store.batches.put_manifest(digest, fields, timeout=timeout)
         if digest not in self._manifests:
@@ -43,7 +43,7 @@ class ManifestCache:
         return digest
 
     async def fetch(self, digests: Iterable[str]) -> dict[str, Manifest]:
-        """The manifests, read from Redis where this agent does not have them; ProtocolError for bad ones."""
+        """The manifests, read from Redis if this agent does not have them; ProtocolError for invalid ones."""
         out: dict[str, Manifest] = {}
         for digest in sorted(digests):
             if digest not in self._manifests:
@@ -59,7 +59,7 @@ class ManifestCache:
         return out
 
     def _fields(self, manifest: Manifest) -> tuple[str, dict[str, str]]:
-        """The digest and the fields of a manifest, made once: a relaunch registers what it registered before."""
+        """The digest and the fields of a manifest, cached because a relaunch registers the same manifest again."""
         content = (
             tuple((n, d.pair, d.dtype, d.layout.digest(), d.shape, d.local, d.of) for n, d in manifest.tensors.items()),
             manifest.refusals,
@@ -81,7 +81,7 @@ class ManifestCache:
 
 
 def _layout(digest: str, text: str) -> Layout:
-    """The layout that Redis holds under a digest; ProtocolError for another one or none."""
+    """The layout that Redis holds under a digest; ProtocolError if it is missing or another one."""
     try:
         layout = Layout.from_plain(json.loads(text))
     except (ValueError, RecursionError, LayoutError):

@@ -13,20 +13,20 @@ from etha.errors import PeerLostError, TransferTimeoutError
 
 
 class Offers:
-    """The waiting ones are in ``live.offers``, each with the side that is to send."""
+    """Answers ``wait_offer`` calls. ``live.offers`` has the waiting calls, each with the side that is to send."""
 
     def __init__(self, calls: OpenCalls) -> None:
         self._calls = calls
 
     def wait(self, session: WorkerSession, request: Request, live: BatchState) -> None:
-        """A worker calls ``wait_offer``; answered at once where the offer stands."""
+        """A worker calls ``wait_offer``; answered at once if there is an offer."""
         side = session.seats[live.pairs[0]].side
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
         live.offers[key] = live.other(side)
         self.tell(live)
 
     def tell(self, live: BatchState, going: str | None = None) -> None:
-        """Answer who waits for an offer that stands, or for one that GO has just taken up (from ``going``)."""
+        """Answer the calls that wait for a present offer, or for the one that GO has just accepted (from ``going``)."""
         assert live.participant is not None and live.evaluation is not None
         standing = dict(live.participant.offers)
         if going is not None and live.participant.current is not None:
@@ -42,7 +42,7 @@ class Offers:
         self.end(live, [key for key in live.offers if key[0] == worker], error)
 
     def end(self, live: BatchState, keys: Sequence[CallKey], error: PeerLostError) -> None:
-        """These wait no more."""
+        """End these calls with an error."""
         for key in keys:
             del live.offers[key]
             self._calls.fail(key, error)

@@ -1,6 +1,6 @@
-"""Before a batch stands: plan both directions from its roster; over several agents, find out how bytes can go.
+"""Before a batch is registered: plan both directions from its roster, and find out how bytes can go between agents.
 
-Each shows its workers to who reads them, opens what is shown to it, and gives its verdict.
+Each agent shares its workers' memory with the agents that read it, opens what is shared with it, and gives its verdict.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from etha.transport.geometry.overlap import Written
 async def plan(
     live: BatchState, entries: Mapping[Member, str], store: Store, manifest_cache: ManifestCache, links: PeerLinks
 ) -> tuple[Evaluation, Capabilities | None]:
-    """What a complete roster amounts to, and this agent's verdict where there are others to hear it.
+    """Evaluate a complete roster; returns the evaluation, and this agent's verdict if there are other agents.
 
-    What this agent has planned before is not planned again.
-
-    EthaErrors: Redis is away, or holds what no agent writes.
+    An equal registration is not planned again. EthaErrors: Redis is away, or holds what no agent writes.
     """
     key = store.keys.batch(live.pairs[0], live.name)
     records = {member: Record.from_json(key, text) for member, text in entries.items()}
@@ -46,7 +44,7 @@ async def plan(
 
 
 async def introduce(live: BatchState, links: PeerLinks, evaluation: Evaluation) -> Capabilities:
-    """This agent's verdict on a registration. Waits for what is shown to it."""
+    """This agent's verdict on a registration. Waits for the memory that other agents share with it."""
     agents = live.agents
     readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
     if readers:
@@ -55,11 +53,11 @@ async def introduce(live: BatchState, links: PeerLinks, evaluation: Evaluation) 
             for agent in readers:
                 links.tell(agent, live.scope, message)
     await live.shared_tensors.wait(readable)
-    # Checks see reductions as streams cut them: such a batch goes over streams.
+    # Checksums need reductions as streams cut them, so a verified batch with reductions uses streams.
     seen = evaluation.verify is not None and any(k.reduction for p in evaluation.plans.values() for k in p.classes)
     nccl = ""
     if links.nccl is not None and links.nccl.stuck is None and not seen:
-        # An id costs a thread and a descriptor of its maker until the communicator is there: one of them makes it.
+        # An id costs its maker a thread and a descriptor until the communicator exists, so only one agent makes one.
         mine = live.machine.me == min(agents)
         nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
     return await asyncio.to_thread(_capabilities, live, links, evaluation.digest, readable, nccl)
@@ -80,7 +78,7 @@ def _capabilities(live: BatchState, links: PeerLinks, digest: str, readable: lis
 
 
 def _shares(live: BatchState) -> bool:
-    """Whether workers of both sides here have registered overlapping memory."""
+    """Whether workers of both sides on this agent have registered overlapping memory."""
     views = {member: [t.session.memory.resolve(h) for h in t.handles.values()] for member, t in live.tensors.items()}
     first = min(live.machine.agents)
     written = Written(view for (side, _), some in views.items() if side == first for view in some)
@@ -88,7 +86,7 @@ def _shares(live: BatchState) -> bool:
 
 
 def _apart(live: BatchState) -> tuple[Apart, ...]:
-    """A tensor of each side here that lies where a worker of the other side, whom another agent serves, has one."""
+    """For each side, a tensor here that overlaps one of the other side's, whose worker another agent serves."""
     shown = live.shared_tensors.opened()
     found: dict[str, Apart] = {}
     for side in live.machine.agents:

@@ -1,6 +1,6 @@
-"""Registrations: publish, wait for everybody, plan, agree, close.
+"""Registrations: publish, wait for all ranks, plan, agree, close.
 
-A registration that stands but that one rank cannot use ends on all agents before that rank hears so:
+If one rank cannot use a registered batch, the registration ends on all agents before that rank gets its error:
 
     agent of the rank                      every other agent of the batch
     its workers: BatchLost                 |
@@ -8,7 +8,7 @@ A registration that stands but that one rank cannot use ends on all agents befor
     <------------------------------- Noted |
     the rank: Ok
 
-So whatever any rank asks its agent after the failed one has its error, the old registration is not given to it again.
+So once the failed rank has its error, no agent gives the old registration to any rank again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a worker which has closed a batch waits at most until its agent has unmapped the memory of it.
+#: Most seconds that a worker which has closed a batch waits until its agent has unmapped the batch's memory.
 _PATIENCE = 1.0
 
 
@@ -73,7 +73,7 @@ class RegistrationService:
         self._transfers, self._gc, self._spawn = transfers, gc_scheduler, spawn
         self._manifests = ManifestCache(store)
         self.live: dict[Key, BatchState] = {}
-        #: Those that are over but hold workers' memory still.
+        #: Registrations that are over but still hold workers' memory.
         self._releasing: dict[Key, BatchState] = {}
         self._memory = RegistrationMemory()
         self._forsaking = Forsaking(links)
@@ -87,7 +87,7 @@ class RegistrationService:
             raise RegistrationError(
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
-        self.leave(session, message.batch)  # one of an epoch that is over needs no close
+        self.leave(session, message.batch)  # a registration of an earlier epoch needs no close
         session.staged = message.staged or session.staged
         box: list[BatchState] = []
         name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
@@ -95,7 +95,7 @@ class RegistrationService:
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
     def attach(self, session: WorkerSession, request: Request, message: AttachShadows | AttachSnapshot) -> None:
-        """Where a worker receives when the batch is atomic, or sets aside what it sends."""
+        """Take the memory into which a worker receives an atomic batch, or in which it keeps snapshots."""
         live = self.find(session, message.batch, message.epoch)
         member = session.seats[live.pairs[0]].member
         live.tensors[member].attach(message)
@@ -104,7 +104,7 @@ class RegistrationService:
         session.peer.reply(request.id, Ok())
 
     def close(self, session: WorkerSession, request: Request, message: CloseBatch) -> None:
-        """A worker closes its handle; one of an epoch that is over must not close its successor."""
+        """A worker closes its handle. A handle of an earlier epoch must not close its successor."""
         live = self._live(session, message.batch)
         if live is None or live.epoch != message.epoch:
             session.peer.reply(request.id, Ok())
@@ -117,7 +117,7 @@ class RegistrationService:
             self._spawn(self._tell_all(live, session, request, text))
 
     def find(self, session: WorkerSession, batch: str, epoch: int) -> BatchState:
-        """The registration that a worker's call means; an error that says why there is none."""
+        """The registration of a worker's call; raises an error that says why there is none."""
         live = self._live(session, batch)
         if live is None:
             raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
@@ -130,10 +130,10 @@ class RegistrationService:
         live.check_epoch(epoch)
         return live
 
-    # ---- what happens to workers and pairs ----------------------------------------------------
+    # ---- events of workers and pairs ----------------------------------------------------------
 
     def leave(self, session: WorkerSession, batch: str) -> None:
-        """A worker's part in a batch ends; its waiting calls with it."""
+        """A worker's part in a batch ends, and its waiting calls with it."""
         live = self._live(session, batch)
         session.batches.pop(batch, None)
         if live is None:
@@ -142,11 +142,12 @@ class RegistrationService:
             error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
             self._transfers.withdraw(live, member, error)
             self._perform(live, live.machine.close(member))
-        if not live.over and live.machine.state is RegistrationState.REGISTERED:  # others here have it open still
+        # Other workers here still have it open.
+        if not live.over and live.machine.state is RegistrationState.REGISTERED:
             self._let_go(live)
 
     def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
-        """A worker is gone. Its pairs break too, unless its process holds them through another client."""
+        """A worker is gone. Its pairs break, too, unless its process holds them through another client."""
         for batch in list(session.batches):
             if (live := self._live(session, batch)) is not None:
                 for side, rank in [m for m, t in live.tensors.items() if t.session is session]:
@@ -161,7 +162,7 @@ class RegistrationService:
             if live.epochs.get(pair) == epoch:
                 self._break(live, error)
 
-    # ---- what other agents say ----------------------------------------------------------------
+    # ---- messages of other agents -------------------------------------------------------------
 
     def hear(self, agent: str, scope: Scope, message: Said) -> None:
         """A message about a registration, from one of the agents of its pair."""
@@ -173,7 +174,7 @@ class RegistrationService:
         if live is None and isinstance(message, Forsaken):
             self._memory.note_lost(key, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
-        elif live is None:  # it has heard of everybody's entry before us
+        elif live is None:  # the other agent has seen all entries before this one
             self._memory.hold(key, agent, message)
         elif live.epoch != scope.epoch or agent not in live.agents:
             log.warning("agent %s is no part of %s", agent, scope)
@@ -206,14 +207,14 @@ class RegistrationService:
         return self.live.get((where[0], batch, where[1])) if where is not None else None
 
     def _forsake(self, live: BatchState, session: WorkerSession, why: str) -> str:
-        """A worker cannot use a batch that stands: whoever waits to transfer it with that worker would wait in vain."""
+        """A worker cannot use a registered batch: end it, because transfers with that worker would wait in vain."""
         ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
         text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
         self._end_for_all(live, _forsaken(text), but=session)
         return text
 
     async def _show_snapshot(self, live: BatchState, member: Member) -> None:
-        """Tell the agents that copy from ``member`` where its snapshots are."""
+        """Tell the agents that copy from ``member`` where its snapshots lie."""
         tensors = live.tensors.get(member)  # None if the batch was closed at once
         readers = live.read_by(member[0])
         if not readers or tensors is None or tensors.snapshot is None:
@@ -228,7 +229,7 @@ class RegistrationService:
         session.peer.reply(request.id, Ok())
 
     def _end_for_all(self, live: BatchState, error: PeerLostError, *, but: WorkerSession | None = None) -> None:
-        """A registration is over while its pair stands: the workers here that hold it hear so, then their calls end."""
+        """End a registration while its pair stays: inform the workers here that hold it, then end their calls."""
         if live.machine.lost is None:
             lost = BatchLost(
                 pair=live.pairs[0],
@@ -261,7 +262,7 @@ class RegistrationService:
         self._calls.fail(key, RedisUnavailableError(text))
 
     async def _expire(self, live: BatchState, key: CallKey) -> None:
-        """A deadline has passed: look for what this call may have missed, then end it, unless the batch stands."""
+        """A deadline has passed: look for hints, then end the call, unless the batch is registered by now."""
         hint = await self._hints.of_batch(live.pairs[0], live.name) if live.machine.absent else ""
         self._perform(live, live.machine.expire(key, cancelled=False, hint=hint))
 
@@ -297,10 +298,10 @@ class RegistrationService:
             lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
                 (primary, message.batch, generation)
             )
-            if lost is not None or key not in self._calls:  # or it gave up, or its worker is gone
+            if lost is not None or key not in self._calls:  # the call was given up, or its worker is gone
                 await self._store.batches.unenroll(primary, message.batch, generation, *member)
             if lost is not None:
-                raise lost  # the batch does not stand yet: nobody else tells this call
+                raise lost  # the batch is not registered yet, so nothing else informs this call
             if key not in self._calls:
                 return
         except EthaError as error:
@@ -371,13 +372,13 @@ class RegistrationService:
             self._let_go(live)
 
     def _let_go(self, live: BatchState) -> None:
-        """No transfer of it begins again."""
+        """Begin to release a registration that starts no transfer any more."""
         live.over = True
         self._releasing[live.key] = live
         self._spawn(self._release(live))
 
     async def _release(self, live: BatchState) -> None:
-        """Let go of workers' memory, and of a card's tables, once no lane can be inside it."""
+        """Release workers' memory and a GPU's tables, once no lane can be inside them."""
         await self._transfers.idle_tracker.wait_for([live])
         try:
             await live.release()
@@ -389,9 +390,10 @@ class RegistrationService:
         self._gc.soon()
 
     async def released(self, session: WorkerSession) -> None:
-        """Return when the batches that a worker has left hold no memory of it, but for those whose transfer runs.
+        """Return when the batches that a worker has left hold none of its memory, except those whose transfer still
+        runs.
 
-        They have let go of it a moment after ``leave``, unless their streams are slow to close: not for long.
+        They release it shortly after ``leave``. If their streams are slow to close, this waits at most ``_PATIENCE``.
         """
         left = [live for live in self._releasing.values() if live.serves(session) and live.current is None]
         with suppress(TimeoutError):
@@ -429,14 +431,14 @@ def _forsaken(text: str) -> PeerLostError:
     return PeerLostError(text, reason="closed", outcome="withdrawn")
 
 
-#: Registrations of which something is kept before they are known here, and after they were closed.
+#: How many registrations are kept before this agent knows them, and after they were closed.
 MAX_KEPT = 256
-#: Messages kept of each.
+#: Messages kept for each.
 MAX_MESSAGES = 1000
 
 
 class RegistrationMemory:
-    """Bounded memory at both ends of a registration's life."""
+    """Bounded memory of registrations before they begin and after they have ended."""
 
     def __init__(self) -> None:
         self._early: OrderedDict[Key, list[tuple[str, Said]]] = OrderedDict()
@@ -444,17 +446,17 @@ class RegistrationMemory:
         self._lost: OrderedDict[Key, PeerLostError] = OrderedDict()
 
     def note_lost(self, key: Key, error: PeerLostError) -> None:
-        """A registration is over for all, whether or not this agent has taken it in; ranks of it may still come."""
+        """A registration is over for all, whether this agent knows it or not. Ranks of it may still come."""
         self._lost.setdefault(key, error)
         while len(self._lost) > MAX_KEPT:
             self._lost.popitem(last=False)
 
     def lost(self, key: Key) -> PeerLostError | None:
-        """Why a rank that comes now has come too late."""
+        """Why a rank that comes now is too late."""
         return self._lost.get(key)
 
     def hold(self, key: Key, agent: str, message: Said) -> None:
-        """Keep a message about a registration that this agent has not taken in yet; the oldest are dropped."""
+        """Keep a message about a registration that this agent does not know yet; the oldest are dropped."""
         held = self._early.setdefault(key, [])
         if len(held) < MAX_MESSAGES:
             held.append((agent, message))
@@ -463,11 +465,12 @@ class RegistrationMemory:
             log.debug("what was said of batch %s generation %d is dropped", lost[1], lost[2])
 
     def held(self, key: Key) -> list[tuple[str, Said]]:
-        """What was kept of a registration that is taken in now, in order."""
+        """The messages kept for a registration that is known now, in order."""
         return self._early.pop(key, [])
 
     def keep(self, live: BatchState) -> None:
-        """A registration over several agents was closed here: others may still ask how its last transfer ended."""
+        """A registration over several agents was closed here. Others may still ask for the outcome of its last
+        transfer."""
         self._ended[live.key] = live
         while len(self._ended) > MAX_KEPT:
             self._ended.popitem(last=False)
@@ -477,16 +480,16 @@ class RegistrationMemory:
         return self._ended.get(key)
 
     def ended_with(self, agent: str) -> list[BatchState]:
-        """The closed registrations in which ``agent`` had part."""
+        """The closed registrations in which ``agent`` took part."""
         return [live for live in self._ended.values() if agent in live.agents]
 
 
-#: Seconds beyond the request's deadline, less than its worker waits. A frozen agent ends the registration as it thaws.
+#: Seconds beyond the request's deadline; less than its worker waits. A frozen agent ends the registration as it thaws.
 GRACE = 0.5
 
 
 class Forsaking:
-    """Tells other agents, and knows which of them have heard."""
+    """Informs other agents, and records which of them have answered."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
@@ -494,7 +497,7 @@ class Forsaking:
         self._requests = 0
 
     async def tell(self, live: BatchState, agents: Collection[str], text: str, deadline: float) -> None:
-        """Return once these agents have ended the registration, or do not answer by ``deadline`` (of the loop)."""
+        """Return once these agents have ended the registration, or at ``deadline`` (loop time) plus ``GRACE``."""
         self._requests += 1
         request, silent, heard = self._requests, set(agents), asyncio.Event()
         for agent in sorted(silent):
@@ -526,7 +529,7 @@ class Forsaking:
 def membership(
     rendezvous: RendezvousService, session: WorkerSession, message: Register
 ) -> tuple[Member, dict[str, int]]:
-    """The worker's (side, rank), which all pairs of the batch must agree on, and the epoch of each pair.
+    """The worker's (side, rank), on which all pairs of the batch must agree, and the epoch of each pair.
 
     Raises ConfigError, PeerLostError, RegistrationError.
     """
@@ -556,7 +559,7 @@ def membership(
 def lost_since(
     rendezvous: RendezvousService, session: WorkerSession, epochs: Mapping[str, int]
 ) -> PeerLostError | None:
-    """Why a registration that began at these epochs cannot go on; None when it can."""
+    """Why a registration that began at these epochs cannot continue; None if it can."""
     for pair, epoch in epochs.items():
         seat = session.seats.get(pair)
         if seat is None:

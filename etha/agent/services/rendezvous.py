@@ -1,4 +1,4 @@
-"""The shell around the pair machines: joins and leaves in Redis, wake-ups, pushes to workers."""
+"""The I/O around the pair machines: joins and leaves in Redis, wake-ups, pushes to workers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which all pairs are read again although nothing was heard of them, in one request.
+#: Seconds after which all pairs are read again without a wake-up, in one request.
 LOOK_AGAIN = 60.0
-#: Seconds that a status report waits for Redis; then it shows what this agent knows, and says so.
+#: Seconds that a status report waits for Redis. Then it shows what this agent knows, marked as stale.
 PATIENCE = 1.0
-#: Pairs that status shows although nobody here belongs to them any more.
+#: Pairs that status shows although no worker here belongs to them any more.
 _MAX_ENDED = 64
 
 
 @dataclass(slots=True)
 class _Known:
-    """A pair in use here. ``order`` makes Redis answer in the order in which it was asked."""
+    """A pair in use here. ``order`` keeps Redis's answers in the order of the requests."""
 
     machine: PairMachine
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -44,14 +44,14 @@ class _Known:
     #: Set when the pair may have changed, or is forgotten.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: bool = False
-    #: Tasks that have not ended, but for the one that reads it.
+    #: Running tasks, except the one that reads the pair.
     working: int = 0
-    #: Whether Redis may still hold for formed what this agent knows to be over.
+    #: Whether Redis may still show an epoch as formed that this agent knows to be over.
     ahead: bool = False
 
 
 class RendezvousService:
-    """All pairs of this agent. ``broken(pair, epoch, error)`` is told when one's epoch is over."""
+    """All pairs of this agent. Calls ``broken(pair, epoch, error)`` when a pair's epoch is over."""
 
     def __init__(
         self,
@@ -102,9 +102,11 @@ class RendezvousService:
         self._perform(known, known.machine.ask(asked))
 
     def _check_free(self, known: _Known | None, session: WorkerSession, message: InitPair) -> None:
-        """ConfigError for a client that is another rank, and for a rank that another client of the process holds.
+        """ConfigError for a client that is another rank already, and for a rank that another client of the process
+        holds.
 
-        Redis knows processes: to it, the second is the same call again. It tells a newer launch.
+        Redis knows processes only, so it would take the second client for the same call. It does recognize a newer
+        launch.
         """
         asked = [] if known is None else [(owner, (one.side, one.rank)) for owner, one, _ in known.asked.values()]
         mine = [member for owner, member in asked if owner is session]
@@ -136,26 +138,28 @@ class RendezvousService:
                 )
 
     def error(self, seat: Seat) -> PeerLostError | None:
-        """Why a call of this seat's epoch cannot go on; None when it can."""
+        """Why a call of this seat's epoch cannot continue; None if it can."""
         return self._known[seat.pair].machine.error(seat.epoch)
 
     def view(self, pair: str) -> PairView:
-        """Who holds which rank in the epoch that stands."""
+        """Who holds which rank in the current epoch."""
         view = self._known[pair].machine.view
         assert view is not None
         return view
 
     def shown(self) -> list[tuple[PairMachine, bool]]:
-        """All pairs known here and the last ones that were, for the status report; and whether one is of the latter."""
+        """The pairs known here and the last ones that were, for the status report; and whether each is one of the
+        latter."""
         found = self._ended | {name: known.machine for name, known in self._known.items()}
         return [(found[name], name not in self._known) for name in sorted(found)]
 
     async def refresh(self) -> str:
-        """Read all pairs that status shows, because who is idle has not heard of the latest; why that failed, or "".
+        """Read all pairs that status shows, because an idle agent may have missed the latest; returns why that failed,
+        or "".
 
-        Also a pair in use is read: a wake-up for what has just happened may still be on its way.
+        Pairs in use are read, too, because the wake-up for a recent change may still be on its way.
         """
-        # What is known or has ended may change meanwhile, so each reads into what it was at the beginning.
+        # Pairs may be added or forgotten meanwhile, so each read updates the object that was known at the beginning.
         reads = [self._read(known) for known in self._known.values()]
         reads += [self._read_ended(name, machine) for name, machine in self._ended.items()]
         try:
@@ -169,7 +173,7 @@ class RendezvousService:
         try:
             async with known.order:
                 view = await self._store.pairs.get(known.machine.pair, timeout=PATIENCE)
-                if view is not None and known.forgotten:  # meanwhile, while this waited: nothing follows from it here
+                if view is not None and known.forgotten:  # forgotten while this waited: only the view matters
                     known.machine.view = view
                 elif view is not None:
                     self._perform(known, known.machine.viewed(view))
@@ -190,12 +194,13 @@ class RendezvousService:
         return ""
 
     def on_agent_lost(self, agent: str, text: str) -> None:
-        """The link to an agent is lost, and with it every pair that it takes part in."""
+        """The link to an agent is lost, and with it every pair in which it takes part."""
         for known in self._known.values():
             self._perform(known, known.machine.on_agent_lost(agent, text))
 
     def on_worker_lost(self, session: WorkerSession, reason: Reason) -> None:
-        """A worker's connection is gone: its ranks are, unless the same process holds them otherwise."""
+        """A worker's connection is gone, and so are its ranks, unless the same process holds them through another
+        client."""
         held = {(pair, seat.side, seat.rank) for pair, seat in session.seats.items()}
         for name, known in self._known.items():
             for key in [key for key, (owner, _, _) in known.asked.items() if owner is session]:
@@ -223,9 +228,9 @@ class RendezvousService:
             known.asked.pop(key, None)
 
     async def _expire(self, known: _Known, key: CallKey) -> None:
-        """A deadline has passed: look for what this call may have missed, then end it, unless it has been let in."""
+        """A deadline has passed: look for hints, then end the call, unless it has been answered."""
         if key not in known.asked:
-            return  # let in, or gone, before this began
+            return  # it was answered or has left before this began
         asked = known.asked[key][1]
         alone = known.machine.absent(known.machine.missing(asked))
         hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
@@ -233,7 +238,7 @@ class RendezvousService:
         known.asked.pop(key, None)
 
     def _work(self, known: _Known, work: Coroutine[Any, Any, None]) -> None:
-        """A task that needs the pair; after it the pair may be needed no more."""
+        """Run a task that needs the pair. Afterwards forget the pair if nothing needs it."""
 
         async def working() -> None:
             try:
@@ -246,7 +251,7 @@ class RendezvousService:
         self._spawn(working())
 
     def _forget_unused(self, known: _Known) -> None:
-        """Follow a pair no longer once nobody here belongs to it or wants to, and Redis knows that."""
+        """Stop following a pair once no worker here belongs to it or wants to, and Redis knows that."""
         name = known.machine.pair
         needed = known.asked or known.machine.waiting or known.working or known.ahead
         if needed or known.forgotten or any(name in session.seats for session in self._sessions()):
@@ -291,7 +296,7 @@ class RendezvousService:
                         self._perform(known, known.machine.met(epoch))
                 case Broken(epoch=epoch, error=error):
                     log.info("pair %s lost: %s", pair, error.message)
-                    # First the news, then the calls that end by it: whoever hears of the one knows of the other.
+                    # First the push, then the calls that end by it, so that no worker gets the error without the push.
                     for session in self._sessions():
                         seat = session.seats.get(pair)
                         if seat is not None and seat.epoch == epoch:
@@ -302,7 +307,7 @@ class RendezvousService:
         _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
         left = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
         if left <= 0:
-            return  # its deadline has spoken already
+            return  # the deadline has ended the call already
         try:
             async with known.order:
                 view = await self._store.pairs.join(
@@ -317,7 +322,7 @@ class RendezvousService:
                     member=asked.holder,
                     timeout=left,
                 )
-                if asked.key not in known.asked:  # it gave up meanwhile: its Leave may have come first
+                if asked.key not in known.asked:  # the call was given up meanwhile, and its Leave may have come first
                     await self._store.pairs.leave(known.machine.pair, asked.side, asked.rank, asked.holder, "closed")
                 self._perform(known, known.machine.joined(asked.key, view))
         except EthaError as error:
@@ -337,7 +342,7 @@ class RendezvousService:
             async with known.order:
                 await self._store.pairs.sever(known.machine.pair, epoch, "died", text)
         except EthaError as error:
-            # Whoever joins next finds the epoch standing in Redis, and says it again.
+            # The next rank that joins finds the epoch formed in Redis and severs it again.
             known.ahead = True
             outage(log, "pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
 
@@ -346,14 +351,14 @@ class RendezvousService:
             async with known.order:
                 await self._store.pairs.leave(known.machine.pair, side, rank, holder, reason)
         except EthaError as error:
-            # The lease of this agent, or the next join, will find the holder dead.
+            # The end of this agent's lease, or the next join, finds that the holder is dead.
             known.ahead = True
             outage(log, "pair %s: %s rank %d could not be taken out: %s", known.machine.pair, side, rank, error)
 
     async def _follow(self, known: _Known) -> None:
-        """Read the pair after every wake-up, as long as somebody here belongs to it.
+        """Read the pair after every wake-up, as long as a worker here belongs to it.
 
-        Who waits for others looks at every tick, too; a pair that stands is read when it has changed.
+        While a call waits for others, the pair is read at every tick, too. A formed pair is read when it has changed.
         """
         name = known.machine.pair
         with self._store.watch(
@@ -366,7 +371,7 @@ class RendezvousService:
                     return
                 try:
                     async with known.order:
-                        # The members of a large side are read only when somebody waits or something changed.
+                        # The members of a large side are read only if a call waits or something has changed.
                         state, seen = await self._store.pairs.state(name), known.machine.view
                         same = state is not None and seen is not None and state.same_as(seen)
                         if not same or known.machine.waiting:
@@ -379,7 +384,7 @@ class RendezvousService:
                     outage(log, "pair %s could not be read: %s", name, error)
 
     async def _look_again(self) -> None:
-        """A wake-up may be lost: whoever differs from what Redis holds is read again."""
+        """Wake-ups may be lost: read each pair again whose state differs from Redis."""
         while True:
             await asyncio.sleep(LOOK_AGAIN)
             names = sorted(self._known)
@@ -397,7 +402,8 @@ class RendezvousService:
 
 
 def _with_wishes(session: WorkerSession, error: EthaError) -> EthaError:
-    """``error``, and that this agent is not the one that the worker has asked for: that may be its cause."""
+    """``error``, and a note if this agent's settings differ from those that the worker wants, which may be the
+    cause."""
     if not session.differs or isinstance(error, ConfigError):
         return error
     wire = error.to_wire()

@@ -1,4 +1,4 @@
-"""Who waits for whom over agents: only the coordinator of a direction knows, so a status report asks it."""
+"""Finds out which ranks are missing. Only a direction's coordinator knows, so a status report asks it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from etha.agent.runtime.peers import PeerLinks
 from etha.agent.services.batch_state import BatchState
 from etha.peer.introductions import AskMissing, TellMissing
 
-#: Seconds that a status report waits for other agents, and a call at its deadline; then this agent says what it knows.
+#: Seconds that a status report, and a call at its deadline, wait for other agents. Then this agent reports what it
+#: knows.
 PATIENCE = 0.5
 LAST_PATIENCE = 0.1
 
 
 class StragglerQueries:
-    """Questions to coordinators of other agents, and answers to theirs."""
+    """Questions to coordinators on other agents, and answers to theirs."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
@@ -24,7 +25,7 @@ class StragglerQueries:
         self._requests = 0
 
     async def refresh(self, lives: list[BatchState]) -> None:
-        """Bring ``missing`` of these batches up to date, as far as their coordinators answer in time."""
+        """Update ``missing`` of these batches, as far as their coordinators answer in time."""
         asked = [(live, self._ask(live, _oldest(live))) for live in lives if live.participant is not None and live.asks]
         futures = {future for _, future in asked if future is not None}
         if futures:
@@ -36,13 +37,13 @@ class StragglerQueries:
         self._forget(futures)
 
     async def learn(self, live: BatchState, key: CallKey) -> None:
-        """Before a waiting call ends at its deadline: ask who was not ready, where READY has not told."""
+        """Before a waiting call ends at its deadline: ask who was not ready, if no READY was sent."""
         participant = live.participant
         call = participant.find(key) if participant is not None else None
         if participant is None or call is None or call not in participant.queues.of(call.member[0]):
             return
         if participant.sides[call.member[0]].standing is not None:
-            return  # taking READY back is answered with it
+            return  # the answer to its withdrawal will tell
         future = self._ask(live, call)
         if future is not None:
             await asyncio.wait({future}, timeout=LAST_PATIENCE)
@@ -51,7 +52,7 @@ class StragglerQueries:
             self._forget({future})
 
     def hear(self, agent: str, live: BatchState, message: AskMissing | TellMissing) -> None:
-        """Another agent asks, or answers."""
+        """Another agent asks or answers."""
         match message:
             case AskMissing(request=request, source=source):
                 found = live.participant.coordinators.get(source) if live.participant is not None else None
@@ -84,5 +85,5 @@ def _oldest(live: BatchState) -> Call | None:
 
 
 def _source(live: BatchState, call: Call) -> str:
-    """The side that a call's direction sends from."""
+    """The side from which a call's direction sends."""
     return call.member[0] if call.verb == "send" else live.other(call.member[0])

@@ -1,4 +1,4 @@
-"""Calls whose callers' devices are behind: they count as made once the work that was queued before them is done."""
+"""Delays calls until the GPU work that their callers queued before them is done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class _Held:
 
 
 class StreamOrder:
-    """Holds each such call until its device has come so far. Nobody else knows of it before; loop thread only."""
+    """Holds each such call until its device has reached the call's mark. No other agent knows of it before. Loop thread
+    only."""
 
     def __init__(self, card: GpuDevice | None, calls: OpenCalls) -> None:
         self._card, self._calls = card, calls
@@ -31,7 +32,7 @@ class StreamOrder:
     def pass_on(
         self, live: BatchState, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]
     ) -> None:
-        """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for a mark that is none."""
+        """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for an invalid mark."""
         if not mark or self._card is None:
             return go()
         try:
@@ -45,7 +46,7 @@ class StreamOrder:
         self._card.follow(session, mark, lambda why: self._reached(key, why))
 
     def end(self, key: CallKey, *, expired: bool) -> bool:
-        """A call's deadline or its cancellation: whether it was held here, and has been told."""
+        """A call's deadline or cancellation. Returns whether it was held here; if so, it has its error."""
         held = self._take(key)
         if held is None:
             return False
@@ -61,7 +62,7 @@ class StreamOrder:
         return True
 
     def leave(self, live: BatchState, session: WorkerSession, error: TransferError) -> None:
-        """A worker leaves a batch: its calls there end, and it is told so, if it still is there."""
+        """A worker leaves a batch: its held calls end with an error."""
         self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
 
     def break_up(self, live: BatchState, error: TransferError) -> None:
@@ -69,7 +70,7 @@ class StreamOrder:
         self._drop([key for key, held in self._held.items() if held.live is live], error)
 
     def _drop(self, keys: Sequence[CallKey], error: TransferError) -> None:
-        # Nobody else has heard of these calls.
+        # No other agent knows of these calls.
         withdrawn = copy(error)
         withdrawn.outcome = "withdrawn"
         for key in keys:
@@ -77,7 +78,7 @@ class StreamOrder:
             self._calls.fail(key, withdrawn)
 
     def failed(self, error: BaseException | None) -> None:
-        """How a transfer has ended here: with the card's context nothing more will work."""
+        """A transfer has failed here. If the GPU's context is lost, report that: nothing will work any more."""
         if self._card is not None and isinstance(error, CardError) and error.sticky:
             self._card.spoil(str(error))
 

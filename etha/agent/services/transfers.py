@@ -1,4 +1,4 @@
-"""Transfers: worker calls in, programs on the lane, results and errors out."""
+"""Transfers: takes workers' calls, runs programs on the lane, and returns results and errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from etha.transport.base import StreamLost
 
 log = logging.getLogger(__name__)
 
-#: Seconds that agents which have lost their coordinator ask each other.
+#: Seconds for which agents that have lost their coordinator ask each other.
 DOUBT = 1.0
-#: Seconds that a closed data stream waits for the cause, which comes another way.
+#: Seconds that a closed data stream waits for the cause, which comes over the link.
 GRACE = 0.3
 
 
@@ -71,10 +71,10 @@ class TransferService:
         self.progress_reporter = ProgressReporter(links, calls)
         self.idle_tracker = IdleTracker()
 
-    # ---- what workers ask ---------------------------------------------------------------------
+    # ---- requests of workers ------------------------------------------------------------------
 
     def transfer(self, session: WorkerSession, request: Request, message: Transfer, live: BatchState) -> None:
-        """A worker calls ``transfer``; the batch stands."""
+        """A worker calls ``transfer`` on a registered batch."""
         member = session.seats[live.pairs[0]].member
         assert live.evaluation is not None and live.participant is not None
         source = member[0] if message.verb == "send" else live.other(member[0])
@@ -87,7 +87,7 @@ class TransferService:
         if message.version is not None and message.verb == "recv":
             raise TransferError("version= is a label that the sender sets; recv learns it", outcome="withdrawn")
         if session.revocation is not None and not session.revocation.lends(message.slot):
-            # This agent was frozen: the worker waits no more, and nobody is to be bound to its call.
+            # This agent was frozen: the worker has stopped waiting, and its call must not bind anybody.
             raise TransferError(f"batch {live.name!r}: the call had ended before it was heard", outcome="withdrawn")
         if message.edition and (message.verb == "recv" or live.tensors[member].snapshot is None):
             raise ProtocolError(f"batch {live.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
@@ -104,10 +104,10 @@ class TransferService:
         assert live.participant is not None
         self._perform(live, live.participant.supersede(session.seats[live.pairs[0]].member))
 
-    # ---- what happens around ------------------------------------------------------------------
+    # ---- other events -------------------------------------------------------------------------
 
     def withdraw(self, live: BatchState, member: Member, error: PeerLostError) -> None:
-        """A worker leaves the batch: its waiting calls end, and a transfer that it is part of."""
+        """A worker leaves the batch: its waiting calls end, and a transfer of which it is part."""
         self.offers.withdraw(live, member, error)
         self._stream_order.leave(live, live.tensors[member].session, error)
         if live.participant is not None:
@@ -115,7 +115,7 @@ class TransferService:
                 self._perform(live, live.participant.end(key, expired=False))
 
     def break_up(self, live: BatchState, error: PeerLostError) -> None:
-        """The batch is over for everybody."""
+        """The batch is over for all."""
         self.offers.end(live, list(live.offers), error)
         self._stream_order.break_up(live, error)
         if live.participant is not None:
@@ -138,7 +138,7 @@ class TransferService:
         self._perform(live, live.participant.end(key, expired=True))
 
     def hear(self, live: BatchState, agent: str, message: Message | Sums | UniqueId) -> None:
-        """What another agent of the batch says."""
+        """A message from another agent of the batch."""
         assert live.participant is not None
         if isinstance(message, Sums | UniqueId):
             live.take(agent, message)
@@ -179,7 +179,7 @@ class TransferService:
                     self.lane_scheduler.free(live)
 
     def _needs(self) -> Needs:
-        if self._known_needs is None:  # its links are opened after this was made
+        if self._known_needs is None:  # its links are opened after this object was made
             self._known_needs = Needs(self._links.plane, self._lane.threads)
         return self._known_needs
 
@@ -192,7 +192,7 @@ class TransferService:
         current = live.current = RunningProgram(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
-        if live.offers:  # workers that wait for this side's offer
+        if live.offers:  # workers wait for this side's offer
             self.offers.tell(live, going=start.source)
         program = live.programs.get((start.source, start.snapshot))
         if program is not None:
@@ -208,11 +208,11 @@ class TransferService:
         elif current.run is not None:
             current.run.stop()
         else:
-            live.shared_snapshots.wake()  # what is compiled may wait for one that will not be shown
+            live.shared_snapshots.wake()  # compiling may wait for a snapshot that will not come
 
     async def _compile(self, live: BatchState, current: RunningProgram) -> None:
-        """The first transfer in a direction resolves every handle and lays out the pieces, off the loop."""
-        if live.over:  # GO was on its way when a rank here left: its vote ends the transfer
+        """Compile the program of a direction's first transfer, off the loop."""
+        if live.over:  # a rank here left while GO was on its way: this agent's vote ends the transfer
             text = f"batch {live.name!r}: a rank of this agent has left it"
             self._over(live, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
             return
@@ -263,7 +263,7 @@ class TransferService:
     def _moved(self, live: BatchState, current: RunningProgram, error: BaseException | None, touched: bool) -> None:
         self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
-            # Its other end has most likely ended the transfer, and the cause is on its way over the link.
+            # The other end has most likely ended the transfer, and the cause is on its way over the link.
             current.late = asyncio.get_running_loop().call_later(
                 GRACE, self._over, live, current, translate(live, error), touched
             )
@@ -294,7 +294,8 @@ class TransferService:
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in live.pairs:
             self.status_writer.tell(pair, live.name, fields)
-        # The move knows its end and its end the move: undone here, workers' memory does not wait for the collector.
+        # The run and its callbacks form a cycle. It is broken here, so that workers' memory is freed without the
+        # collector.
         current.program = current.run = current.progress = None
         self.idle_tracker.end(live)
 
@@ -318,7 +319,7 @@ class TransferService:
 
 
 def translate(live: BatchState, error: BaseException) -> EthaError:
-    """``error`` of the transfer that moves now as what its workers are told."""
+    """The error for the workers of the transfer that moves now."""
     if isinstance(error, EthaError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -343,9 +344,9 @@ def translate(live: BatchState, error: BaseException) -> EthaError:
 
 
 def _tensor_at(live: BatchState, error: FaultError) -> tuple[tuple[str, int], str] | None:
-    """Which registered tensor of this agent's workers lies where nothing is: ((side, rank), name).
+    """The registered tensor of this agent's workers at the unmapped address: ((side, rank), name).
 
-    The address tells, because ``error.owner`` is a guess where one process is several ranks.
+    The address decides, because ``error.owner`` is a guess if one process is several ranks.
     """
     source = live.current.source if live.current is not None else ""
     found: list[tuple[tuple[str, int], str]] = []
@@ -362,13 +363,13 @@ def _tensor_at(live: BatchState, error: FaultError) -> tuple[tuple[str, int], st
 
 
 class ProgressReporter:
-    """Of all transfers of this agent; ``TransferProgress`` holds the numbers of one."""
+    """Progress of all transfers of this agent. ``TransferProgress`` holds the numbers of one."""
 
     def __init__(self, links: PeerLinks, calls: OpenCalls) -> None:
         self._links, self._calls = links, calls
 
     def went(self, live: BatchState, current: RunningProgram, done: int) -> None:
-        """This agent's own part of ``current`` has done ``done`` bytes."""
+        """This agent's own part of ``current`` has moved ``done`` bytes."""
         if live.current is not current or current.progress is None:
             return
         share = current.progress.own(done)
@@ -377,7 +378,7 @@ class ProgressReporter:
         self._push(live, current, current.progress.fraction)
 
     def heard(self, live: BatchState, agent: str, message: Copied) -> None:
-        """An agent that copies from workers here says how far it is."""
+        """An agent that copies from workers here reports its progress."""
         current = live.current
         if current is not None and current.seq == message.seq and current.progress is not None:
             current.progress.heard(agent, message.share)
@@ -394,7 +395,7 @@ class ProgressReporter:
 
 
 class IdleTracker:
-    """Registrations with a transfer that runs; each has one at a time. Loop thread only."""
+    """The registrations whose transfer runs; each has one at a time. Loop thread only."""
 
     def __init__(self) -> None:
         self._moving: dict[Key, BatchState] = {}
@@ -402,7 +403,7 @@ class IdleTracker:
 
     @property
     def running(self) -> int:
-        """How many run."""
+        """How many transfers run."""
         return len(self._moving)
 
     @property
@@ -411,22 +412,22 @@ class IdleTracker:
         return tuple(self._moving.values())
 
     def begin(self, live: BatchState) -> None:
-        """Its transfer runs."""
+        """Its transfer begins."""
         self._moving[live.key] = live
 
     def end(self, live: BatchState) -> None:
-        """It has ended."""
+        """Its transfer has ended."""
         del self._moving[live.key]
         self._ended.set()
 
     async def wait(self) -> None:
-        """Return when none runs; what the caller does before it awaits again is done while none does."""
+        """Return when none runs. The caller can rely on that until it awaits again."""
         while self._moving:
             self._ended.clear()
             await self._ended.wait()
 
     async def wait_for(self, lives: Iterable[BatchState]) -> None:
-        """As ``wait``, for these alone: on a busy agent there is always some transfer that runs."""
+        """``wait`` for these registrations only, because on a busy agent some transfer always runs."""
         keys = {live.key for live in lives}
         while not keys.isdisjoint(self._moving):
             self._ended.clear()

@@ -247,9 +247,8 @@ class _Compiler:
         limit = PART // slot.accumulate.itemsize
         if any(view.device is not None for view in (*sources.values(), *targets.values())):
             limit = part_numel(slot.count, dtype, slot.accumulate)
-            if not all(
-                view.reachable for view in (*sources.values(), *targets.values())
-            ):  # as for a piece that bounces
+            # Memory that the device cannot reach bounces, and a bounce is limited to one piece.
+            if not all(view.reachable for view in (*sources.values(), *targets.values())):
                 limit = max(1, min(limit, PIECE // (slot.count * dtype.itemsize)))
         for bounds in parts(slot, limit):
             shape = tuple(last - first for first, last in bounds)
