@@ -48,7 +48,9 @@ from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
 
-#: Most seconds that a worker which has closed a batch waits until its agent has unmapped the batch's memory.
+#: Most seconds that a worker which has closed a batch waits until its agent has unmapped the batch's memory. A worker
+#: of a card waits without this limit, because CUDA does not define what happens to memory that is freed while another
+#: process has it open. Its client has a limit of its own, and then never frees the memory.
 _PATIENCE = 1.0
 
 
@@ -397,7 +399,7 @@ class RegistrationService:
         """
         left = [live for live in self._releasing.values() if live.serves(session) and live.current is None]
         with suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(None if session.memory.on_device else _PATIENCE):
                 for live in left:
                     await live.released.wait()
 
