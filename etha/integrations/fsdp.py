@@ -1,9 +1,9 @@
-"""A module's tensors by the names of its checkpoint, ready for ``register_tensors``: FSDP2, FSDP2 x TP, HSDP, plain.
+"""Name a module's tensors as in its checkpoint, ready for ``register_tensors``: FSDP2, FSDP2 x TP, HSDP, plain.
 
     client.register_tensors("model", named_tensors(model), pair_name="weights")
 
-Looks at the module and changes nothing: no collective, no gather, no copy. DTensors keep their own layouts, over
-whichever mesh each lies, and registration takes their local shards, without the padding of FSDP2's storage.
+It only reads the module: no collective, no gather, no copy. DTensors keep their own layouts, over any mesh, and
+registration takes their local shards, without the padding of FSDP2's storage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from etha.errors import ConfigError
 from etha.integrations.names import rename
 
-#: Children by which a wrapper holds the wrapped module: torch.compile, activation checkpointing, FSDP1.
+#: Names of the attributes by which a wrapper holds its module: torch.compile, activation checkpointing, FSDP1.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -27,27 +27,27 @@ def named_tensors(
 ) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each tensor once, in the order of ``module.state_dict()``.
 
-    - **Sharded, always.** For a parameter that FSDP2 holds unsharded at present, after a forward without reshard, its
-      sharded one is given: that is the one the optimizer steps and later forwards gather from. Nothing is resharded.
-      (Who *receives* into a module calls its ``reshard()`` before the next forward: a parameter that is unsharded is
-      not gathered again, and would still hold the old values.)
-    - **Tied weights once**, under the name that comes first in that order, which is the same on every rank: what
-      counts is that modules share one Parameter, not where its memory lies (an empty shard has none). Name the other
-      in ``names`` where the receiver knows the tensor by that.
+    - **Always sharded.** For a parameter that FSDP2 holds unsharded now, after a forward without reshard, this returns
+      the sharded one, which the optimizer steps and later forwards gather from. Nothing is resharded. (A module that
+      *receives* needs ``reshard()`` before the next forward, because an unsharded parameter is not gathered again and
+      would still hold the old values.)
+    - **Tied weights once**, under the name that comes first in that order, which is the same on every rank. Weights are
+      tied if modules share one Parameter; their memory does not count, because an empty shard has none. If the
+      receiver uses the other name, map it in ``names``.
     - **Names without wrappers**: the prefixes of ``torch.compile``, DistributedDataParallel, activation checkpointing
       and FSDP1 are left out, inside the module as well as around it.
     - ``names``: ordered regex replacements, see :func:`etha.integrations.names.rename`.
-    - ``buffers``: persistent ones, as a checkpoint has them; False for parameters alone. A plain buffer counts as the
-      same on every rank. One that differs from rank to rank (unsynchronised batch norm statistics) arrives as a mixture
-      of the ranks' values, because replicas share the sending of a large tensor: synchronise such buffers before they
-      are sent, or register those of one rank alone.
+    - ``buffers``: persistent buffers, as in a checkpoint; False for parameters only. A plain buffer counts as equal on
+      all ranks. A buffer that differs between ranks (unsynchronised batch norm statistics) arrives as a mixture of the
+      ranks' values, because replicas share the sending of a large tensor. Synchronise such buffers before sending, or
+      register those of one rank only.
 
-    Plain tensors come as they are: parameters of a module that nothing shards, those that FSDP2 or tensor parallelism
-    ignores, most buffers. Their layout is the pair's default (``init_pair(..., device_mesh=(world,),
+    Plain tensors are returned unchanged: parameters of a module that nothing shards, those that FSDP2 or tensor
+    parallelism ignores, most buffers. Their layout is the pair's default (``init_pair(..., device_mesh=(world,),
     placements=[Replicate()])``) or ``register_tensors(..., placements=...)``.
 
-    ConfigError: no module; FSDP1 that shards, whose flat parameters have no layout; a rule of ``names`` that matches
-    nothing; two tensors of one name.
+    ConfigError: not a module; FSDP1 that shards, whose flat parameters have no layout; a rule of ``names`` that matches
+    nothing; two tensors with one name.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"named_tensors needs a torch.nn.Module, not a {type(module).__name__}")
@@ -69,7 +69,7 @@ def named_tensors(
 
 
 def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every name of the module, tied ones too; the last says whether ``named_tensors`` was asked for its kind."""
+    """Every name of the module, including tied ones. The last value says whether ``named_tensors`` returns its kind."""
     for prefix, owner in walk(module):
         _check(owner, prefix)
         for name, parameter in owner._parameters.items():
@@ -81,7 +81,8 @@ def _tensors(module: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tens
 
 
 def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with the prefix of its tensors' names; a wrapper has that of what it wraps, and comes before it."""
+    """Every module with the prefix of its tensors' names. A wrapper has the prefix of its wrapped module, and comes
+    first."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -89,7 +90,7 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _wraps(module: nn.Module, child: str) -> bool:
-    # "module" is a name that a model may use itself, so there the class decides.
+    # A model may use the name "module" itself, so the class decides there.
     data_parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     return child in _WRAPPED or (child == "module" and isinstance(module, data_parallel))
 
@@ -111,9 +112,9 @@ def _check(module: nn.Module, prefix: str) -> None:
 
 
 def _sharded_parameters() -> dict[int, torch.Tensor]:
-    """id of what FSDP2 puts into modules in place of a sharded parameter, for a time -> that sharded parameter.
+    """id of each tensor that FSDP2 has put into a module for a sharded parameter -> that sharded parameter.
 
-    From all modules of the process: what holds a parameter may lie above the module that was asked for.
+    It covers all modules of the process, because the FSDP2 module of a parameter may lie above the given module.
     """
     found: dict[int, torch.Tensor] = {}
     for state in list(_states().values()):
@@ -126,7 +127,7 @@ def _sharded_parameters() -> dict[int, torch.Tensor]:
 
 
 def _states() -> Mapping[Any, Any]:
-    """PyTorch's registry of module states, weak on both ends; it has no public one."""
+    """PyTorch's registry of module states, weak on both ends. It has no public one."""
     try:
         from torch.distributed._composable_state import _module_state_mapping
     except ImportError:
@@ -135,7 +136,7 @@ def _states() -> Mapping[Any, Any]:
 
 
 def _groups(state: Any) -> list[Any] | None:
-    """FSDP2's parameter groups of a module's state (earlier releases have one); None where nothing tells them."""
+    """FSDP2's parameter groups of a module's state (earlier releases have one); None if the state has none."""
     state = state() if callable(state) else state
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)

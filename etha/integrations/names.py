@@ -1,6 +1,6 @@
-"""Names of one side to names of the other: ordered regex replacements as plain data, ``{"regex": "replacement"}``.
+"""Rename tensors by ordered regex replacements, given as plain data: ``{"regex": "replacement"}``.
 
-Computes. What a JSON or YAML file can hold is enough: from a training framework's names to a checkpoint's, say
+Computes. A JSON or YAML file can hold the rules. For example, from a training framework's names to a checkpoint's:
 ``{r"^decoder\\.": "model.", r"\\.mlp\\.fc1\\.": ".mlp.up_proj."}``.
 """
 
@@ -14,13 +14,13 @@ from etha.errors import ConfigError
 
 
 def rename(names: Iterable[str], rules: Mapping[str, str] | None, *, unused: Iterable[str] = ()) -> dict[str, str]:
-    """``names`` -> new names, in the same order; every rule is a ``re.sub`` over what the rules before it left.
+    """``names`` -> new names, in the same order. Every rule is a ``re.sub`` on the result of the rules before it.
 
-    A rule matches anywhere in a name unless it is anchored (``^``, ``$``), as often as it occurs, and may use groups
-    (``\\1``, ``\\g<layer>``). ``unused`` are names that get no new one but may be what a rule is there for.
+    A rule matches anywhere in a name unless it is anchored (``^``, ``$``), replaces every match, and may use groups
+    (``\\1``, ``\\g<layer>``). A rule may also match only names in ``unused``, which are not renamed.
 
-    ConfigError names the rule that is no regex, whose replacement does not fit it, or that matches no name, and the
-    names that become one, empty, or longer than a tensor's name may be.
+    ConfigError names a rule that is not a regex, whose replacement does not fit it, or that matches no name, and names
+    that become equal, empty, or longer than a tensor's name may be.
     """
     names, spare = list(names), list(unused)
     mapped = [*names, *spare]
@@ -55,7 +55,7 @@ def _checked(rules: Mapping[str, str] | None) -> list[tuple[re.Pattern[str], str
             raise ConfigError(f"names: the rule {pattern!r} -> {replacement!r} is not text to text")
         try:
             rule = re.compile(pattern)
-            rule.sub(replacement, "")  # parses the replacement even where nothing matches
+            rule.sub(replacement, "")  # parses the replacement even if nothing matches
         except (re.error, IndexError) as error:
             raise ConfigError(f"names: the rule {pattern!r} -> {replacement!r} cannot be used: {error}") from None
         checked.append((rule, replacement))

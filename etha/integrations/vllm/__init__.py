@@ -42,7 +42,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, each loaded when it is first used: vLLM is heavy, and its plugins load early."""
+    """Load a public name when it is first used, because vLLM is heavy and its plugins load early."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Also the public names where vLLM is installed, so that ``help()`` shows them; elsewhere they cannot be loaded."""
+    """Include the public names if vLLM is installed, so that ``help()`` shows them; otherwise they cannot be loaded."""
     return sorted({*globals(), *(__all__ if find_spec("vllm") is not None else ())})

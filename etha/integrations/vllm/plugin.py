@@ -1,8 +1,8 @@
-"""What vLLM's plugin loader calls in each of its processes, wherever this package is installed: registers a backend.
+"""The function that vLLM's plugin loader calls in each of its processes: it registers the backend.
 
-It knows nothing of the engine yet, not even whether weights will be transferred: it names the two engines of the
-backend ``etha`` and arranges for executors of that backend to read all answers (answers.py). It never raises: a vLLM
-that does not use the backend must not fail because of it.
+At this point nothing is known of the engine, not even whether weights will be transferred. So this only registers the
+names of the two engines of the backend ``etha``, and makes executors of that backend read all answers (answers.py). It
+never raises, because a vLLM that does not use the backend must not fail.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from etha.integrations.vllm.engine.versions import NAME, unsupported
 
-# Under vLLM's own root: what an engine prints is what is logged there.
+# Under vLLM's own root, so that vLLM's handlers print it.
 log = logging.getLogger("vllm.etha")
 
 
 def register() -> None:
-    """Register both engines with vLLM, by name: nothing of them is loaded before it is used. May be called again."""
+    """Register both engines with vLLM by name, so that they are loaded when they are used. May be called again."""
     try:
         why = _register()
     except Exception as error:
@@ -53,7 +53,7 @@ def _register() -> str | None:
 
 
 def chosen(owner: Any) -> bool:
-    """Whether an engine, or an executor's, was started with this backend."""
+    """Whether an engine, or an executor's engine, was started with this backend."""
     config = getattr(getattr(owner, "vllm_config", None), "weight_transfer_config", None)
     return getattr(config, "backend", None) == NAME
 

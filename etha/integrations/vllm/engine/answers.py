@@ -1,8 +1,9 @@
-"""After a call that failed, no answers are left over: what vLLM 0.32's multi-process executor gets wrong.
+"""Read all answers of a failed call, which vLLM 0.32's multi-process executor does not do.
 
-The executor asks all workers and reads their answers one after another. When the first is an error it stops reading:
-the others' answers stay in their queues, and each later call takes the one before for its own. A weight update that
-fails on all workers would so be "confirmed" by the update before it ever after. Here the rest is read, too.
+The executor asks all workers and reads their answers one after another. If the first is an error, it stops reading. The
+others' answers stay in their queues, and each later call takes the previous answer for its own. After a weight update
+that fails on all workers, every later update would be "confirmed" by the one before it. This file reads the remaining
+answers, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class _Queue:
-    """One worker's answers during one call; knows whether this call's was read."""
+    """One worker's answers during one call. It records whether this call's answer was read."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -29,9 +30,9 @@ class _Queue:
 
 
 def read_all_answers(executor: Any, wanted: Callable[[Any], bool]) -> None:
-    """Mend ``collective_rpc`` of those executors of a class that ``wanted`` says so of, when they are called.
+    """Repair ``collective_rpc`` of this class, for those executors for which ``wanted`` is true when they are called.
 
-    Once, and only what has the shape that is known to need it.
+    Repairs once, and only a class with the known fault.
     """
     asked = executor.collective_rpc
     if hasattr(asked, "__wrapped__"):
@@ -41,7 +42,7 @@ def read_all_answers(executor: Any, wanted: Callable[[Any], bool]) -> None:
     def collective_rpc(self: Any, method: Any, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
         queues = getattr(self, "response_mqs", None)
         one = kwargs.get("non_block") or kwargs.get("unique_reply_rank") is not None
-        # A worker that has not answered in time may do so later: nothing can be said of such a call.
+        # A worker that missed a timeout may answer later, so such a call cannot be repaired.
         if not wanted(self) or one or timeout is not None or not isinstance(queues, list) or len(args) > 2:
             return asked(self, method, timeout, *args, **kwargs)
         counted = [_Queue(queue) for queue in queues]

@@ -1,4 +1,4 @@
-"""What the trainer tells each worker of the engine once, and what a version of it is received into."""
+"""The trainer's one-time message to each worker of the engine, and the destination of a version."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from etha.integrations.vllm.weights.keep import Meta
 from etha.integrations.vllm.weights.lora import ReceivedAdapter
 from etha.integrations.vllm.weights.received import Received
 
-#: What a version comes into: the model, or an adapter of it.
+#: The destination of a version: the model, or an adapter of it.
 Incoming = Received | ReceivedAdapter
 
 
 @dataclass(kw_only=True)
 class EthaWeightTransferInitInfo(WeightTransferInitInfo):
-    """What the trainer tells the workers once: the pair's names, and every tensor of the checkpoint.
+    """The trainer's one-time message to the workers: the pair's names, and every tensor of the checkpoint.
 
-    Plain JSON. ``timeout``: seconds for meeting, and for each version. The rest as ``EthaTrainerInitInfo``.
+    Plain JSON. ``timeout``: seconds for meeting, and for each version. The other fields are those of
+    ``EthaTrainerInitInfo``.
     """
 
     pair: str
@@ -36,16 +37,16 @@ class EthaWeightTransferInitInfo(WeightTransferInitInfo):
     timeout: float = 300.0
     redis_url: str | None = field(default=None, repr=False)
     namespace: str | None = None
-    #: The tensors are a LoRA adapter's: its name, and its configuration as peft writes it; None: they are the model's.
+    #: For a LoRA adapter: its name, and its configuration as peft writes it. None for the model's tensors.
     adapter: dict[str, Any] | None = None
-    #: The trainer that was met says the same again, so that tensors in other memory are registered again.
+    #: The same trainer sends this again, so that tensors whose memory has changed are registered again.
     again: bool = False
-    #: The trainer's name in its claims of a pause, and where to say that it has gone; the latter is the engine's own.
+    #: The trainer's name in its claims of a pause; and the engine's own address for news of the trainer's end.
     holder: str = ""
     news: str = ""
 
     def metas(self) -> list[Meta]:
-        """The tensors announced; ConfigError for lists that do not belong together."""
+        """The announced tensors; ConfigError for lists that do not belong together."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes) == len(set(self.names)):
             raise ConfigError(
                 f"init_info of pair {self.pair!r}: {len(self.names)} names ({len(set(self.names))} different), "

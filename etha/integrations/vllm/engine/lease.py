@@ -1,15 +1,15 @@
-"""The pause that a trainer makes is a lease: an engine whose trainer has died goes on by itself, with what it has.
+"""A trainer's pause is a lease: if the trainer dies, the engine resumes by itself, with the version that it has.
 
     trainer              EngineCore                                    worker
     claim(holder)   -->  Lease.claim
     pause           -->  Lease.paused: it is the holder's
     release(holder) -->  Lease.released: resume_scheduler, unless somebody else has paused the engine, too
-    SIGKILL              Lease.holder_lost  <---------- news ---------  its pair is lost: says so, and of which holder
+    SIGKILL              Lease.holder_lost  <---------- news ---------  its pair is lost: reports it, and which holder
                          ... seconds pass: Lease.due, resume_scheduler
 
-The pause lies in EngineCore's process, so the lease does, too; ``keep_leases`` has its calls tell the lease of them.
-Everything of a lease happens on EngineCore's own thread: news and time come as requests of its queue. A pause that
-nobody has claimed is somebody else's, and stays; so does that of an engine whose model may be of two versions.
+The pause lies in EngineCore's process, and so does the lease. ``keep_leases`` makes its calls update the lease.
+Everything runs on EngineCore's own thread, because news and timeouts arrive as requests in its queue. A pause that was
+not claimed is somebody else's and stays. So does the pause of an engine whose model may be of two versions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any
 
 from etha.errors import ConfigError
 
-#: Seconds for which an engine stays paused when its trainer has gone.
+#: Seconds for which an engine stays paused after its trainer has died.
 SECONDS = 10.0
-# Under vLLM's own root: what an engine prints is what is logged there.
+# Under vLLM's own root, so that vLLM's handlers print it.
 log = logging.getLogger("vllm.etha")
 
 
 @dataclass(slots=True)
 class Lease:
-    """Whose an engine's pause is, and whether it may end without them. (computes)"""
+    """The holder of an engine's pause, and whether the pause may end without the holder. (computes)"""
 
     holder: str | None = None
     seconds: float = SECONDS
@@ -47,11 +47,12 @@ class Lease:
     _gone: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
     def claim(self, holder: str, *, seconds: float, in_place: bool) -> None:
-        """The next pause is that of ``holder``; ``in_place``: what it sends goes into the live model as it comes."""
+        """The next pause is that of ``holder``. ``in_place``: its update writes into the live model while it
+        arrives."""
         self._claimed, self.seconds, self._in_place = holder, seconds, in_place
 
     def paused(self, mode: str, *, already: bool) -> None:
-        """The engine was told to pause, which it was ``already`` or was not."""
+        """The engine was told to pause. ``already``: it was paused before."""
         holder, self._claimed = self._claimed, None
         if not already:
             self.resumed()
@@ -63,11 +64,12 @@ class Lease:
         self.holder, self.mode = holder, mode
 
     def resumed(self) -> None:
-        """The engine goes on, whoever told it."""
+        """The engine resumes, whoever told it."""
         self.holder, self.others = None, False
 
     def released(self, holder: str) -> bool:
-        """``holder`` needs its pause no more; whether the engine goes on: not if somebody else has paused it, too."""
+        """``holder`` does not need its pause any more. Returns whether the engine resumes: not if somebody else has
+        paused it, too."""
         if self._claimed == holder:
             self._claimed = None
         if self.holder != holder:
@@ -80,28 +82,30 @@ class Lease:
         self.torn = self.torn or (self._in_place and self.holder is not None)
 
     def finished(self, whole: bool) -> None:
-        """An update was brought into the model, whole or not."""
+        """An update was brought into the model, ``whole`` or not."""
         self.torn = not whole
 
     def holder_lost(self, holder: str) -> bool:
-        """``holder`` has died, or left; whether its pause is now to end in ``seconds``, or may yet come until then."""
+        """``holder`` has died or left. Returns whether a pause of it must end in ``seconds``, or may still begin until
+        then."""
         self._gone.append(holder)
         return holder in (self.holder, self._claimed)
 
     def late(self, holder: str) -> bool:
-        """``holder`` has been gone for ``seconds``; whether there is a pause of its, else none will be taken for it."""
+        """``holder`` has been gone for ``seconds``. Returns whether it has a pause; if not, none will be accepted from
+        it."""
         if self._claimed == holder:
             self._claimed = None
         return self.holder == holder
 
     @property
     def due(self) -> bool:
-        """Whether the pause is one that nobody will end."""
+        """Whether nobody will end the pause."""
         return self.holder in self._gone and not self.others and not self.torn
 
 
 class News:
-    """Where workers of this host say that a trainer has gone; ``heard`` is called with its name, on a thread."""
+    """Where workers of this host report that a trainer has gone. ``heard`` is called with its name, on a thread."""
 
     def __init__(self, heard: Callable[[str], None]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -115,7 +119,7 @@ class News:
 
 
 def say_gone(name: str, holder: str) -> None:
-    """Tell the engine that listens as ``name``; one on another host is told by its own workers."""
+    """Inform the engine that listens as ``name``. One on another host is informed by its own workers."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
         try:
             speaker.sendto(holder.encode(), "\0" + name)
@@ -124,16 +128,17 @@ def say_gone(name: str, holder: str) -> None:
 
 
 class _Due:
-    """What a lease puts into EngineCore's queue: the trainer ``holder`` has gone, or it has for as long as it may."""
+    """A lease's entry in EngineCore's queue: the trainer ``holder`` has gone, or its time is over."""
 
     def __init__(self, holder: str, *, late: bool) -> None:
         self.holder, self.late = holder, late
 
 
 def keep_leases(executor: Any, wanted: Callable[[Any], bool]) -> None:
-    """Have engines that ``wanted`` says so of keep leases. Once.
+    """Make engines for which ``wanted`` is true keep leases. Once.
 
-    An engine makes an executor, of a subclass of ``executor``, before it is asked anything: then its classes are there.
+    Wraps the constructor of executors (subclasses of ``executor``), because an engine makes one before it gets any
+    request, and the engine's classes are loaded by then.
     """
     made = executor.__init__
     if hasattr(made, "keeps_leases"):  # vLLM has wrappers of its own
@@ -193,14 +198,14 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
             lease = _lease(self)
             lease.paused(mode, already=self.is_scheduler_paused())
             if lease.others and lease.holder is not None and self.scheduler.pause_state.name == "PAUSED_ALL":
-                mode = "keep"  # what somebody else has frozen stays so
+                mode = "keep"  # a pause of somebody else that freezes requests stays so
             if lease.due:
                 _later(self, lease, lease.holder or "")
         return pause(self, mode, clear_cache)
 
     @wraps(resume)
     def resume_scheduler(self: Any) -> None:
-        if not (wanted(self) and self.model_executor.is_sleeping):  # waking up the rest of it resumes it
+        if not (wanted(self) and self.model_executor.is_sleeping):  # waking up the rest of the engine resumes it
             resume(self)
         if wanted(self) and hasattr(self, "input_queue"):
             _lease(self).resumed()
@@ -223,7 +228,7 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
 
 
 def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
-    """ConfigError for what needs the weights of an engine that sleeps: on a GPU there is no memory behind them."""
+    """ConfigError for a call that needs the weights of a sleeping engine, because on a GPU they have no memory."""
     needs = ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update")
     info = kwargs.get("update_info") or {}
     if "weights" not in engine.model_executor.sleeping_tags:
@@ -236,7 +241,7 @@ def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _lease(engine: Any) -> Lease:
-    """The lease of an engine, and its ear for news."""
+    """The lease of an engine, which listens for news."""
     if not hasattr(engine, "_etha_lease"):
         queue = engine.input_queue
         engine._etha_lease = Lease()

@@ -1,10 +1,10 @@
-"""Meeting the trainer beside the engine's steps: a trainer that is late, or dies while it joins, costs no answer.
+"""Meets the trainer beside the engine's steps, so that no answer waits for a trainer that is late or dies in joining.
 
     init_weight_transfer_engine   begin: after the loaders were recorded, which the engine's own thread has to do
     (steps of the engine)         init_pair, memory, register_tensors, on the loop of the clients
     start_weight_update           met: they have ended when the trainer calls; else their error is raised
 
-The engine's thread waits for nobody but in ``met``, and there for what is all but done.
+The engine's thread waits only in ``met``, for work that is almost done.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, 
 from etha.integrations.vllm.engine.lease import say_gone
 from etha.integrations.vllm.engine.refusals import STRANGER
 
-# Under vLLM's own root: what an engine prints is what is logged there.
+# Under vLLM's own root, so that vLLM's handlers print it.
 log = logging.getLogger("vllm.etha")
-#: Seconds that a call waits for a meeting: the trainer, which has met everybody when it calls, is not kept waiting.
+#: Seconds that a call waits for a meeting. The trainer has met everybody when it calls, so this is short.
 _SOON = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetTrainer:
-    """A trainer that was met: the pair, the batch that it sends, and what is received of it."""
+    """A trainer that was met: the pair, the batch that it sends, and the destination."""
 
     pair: AsyncPair
     batch: AsyncBatchHandle
@@ -43,7 +43,7 @@ class MetTrainer:
 
 
 class Meetings:
-    """One worker's meetings with trainers, one after another; a new one ends the one before, if it has not ended."""
+    """One worker's meetings with trainers, one after another. A new one ends the one before if that has not ended."""
 
     def __init__(self, device: torch.device, *, redis_url: str | None, namespace: str | None) -> None:
         self._bus = AsyncTensorBusClient(device=device, redis_url=redis_url, namespace=namespace)
@@ -54,7 +54,7 @@ class Meetings:
         self._watch: TransferFuture | None = None
 
     def begin(self, info: EthaWeightTransferInitInfo, rank: int, world: int, received: Incoming) -> None:
-        """Meet the trainer that announces ``info``, as ``rank`` of ``world``; does not wait for it."""
+        """Begin to meet the trainer that announces ``info``, as ``rank`` of ``world``. Does not wait for it."""
         if self._meeting is not None:
             self._meeting.cancel()
         if info.again and (met := self.standing()) is not None:
@@ -71,9 +71,9 @@ class Meetings:
         return None if met is None or met.pair.lost.is_set() else met
 
     def met(self) -> MetTrainer:
-        """The trainer that was met last; the error of that meeting, if it failed.
+        """The trainer that was met last; raises that meeting's error if it failed.
 
-        ConfigError where none was begun; TransferError where it has not ended: then the trainer is not complete.
+        ConfigError if none was begun; TransferError if it has not ended, because then the trainer is not complete.
         """
         if (standing := self.standing()) is not None:
             return standing
@@ -91,19 +91,19 @@ class Meetings:
         return self._met
 
     def receive(self, met: MetTrainer, timeout: float) -> TransferFuture:
-        """Begin to receive what ``met`` sends next."""
-        mark = met.batch.mark()  # of this thread: what it has queued on the device comes first
+        """Begin to receive the next transfer of ``met``."""
+        mark = met.batch.mark()  # of this thread: its queued device work comes first
         return self._membership.loop_thread.submit(met.batch.transfer_after(mark, "recv", timeout=timeout))
 
     def close(self) -> None:
-        """Leave the pair, and meet nobody; idempotent."""
+        """Leave the pair and meet nobody any more; idempotent."""
         meeting, self._meeting, self._met = self._meeting, None, None
         watch, self._watch = self._watch, None
         for work in (meeting, watch):
             if work is not None:
                 work.cancel()
         try:
-            with suppress(AgentLostError):  # the process ends, and the loop before this
+            with suppress(AgentLostError):  # the process ends, and its loop before this
                 self._membership.loop_thread.call(self._bus.close())
         finally:
             self._membership.leave()
@@ -120,9 +120,10 @@ class Meetings:
                 raise
 
     async def _leave(self, timeout: float) -> bool:
-        """Wait until the trainer that was met before has left: it may live, and another was too early. Whether it has.
+        """Wait until the previous trainer has left; returns whether it has. It may live, and the new one may be too
+        early.
 
-        What it sent into is given back before memory for the next one is taken.
+        Its receive memory is released before memory for the next trainer is taken.
         """
         met = self._met
         if met is None:
@@ -145,7 +146,7 @@ class Meetings:
         log.info("pair %s: the trainer was met, epoch %d", info.pair, pair.epoch)
 
     async def _renew(self, met: MetTrainer, info: EthaWeightTransferInitInfo, received: Incoming) -> None:
-        """Register with the trainer that was met what is in other memory since."""
+        """Register the tensors whose memory has changed again, with the same trainer."""
         async with self._order:
             await met.batch.close()
             self._met = await self._registered(met.pair, info, received)
@@ -163,6 +164,6 @@ class Meetings:
         return MetTrainer(pair=pair, batch=batch, received=received)
 
     async def _tell_when_lost(self, pair: AsyncPair, info: EthaWeightTransferInitInfo) -> None:
-        """Say to the engine that holds a pause of the trainer that this one has gone."""
+        """When the trainer has gone, inform the engine that holds its pause."""
         await pair.lost
         say_gone(info.news, info.holder)

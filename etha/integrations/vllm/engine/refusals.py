@@ -1,8 +1,8 @@
-"""What an engine says when it takes no version, in words that the trainer's side knows it by."""
+"""Texts by which an engine refuses a version, and by which the trainer's side recognizes the reason."""
 
 from __future__ import annotations
 
-#: What an engine says whose live parameters, which it has registered, are in other memory since.
+#: The engine's registered live parameters have other memory now.
 MOVED = "registered parameters of the engine are in other memory now"
-#: What an engine says that has never been told of a trainer.
+#: The engine has not been told to meet a trainer.
 STRANGER = "has met no trainer"

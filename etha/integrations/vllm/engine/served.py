@@ -1,10 +1,10 @@
-"""An API server knows the adapters that its engine has received by their names: ``model="policy"`` in a request.
+"""Lets an API server answer to the names of the adapters that its engine has received: ``model="policy"`` in a request.
 
-vLLM's server knows adapters that it was started with, or that were loaded over HTTP from a directory. The calls of a
-trainer pass through the same process, so when the first version of an adapter is live it is entered beside those.
+vLLM's server knows adapters that it was started with, or that were loaded over HTTP from a directory. A trainer's calls
+pass through the same process, so an adapter is added to them when its first version is live.
 
-A request for an adapter of which no version is live is refused where requests come in, with an ``LLM``, too: a worker
-would find out in the middle of a step, which ends the engine.
+A request for an adapter without a live version is refused where requests come in, also with an ``LLM``. A worker would
+find it out in the middle of a step, which ends the engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from etha.integrations.vllm.weights.adapter import ROOT, adapter_path, lora_requ
 
 
 def serve_adapters(executor: Any, wanted: Callable[[Any], bool]) -> None:
-    """Have API servers of engines that ``wanted`` says so of answer for the adapters that these receive. Once.
+    """Make API servers answer for received adapters, for engines for which ``wanted`` is true. Once.
 
-    A server asks for the engine's class of ``executor`` before it makes its client of the engine, and its models after.
+    A server asks for the engine's class of ``executor`` before it makes its engine client, and makes its models after
+    that.
     """
     asked = executor.get_class
     if hasattr(asked, "serves_adapters"):
@@ -44,7 +45,7 @@ def serve_adapters(executor: Any, wanted: Callable[[Any], bool]) -> None:
 
 
 def _refuse_unknown() -> None:
-    """Have this process's engines refuse requests for adapters that they have not received. Once."""
+    """Make this process's engines refuse requests for adapters that they have not received. Once."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -76,7 +77,8 @@ def _refuse_requests(processor: Any) -> None:
 
 
 def _know_live(engine: Any, *, awaited: bool) -> None:
-    """Whoever calls the workers of ``engine`` to receive an adapter: its name is known where its requests come in."""
+    """Wrap the calls to the workers of ``engine``, so that a received adapter's name is known where requests come
+    in."""
     call = engine.collective_rpc
     if hasattr(call, "serves_adapters"):
         return
@@ -113,7 +115,7 @@ class _Holder:
 
 
 def _remember_models(models: Any) -> None:
-    """The names that a server answers to are known to the client of its engine."""
+    """Give the engine client the list of names to which the server answers."""
     made = models.__init__
     if hasattr(made, "serves_adapters"):
         return
@@ -152,7 +154,7 @@ def _enter_adapters(client: Any, wanted: Callable[[Any], bool]) -> None:
 
 
 def _refuse(client: Any, name: str) -> None:
-    """ConfigError for a name that requests could not address the adapter by."""
+    """ConfigError for a name by which requests could not address the adapter."""
     models = getattr(client, "etha_models", None)
     if models is None:
         return

@@ -1,12 +1,12 @@
-"""The engine's side: what each vLLM worker does in vLLM's four calls.
+"""The engine's side: the actions of each vLLM worker in vLLM's four calls.
 
     init_weight_transfer_engine   record what the loaders keep; begin to meet the trainer (meeting.py)
     start_weight_update           begin to receive, beside the engine's steps
     update_weights                wait until it is committed; nothing of the model has changed
     finish_weight_update          bring it into the model, between two steps
 
-A version comes into the model only after every worker has it whole: an error in ``update_weights`` of one of them
-ends the update for all, and the engine answers with what it had.
+A version comes into the model only after every worker has all of it. An error in ``update_weights`` of one worker ends
+the update for all, and the engine continues with the version that it had.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from etha.integrations.vllm.weights.keep import Meta
 from etha.integrations.vllm.weights.lora import ReceivedAdapter
 from etha.integrations.vllm.weights.received import Dtypes, Received, widest
 
-# Under vLLM's own root: what an engine prints is what is logged there.
+# Under vLLM's own root, so that vLLM's handlers print it.
 log = init_logger("vllm.etha")
-#: Parameters that an error names.
+#: Most parameters that an error names.
 _SHOWN = 5
 
 
 @dataclass
 class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
-    """Nothing needs to be said of a version but that it shall not come: ``cancel`` ends the update with an error.
+    """Options of one update. ``cancel`` ends the update with an error.
 
-    ``verify``: what comes is not brought in, but the live model is compared with it.
+    ``verify``: compare the live model with the received version instead of bringing it in.
     """
 
     cancel: bool = False
@@ -55,7 +55,7 @@ class EthaWeightTransferUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A version on its way, what it is received into, and, once all of it is there, its result."""
+    """A version that is being received, its destination, and its result once it is complete."""
 
     received: Incoming
     moving: TransferFuture
@@ -64,9 +64,9 @@ class _Coming:
 
 
 class _Together:
-    """The workers of an engine agree on dtypes in the middle of what each does for itself, and all fail if one does.
+    """Lets an engine's workers agree on dtypes while each prepares itself, and fail together.
 
-    The others would wait for it, here or when tensors are registered, until their deadline.
+    Without it the others would wait for a failed worker until their deadline, here or in registration.
     """
 
     def __enter__(self) -> _Together:
@@ -79,7 +79,7 @@ class _Together:
         return widest(self._gather(mine))
 
     def _gather(self, mine: Dtypes | str) -> list[Dtypes]:
-        """What all workers say; a text is an error, and raised where it is another worker's."""
+        """The values of all workers. A text is an error, which is raised if it is another worker's."""
         group = get_world_group()
         found: list[Any] = [mine]
         if group.world_size > 1:
@@ -101,7 +101,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
 
     init_info_cls = EthaWeightTransferInitInfo
     update_info_cls = EthaWeightTransferUpdateInfo
-    # What is kept was recorded of one model.
+    # The recording is of one model.
     supports_draft_weight_update = False
 
     _meetings: Meetings | None = None
@@ -133,7 +133,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         meetings.begin(init_info, rank, world, received)
 
     def _record(self, init_info: EthaWeightTransferInitInfo, metas: list[Meta]) -> Incoming:
-        """What the loaders keep; of a trainer that announces the same again, what they kept before."""
+        """What the loaders keep; taken from the last recording if a trainer announces the same tensors again."""
         known = (metas, init_info.direct, init_info.atomic, init_info.adapter)
         if self._received is None or self._known != known:
             self._received = None
@@ -200,7 +200,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     def start_weight_update(self) -> None:
         """Begin to receive the next version; ConfigError before ``init_weight_transfer_engine``.
 
-        Errors of ``init_pair`` and ``register_tensors``, if that is how the meeting with the trainer has ended.
+        If the meeting with the trainer failed, raises its error (of ``init_pair`` or ``register_tensors``).
         """
         self._stop()
         if self._meetings is None:
@@ -213,8 +213,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     def receive_weights(self, update_info: EthaWeightTransferUpdateInfo) -> None:
         """Wait for the version that ``start_weight_update`` began to receive.
 
-        TransferError and its subclasses: the model serves on with the version that it had, also where ``verify`` finds
-        that this is not the one that has come.
+        TransferError and its subclasses: the model keeps its version. With ``verify``, also if the live model differs
+        from the received version.
         """
         coming = self._coming
         if update_info.cancel:
@@ -231,7 +231,7 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         self._coming = coming
 
     def _verify(self, received: Incoming) -> None:
-        """TransferError, naming parameters, where the live model is not what ``received`` would make of it."""
+        """TransferError that names parameters if the live model differs from what ``received`` would make of it."""
         found = received.compare()
         if found.left_out:
             log.warning("not compared, for they are packed and no product is known of them: %s", found.left_out)
@@ -263,13 +263,13 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
             meetings.close()
 
     def report(self) -> dict[str, Any]:
-        """How this worker receives each tensor, and bytes; see ``Received.report``."""
+        """How this worker receives each tensor, and the bytes; see ``Received.report``."""
         if self._received is None:
             raise ConfigError("nothing is known of a checkpoint yet: call init_weight_transfer_engine")
         return dict(self._received.report())
 
     def _stop(self) -> None:
-        """End a receive that nobody waits for."""
+        """End a receive for which nobody waits."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.moving.cancel()

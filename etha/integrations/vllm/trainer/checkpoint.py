@@ -1,10 +1,10 @@
-"""A transformers module's tensors by the names of its checkpoint, which are those that vLLM's loaders know.
+"""The checkpoint's names for a transformers module's tensors; these are the names that vLLM's loaders know.
 
     mlp.experts.gate_up_proj [4, 2 * inner, hidden]   ->   block_sparse_moe.experts.{0..3}.w{1,3}.weight, as views
 
-transformers 5 computes with other tensors than it saves: it renames, stacks and fuses while it loads, and reverts all
-of it in ``save_pretrained``. Its own code reverts stand-ins of the tensors here; what it shows of each is noted. There
-is no table of models: a model that transformers can save is a model that this can name.
+transformers 5 computes with other tensors than it saves: it renames, stacks and fuses them while it loads, and reverts
+all of that in ``save_pretrained``. Here its own code reverts stand-ins of the tensors, and this file notes which view
+each result is. There is no table of models: any model that transformers can save works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etha.integrations.vllm.weights.standin import StandIn
 from etha.integrations.vllm.weights.trace import Trace
 
 _CPU = torch.device("cpu")
-#: What configurations of transformers call the number of experts.
+#: The names by which transformers' configurations give the number of experts.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -39,14 +39,15 @@ class Shown:
 
 
 def has_checkpoint(module: nn.Module) -> bool:
-    """Whether a module is one of transformers', or has one in it."""
+    """Whether a module is one of transformers', or contains one."""
     return any(True for _ in _models(module))
 
 
 def checkpoint_parts(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
-    """Checkpoint name -> what it is of ``tensors``, which are the module's by their names without wrappers.
+    """Checkpoint name -> the part of ``tensors``, which are the module's by their names without wrappers.
 
-    Tensors that are none of transformers' keep their names. ConfigError for what is no view of one tensor.
+    Tensors that are not transformers' keep their names. ConfigError for a checkpoint tensor that is not a view of one
+    tensor.
     """
     found: dict[str, Shown] = {}
     rest = dict(tensors)
@@ -62,9 +63,10 @@ def checkpoint_parts(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The topmost modules that are transformers' models, with the prefixes of their names."""
+    """The topmost transformers models in a module, with the prefixes of their names."""
     library = sys.modules.get("transformers.modeling_utils")
-    if library is None or "revert_weight_conversion" not in vars(library):  # transformers 4 saves what it has
+    # Nothing is needed for transformers 4, which saves the tensors that it has.
+    if library is None or "revert_weight_conversion" not in vars(library):
         return
     kind: type = library.PreTrainedModel
     inside: list[str] = []
@@ -117,7 +119,8 @@ def _reverted(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _refuse_some_experts(model: nn.Module, name: str, shape: torch.Size, split: int) -> None:
-    """ConfigError for a plain stack of this rank's experts: each rank's would be named as the model's first ones."""
+    """ConfigError for a plain stack of this rank's experts, because each rank's would get the names of the model's
+    first ones."""
     config = getattr(model, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
     experts = next((n for key in _EXPERTS if isinstance(n := getattr(config, key, None), int)), None)
@@ -130,7 +133,7 @@ def _refuse_some_experts(model: nn.Module, name: str, shape: torch.Size, split: 
 
 
 def _operations(model: nn.Module, names: list[str]) -> str:
-    """What transformers does to save a model, besides what can be views."""
+    """The operations by which transformers saves a model, except those that can be views."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -143,7 +146,7 @@ def _operations(model: nn.Module, names: list[str]) -> str:
 
 
 class _Tap:
-    """Notes which view of the tensor ``name`` is read; ``log`` is that of all tensors of a model."""
+    """Notes which view of the tensor ``name`` is read. ``log`` is shared by all tensors of a model."""
 
     def __init__(self, name: str, log: list[tuple[str, Trace | None, torch.Tensor]]) -> None:
         self.name, self._log = name, log
@@ -164,9 +167,9 @@ class _Tap:
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """The same tree of modules with parameters on meta, without wrappers and as the classes that transformers knows.
+    """The same tree of modules with parameters on meta, without wrappers, in the classes that transformers knows.
 
-    FSDP2 makes a class of its own of each class that it shards, in which transformers sees custom code.
+    FSDP2 makes a new class of each class that it shards, which transformers takes for custom code.
     """
     shells: dict[str, nn.Module] = {}
     for prefix, owner in walk(model):

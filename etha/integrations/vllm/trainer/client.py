@@ -1,10 +1,10 @@
-"""LLMClient: a trainer in one process with vLLM's ``LLM``, which it drives by calls and not over HTTP.
+"""LLMClient: drives vLLM's ``LLM`` in the trainer's own process, by calls and not over HTTP.
 
     trainer   send_weights   start  ...  update  finish                 generate
-    LLM       (idle: one thread uses it)           new weights, caches of the old ones forgotten
+    LLM       (idle: one thread uses it)           new weights, caches of the old ones cleared
 
-An ``LLM`` computes only while somebody is in ``generate``, so nothing has to be paused; vLLM's core refuses some kinds
-of pause when it runs in the process itself.
+An ``LLM`` computes only during ``generate``, so nothing has to be paused. vLLM's core refuses some kinds of pause when
+it runs in the same process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from etha.errors import ConfigError, TransferError
 class LLMClient:
     """vLLM's weight transfer client for the ``LLM`` in this process: ``trainer_init(..., client=LLMClient(llm))``.
 
-    One rank of the trainer gives it. Call ``generate`` and ``send_weights`` one after the other: ConfigError for
-    weights that come while requests are under way.
+    One rank of the trainer passes it. Call ``generate`` and ``send_weights`` one after the other: weights that arrive
+    while requests run are a ConfigError.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -45,9 +45,9 @@ class LLMClient:
         self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Bring the version into the model, and forget what was computed with the one before.
+        """Bring the version into the model, and clear what was computed with the previous one.
 
-        TransferError where a cache cannot be forgotten.
+        TransferError if a cache cannot be cleared.
         """
         self._llm.finish_weight_update(weight_version)
         engine = self._llm.llm_engine
@@ -57,10 +57,10 @@ class LLMClient:
         engine.reset_encoder_cache()
 
     def pause_generation(self, mode: str) -> None:
-        """Nothing: an ``LLM`` computes only while somebody is in ``generate``."""
+        """Do nothing, because an ``LLM`` computes only during ``generate``."""
 
     def resume_generation(self) -> None:
-        """Nothing, as ``pause_generation``."""
+        """Do nothing, as ``pause_generation``."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """Nothing: ``finish_weight_update`` has done it, and no request is running."""
+        """Do nothing, because ``finish_weight_update`` has cleared it and no request is running."""

@@ -1,7 +1,7 @@
-"""The engine's control plane beside vLLM's four calls: generation stands still while a version comes in.
+"""Pauses and resumes the engine around vLLM's four calls, so that it generates nothing while a version comes in.
 
-Over HTTP (any client with a ``base_url``) by vLLM's own routes; by methods of the same names on any other client that
-has them; where neither is, the caller sees to it.
+Over HTTP (any client with a ``base_url``) it uses vLLM's own routes. On other clients it calls methods of the same
+names. If there are none, the caller is responsible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etha.errors import ConfigError
 from etha.integrations.vllm.engine.lease import SECONDS
 
 log = logging.getLogger(__name__)
-#: What becomes of requests that are under way: they are finished first, are cut off, or go on with the new version.
+#: What happens to running requests: they finish first, are cut off, or continue with the new version.
 Pause = Literal["wait", "abort", "keep"]
 
 
@@ -28,11 +28,11 @@ class Control:
         self._client, self._mode, self._lease, self._in_place = client, mode, lease, in_place
         self._paused = False
         self._claimed = ""
-        #: By what name the engine knows whose the pause is; new for each time that the trainer is met.
+        #: The name by which the engine knows the holder of the pause; new for each meeting with the trainer.
         self.holder = ""
 
     def pause(self) -> None:
-        """No new request begins; what is cached of the old version is forgotten."""
+        """Stop new requests, and clear what is cached of the old version."""
         if self._mode is not None:
             self._paused = True
             if self.holder and isinstance(getattr(self._client, "base_url", None), str):
@@ -42,13 +42,13 @@ class Control:
             self._say("pause", "pause_generation", mode=self._mode)
 
     def resume(self) -> None:
-        """Requests go on where ``pause`` stopped them; the cache of kept ones is computed again, with the new weights.
+        """Resume requests; kept ones are computed again with the new weights.
 
-        An engine that knows whose its pause is goes on only if it is nobody else's, too.
+        An engine that knows the holder of its pause resumes only if nobody else has paused it, too.
         """
         if not self._paused:
             return
-        if self._claimed:  # what was cached is forgotten as vLLM pauses, of kept requests, too
+        if self._claimed:  # vLLM clears its caches when it pauses, also for kept requests
             self._client.update_weights({"release": self._claimed})
             self._paused, self._claimed = False, ""
             return
@@ -60,9 +60,10 @@ class Control:
             self._paused = False
 
     def recover(self) -> None:
-        """Resume an engine that a trainer before this one may have left paused; over HTTP it does that by itself.
+        """Resume an engine that an earlier trainer may have left paused. Over HTTP the engine does that by itself.
 
-        There a pause may be somebody else's, or that of a model of two versions: the engine knows (lease.py).
+        Over HTTP the pause may be somebody else's, or that of a model of two versions, and only the engine knows
+        (lease.py).
         """
         if self._mode is not None and not isinstance(getattr(self._client, "base_url", None), str):
             self._say("resume", "resume_generation")
@@ -89,7 +90,7 @@ class Control:
 
 
 def call_engine(call: Callable[..., None], *arguments: Any) -> None:
-    """Call the client; an HTTP error is raised with what the server says of it."""
+    """Call the client. An HTTP error is raised with the server's text."""
     import requests
 
     try:
@@ -100,7 +101,7 @@ def call_engine(call: Callable[..., None], *arguments: Any) -> None:
 
 
 def unreachable(error: BaseException) -> bool:
-    """Whether nobody answers where the engine should be: one that is restarting, mostly."""
+    """Whether no engine answers at the address, mostly because it is restarting."""
     import requests
 
     return isinstance(error, (ConnectionError, requests.ConnectionError))

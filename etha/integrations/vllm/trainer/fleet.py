@@ -1,11 +1,11 @@
-"""Several engines that one call of the trainer brings a version to: each on its own, and one that is out is left out.
+"""Sends a version to several engines in one call. Each has its own outcome, and one that is out is left out.
 
     call         begin --- every replica that is in: a version ------------------------ end
                  a replica that is out: waited for as long, then left out  - - - - - -|
     attend       ... asks the engine again and again ... it answers: in with the next call
 
-A replica is out when its engine is lost or has not answered. On rank 0 ``attend`` looks for it in the background, so
-that no call waits for it; the other ranks hear of it in the call (team.py; each replica has words of its own).
+A replica is out if its engine is lost or has not answered. On rank 0 ``attend`` looks for it in the background, so that
+no call waits for it. The other ranks learn it in the call (team.py; each replica has its own messages).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """How a call ended with each engine, in the order of the clients: its ``TransferResult``, or what went wrong."""
+    """The outcome of a call for each engine, in the order of the clients: its ``TransferResult`` or its error."""
 
     results: tuple[TransferResult | EthaError, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether it went well with all of them."""
+        """Whether all of them succeeded."""
         return not self.failed
 
     @property
     def failed(self) -> dict[int, EthaError]:
-        """What went wrong, by the engine's place among the clients."""
+        """The errors, by the engine's place among the clients."""
         return {number: result for number, result in enumerate(self.results) if isinstance(result, EthaError)}
 
 
 class Turn:
-    """One call on rank 0, which says how long it waits for replicas that are out.
+    """One call on rank 0, which decides how long to wait for replicas that are out.
 
-    As long as others are under way; where none is, until one has come and is done. ``every``: for every one, unless
-    one refuses.
+    It waits while others are under way; if none is, until one has come and is done. ``every``: wait for every one,
+    unless one refuses.
     """
 
     def __init__(self, under_way: Iterable[FleetMember], *, every: bool = False) -> None:
         self._under_way, self._every = set(under_way), every
-        #: Replicas that are out are waited for no more.
+        #: Set when replicas that are out are not waited for any more.
         self.enough = asyncio.Event()
 
     def begin(self, member: FleetMember) -> None:
@@ -64,7 +64,7 @@ class Turn:
         self._under_way.add(member)
 
     def leave(self, member: FleetMember) -> None:
-        """A replica that took part does no more, or is not under way yet."""
+        """A replica that took part has stopped, or is not under way yet."""
         if member in self._under_way:
             self._under_way.remove(member)
             if not self._under_way and not self._every:
@@ -78,12 +78,12 @@ class Turn:
 
 
 class FleetMember:
-    """One replica of several, as one rank has it."""
+    """One of several replicas, on one rank."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._background: TransferFuture | None = None
-        # Rank 0's. The engine answers, and was met or waits for that; or it refuses. Calls begin only then.
+        # Rank 0 only. Set if the engine was met or waits to be met, or if it refuses. Calls begin only then.
         self._answers = asyncio.Event()
         self._refused: Exception | None = None
         self._out, self._told, self._met = True, False, False
@@ -97,7 +97,7 @@ class FleetMember:
 
     @property
     def is_in(self) -> bool:
-        """Whether the engine was met and nothing is known against it."""
+        """Whether the engine was met and no error has come since."""
         return self._answers.is_set() and not self._told and self._replica.stands
 
     def announce(self, metas: Sequence[ParamMeta], *, spread: bool) -> None:
@@ -109,7 +109,7 @@ class FleetMember:
         await self._replica.together(partial(self._begin, turn))
 
     async def send(self, turn: Turn, version: int | str | None, label: str | None) -> TransferResult:
-        """Bring a version into the engine."""
+        """Send a version to the engine."""
         return await self._replica.transfer(partial(self._send, turn, version, label), version)
 
     async def verify(self) -> TransferResult:
@@ -138,7 +138,7 @@ class FleetMember:
             return await self._replica.verified()
 
     async def _come(self, turn: Turn) -> None:
-        """Wait until the engine answers, for as long as the call waits for it."""
+        """Wait until the engine answers, as long as the call waits for it."""
         turn.leave(self)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._replica.info.timeout):
@@ -161,7 +161,7 @@ class FleetMember:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """What is asked of an engine that answers, in the time for a version; it is out if that fails."""
+        """Enter for calls to an engine that answers, in the time for one version. If one fails, the engine is out."""
         self._calling, done = True, False
         try:
             with self._replica.within(self._replica.info.timeout):
@@ -180,7 +180,7 @@ class FleetMember:
     async def _meet(self) -> None:
         error: Exception | None
         try:
-            error = await self._replica.ask_to_join()  # again: it was asked some time ago
+            error = await self._replica.ask_to_join()  # again, because it was asked some time ago
         except Exception as failed:
             if not absent(failed):
                 raise
@@ -199,7 +199,7 @@ class FleetMember:
         self._background = loop_thread.submit(work)
 
     def close(self) -> None:
-        """Look for nothing more; idempotent."""
+        """Stop looking; idempotent."""
         if self._background is not None:
             self._background.cancel()
 
@@ -224,7 +224,8 @@ class FleetMember:
                 log.warning("%s is lost, and looked for: %s", self, pair.lost.text)
 
     async def _search(self) -> None:
-        """Ask until the engine answers: to meet this trainer, or, while the pair stands, to end what was begun."""
+        """Ask until the engine answers: to meet this trainer, or, if the pair is formed, to end an update that was
+        begun."""
         last: Exception | None = None
         while True:
             try:
@@ -250,7 +251,7 @@ class FleetMember:
 
 
 class Replicas:
-    """All replicas of a trainer, as one rank has them. One that is out costs the others nothing, and is told of."""
+    """All replicas of a trainer, on one rank. One that is out does not delay the others, and is reported."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class Replicas:
         self._members = [
             FleetMember(Replica(_named(info, number), client, bus, weights)) for number, client in enumerate(clients)
         ]
-        # Of the last version: each replica counts its own, but what they serve is one.
+        # Number of the last version. Each replica counts its own transfers, but all serve one version.
         self._number = 0
 
     def announce(self, metas: Sequence[ParamMeta], *, spread: bool) -> None:
@@ -274,12 +275,12 @@ class Replicas:
             member.announce(metas, spread=spread)
 
     def close(self) -> None:
-        """Look for nothing more; idempotent."""
+        """Stop looking; idempotent."""
         for member in self._members:
             member.close()
 
     async def begin(self) -> None:
-        """Meet all engines; an engine that does not come in time is left out, unless none comes.
+        """Meet all engines. An engine that does not come in time is left out, unless none comes.
 
         An engine that refuses is an error.
         """
@@ -299,7 +300,7 @@ class Replicas:
             self._number = await self._last()
 
     async def send(self, version: int | str | None) -> FleetResult:
-        """Bring a version into all of them; an error only where none has taken it."""
+        """Send a version to all of them; an error only if none has taken it."""
         self._number += 1
         label = str(self._number if version is None else version)
         turn = Turn(member for member in self._members if member.is_in)
@@ -311,7 +312,7 @@ class Replicas:
         return FleetResult(results=tuple(outcome for outcome in outcomes if outcome is not None))
 
     async def verify(self) -> FleetResult:
-        """Verify all that are there; an error where one computes with other weights, or none is there."""
+        """Verify all that are in; an error if one computes with other weights, or none is in."""
         turn = Turn(member for member in self._members if member.is_in)
         outcomes = await self._each(turn, lambda member: member.verify())
         failed = _failed(outcomes)
@@ -323,7 +324,7 @@ class Replicas:
     async def _each(
         self, turn: Turn, work: Callable[[FleetMember], Coroutine[Any, Any, TransferResult | None]]
     ) -> list[TransferResult | EthaError | None]:
-        """``work`` with all of them at the same time, and how it ended with each."""
+        """Run ``work`` for all of them at the same time; returns each outcome."""
 
         async def outcome(member: FleetMember) -> TransferResult | EthaError | None:
             try:
@@ -340,7 +341,7 @@ class Replicas:
         return [task.result() for task in tasks]
 
     def _ranks_missing(self, error: EthaError) -> bool:
-        """Whether ranks of the trainer were missing, and not the engine: they have lists of other lengths, maybe."""
+        """Whether ranks of the trainer were missing, and not the engine. They may have lists of other lengths."""
         return isinstance(error, RendezvousTimeoutError) and self._info.local_name in error.missing
 
     def _tell(self, failed: dict[int, EthaError], what: str) -> None:
@@ -349,14 +350,14 @@ class Replicas:
                 log.warning("%s %s: %s", self._members[number], what, error)
 
     async def _last(self) -> int:
-        """The number of the last version that any of them has taken, of whatever trainer."""
+        """The number of the last version that any of them has taken, from any trainer."""
         batches = (await self._bus.status())["batches"]
         mine = {member.batch for member in self._members}
         return max((int(batch["seq"]) for batch in batches if (batch["pair"], batch["batch"]) in mine), default=0)
 
 
 def _check(clients: Sequence[VLLMWeightSyncClient]) -> None:
-    """ConfigError unless each engine is there once."""
+    """ConfigError unless each engine is listed once."""
     if not clients:
         raise ConfigError("client=[]: give a client for each engine, or one client that is not in a list")
     addresses = [getattr(client, "base_url", id(client)) for client in clients]
@@ -366,7 +367,7 @@ def _check(clients: Sequence[VLLMWeightSyncClient]) -> None:
 
 
 def _named(info: EthaTrainerInitInfo, number: int) -> EthaTrainerInitInfo:
-    """``info`` for one replica: a pair and a batch of its own."""
+    """``info`` for one replica, with a pair and a batch of its own."""
     if number == 0:
         return info
     return replace(info, pair=f"{info.pair}.{number}", batch=f"{info.batch}.{number}")
@@ -377,7 +378,7 @@ def _failed(outcomes: Sequence[TransferResult | EthaError | None]) -> dict[int, 
 
 
 def _summary(what: str, failed: dict[int, EthaError]) -> EthaError:
-    """One error for several: of their class if they have one, with what each says."""
+    """One error for several: of their common class, if there is one, with all texts."""
     text = f"{what}: " + "; ".join(f"engine {number}: {error}" for number, error in failed.items())
     errors = list(failed.values())
     if len({error.code for error in errors}) == 1:
@@ -388,7 +389,7 @@ def _summary(what: str, failed: dict[int, EthaError]) -> EthaError:
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Until one of ``waits`` is over."""
+    """Return when the first of ``waits`` is over."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(wait) for wait in waits]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

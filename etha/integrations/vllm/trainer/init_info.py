@@ -1,4 +1,4 @@
-"""What a trainer rank gives vLLM's factory to join the pair."""
+"""The arguments with which a trainer rank joins the pair through vLLM's factory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from etha.integrations.vllm.weights.adapter import Adapter
 
 @dataclass
 class EthaTrainerInitInfo(TrainerInitInfo):
-    """A trainer rank's part in the pair ``pair``; every rank gives the same but for ``rank``.
+    """A trainer rank's part in the pair ``pair``. Every rank passes the same values except for ``rank``.
 
     ``world_size``: ranks of the trainer (default: torch.distributed's, else $WORLD_SIZE, else 1). ``names``: ordered
-    regex replacements from the model's names to the checkpoint's. ``direct``: engine parameters that can be written
-    as they are take no way through loaders. ``atomic=False``, with ``direct``: into the live parameters themselves,
-    without a copy; the engine is paused for as long, and torn if a transfer fails. ``pause``: what becomes of
-    requests under way while a version comes in: "wait" (they are finished first), "abort" (they end, with finish_reason
-    "abort"), "keep" (they stop, and go on with the new version), or None (the caller sees to it).
-    ``lease``: seconds after which an engine that this trainer has paused resumes by itself when the trainer has died.
-    ``adapter``: send a LoRA adapter under this name, and nothing of the model. ``timeout``: seconds for meeting, and
-    for each version. ``redis_url``, ``namespace``: of both sides where they are given, else each side's environment.
+    regex replacements from the model's names to the checkpoint's. ``direct``: write engine parameters that need no
+    change without the loaders. ``atomic=False``, with ``direct``: write into the live parameters without a copy. The
+    engine is paused meanwhile, and its model is half-written if a transfer fails. ``pause``: what happens to running
+    requests while a version comes in: "wait" (they finish first), "abort" (they end with finish_reason "abort"), "keep"
+    (they stop, and continue with the new version), or None (the caller is responsible). ``lease``: seconds after which
+    an engine that this trainer has paused resumes by itself if the trainer has died. ``adapter``: send a LoRA adapter
+    under this name, and nothing of the model. ``timeout``: seconds for meeting, and for each version. ``redis_url``,
+    ``namespace``: for both sides if given, else each side's environment.
     """
 
     backend: ClassVar[str] = "etha"

@@ -1,10 +1,10 @@
-"""A part of a tensor as ranges of its dims, in another order: of a plain tensor a view, of a DTensor a DTensor.
+"""A part of a tensor: ranges of its dims, in another order. A view of a plain tensor, or a DTensor of a DTensor.
 
     [experts, 2 * inner, hidden]      ->  expert 3's second half of dim 1:  [inner, hidden]
     Shard(0) over four ranks          ->  a DTensor over the one rank that has expert 3
     Shard(2) over four ranks          ->  a DTensor of Shard(1) over all four
 
-Nothing is copied, and no other rank is asked: what a layout makes of a part, every rank can compute.
+Nothing is copied, and no other rank is asked, because every rank can compute the layout of a part.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from etha.plan import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
-    """Of dim d of a tensor of ``shape`` the indices of ``runs[d]``, (start, stop), on dim ``axes[d]`` of the part.
+    """For dim d of a tensor of ``shape``: the indices of ``runs[d]``, (start, stop), on dim ``axes[d]`` of the part.
 
-    None in ``axes``: one index, whose dim the part does not have. ``ndim``: dims of the part; those that are nobody's
-    have one element.
+    None in ``axes``: one index, whose dim the part does not have. ``ndim``: dims of the part. Dims of the part without
+    a source dim have one element.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class TensorPart:
 
     @classmethod
     def of(cls, trace: Trace) -> TensorPart | None:
-        """The part that a view shows; None where it takes every other element, or folds a dim into several."""
+        """The part that a view shows; None if it takes every other element, or folds a dim into several."""
         if 0 in trace.shape and trace.sizes == trace.shape:
             return cls.all(trace.shape)
         if 0 in trace.counts or trace.counts != trace.sizes:
@@ -63,7 +63,7 @@ class TensorPart:
 
     @property
     def whole(self) -> bool:
-        """Whether the part is all of the tensor, as it is."""
+        """Whether the part is the whole tensor, unchanged."""
         return self.sizes == self.shape and all(a in (d, None) for d, a in enumerate(self.axes))
 
     @property
@@ -95,16 +95,16 @@ class TensorPart:
 
 
 class TensorParts:
-    """Parts of DTensors; equal sub-meshes are one object, so that registration reads each layout once."""
+    """Parts of DTensors. Equal sub-meshes are one object, so that registration reads each layout once."""
 
     def __init__(self) -> None:
         self._meshes: dict[tuple[int, tuple[tuple[int, int], ...]], DeviceMesh] = {}
         self._holdings: dict[tuple[int, tuple[Placement, ...], tuple[int, ...]], _Holding] = {}
 
     def of(self, name: str, tensor: torch.Tensor, part: TensorPart) -> torch.Tensor | None:
-        """``part`` of ``tensor``; None where this rank holds none of it.
+        """``part`` of ``tensor``; None if this rank holds none of it.
 
-        ConfigError naming ``name`` for a part that lies over the ranks as no placements can say.
+        ConfigError that names ``name`` if no placements describe how the part lies over the ranks.
         """
         if part.whole:
             return tensor
@@ -128,17 +128,18 @@ class TensorParts:
         )
 
     def _mesh(self, mesh: DeviceMesh, ranges: Sequence[tuple[int, int]]) -> DeviceMesh:
-        """The ranks of ``ranges`` of each axis of ``mesh``; it has no process group, for nobody computes on it."""
+        """The sub-mesh of the ``ranges`` of each axis of ``mesh``. It has no process group, because nothing computes on
+        it."""
         key = (id(mesh), tuple(ranges))
         if key not in self._meshes:
-            # DeviceMesh reads the storage of a tensor from its first element on, whatever view it is given.
+            # DeviceMesh reads a tensor's storage from its first element, even if it is given a view.
             ranks = mesh.mesh[tuple(slice(start, stop) for start, stop in ranges)].clone()
             self._meshes[key] = DeviceMesh(mesh.device_type, ranks, _init_backend=False)
         return self._meshes[key]
 
 
 class _Holding:
-    """Who holds what of DTensors of one shape and layout, and of their parts."""
+    """How the elements of DTensors of one shape and layout, and of their parts, lie over the ranks."""
 
     def __init__(self, tensor: DTensor) -> None:
         self._mesh, self._placements, self._shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
@@ -147,7 +148,7 @@ class _Holding:
         self._laid: dict[TensorPart, tuple[list[tuple[int, int]], list[Placement]]] = {}
 
     def mine(self, part: TensorPart, coordinate: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Of each dim of the local tensor of the rank at ``coordinate`` the indices that belong to the part."""
+        """For each dim of the local tensor of the rank at ``coordinate``: the indices that belong to the part."""
         found = []
         for runs, (start, stop) in zip(self._at(coordinate), part.runs, strict=True):
             before = sum(min(b, start) - a for a, b in runs if a < start)
@@ -155,7 +156,7 @@ class _Holding:
         return found
 
     def lay(self, part: TensorPart) -> tuple[list[tuple[int, int]], list[Placement]]:
-        """The range of each mesh axis that holds something of the part, and the part's placements over these."""
+        """The range of each mesh axis that holds elements of the part, and the part's placements over these ranges."""
         if part not in self._laid:
             self._laid[part] = self._lay(part)
         return self._laid[part]
@@ -181,7 +182,8 @@ class _Holding:
     def _held(
         self, part: TensorPart, dim: int, mesh_axes: list[int]
     ) -> Mapping[int, tuple[tuple[int, int], Placement]]:
-        """Of each mesh axis that shards ``dim``, which is cut: its range that holds the part, and how."""
+        """For each mesh axis that shards the cut dim ``dim``: the range of it that holds the part, and the
+        placement."""
         start, stop = part.runs[dim]
         pieces: dict[tuple[int, ...], int] = {}
         for where in itertools.product(*(range(self._mesh.mesh.shape[at]) for at in mesh_axes)):
@@ -220,13 +222,13 @@ def _common(runs: Sequence[tuple[int, int]], start: int, stop: int) -> int:
 
 
 def _moved(placement: Placement, axis: int) -> Placement:
-    """The same sharding, of another dim."""
+    """The same sharding of another dim."""
     if type(placement) is Shard:
         return Shard(axis)
     return type(placement)(axis, split_factor=placement.split_factor)  # type: ignore[call-arg, attr-defined]
 
 
 def _chunks(n: int, ranks: int) -> list[int]:
-    """The sizes of Shard over ``ranks``; those of empty shards are left out."""
+    """The sizes of Shard over ``ranks``, without empty shards."""
     step = -(-n // ranks)
     return [min(step, n - at) for at in range(0, n, step)]

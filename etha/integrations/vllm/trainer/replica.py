@@ -1,11 +1,11 @@
-"""One engine as the trainer's ranks have it: met, brought a version, verified; each rank's part in that.
+"""One engine on the trainer's ranks: meets it, sends a version, verifies it; each rank's part in that.
 
     rank 0    start_weight_update  say "send"   send   pause  update  finish_weight_update  resume   say "done"
     others                         hear         send                                                 hear
 
-Before start, where memory was moved: the engine is told, say "register", and all register again.
-Whatever fails on rank 0 is raised on all ranks (team.py). Both sides may be relaunched at any time, with other world
-sizes: the pair forms again with the next version.
+If tensors have other memory, rank 0 tells the engine before start and says "register", and all register again. Any
+error on rank 0 is raised on all ranks (team.py). Both sides may be relaunched at any time, with other world sizes: the
+pair forms again with the next version.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from etha.integrations.vllm.trainer.source import EthaSource, Iterated
 from etha.integrations.vllm.trainer.team import Team, one_engine
 
 log = logging.getLogger(__name__)
-#: Seconds between two looks for an engine that does not answer.
+#: Seconds between two attempts to reach an engine that does not answer.
 AGAIN = 0.5
-#: Seconds within which agents tell that a worker has died, be it with its whole host.
+#: Seconds within which agents report that a worker has died, even with its host.
 _NEWS = 5.0
-#: Calls of the engine in which a version is brought in: start, pause, update, finish, resume.
+#: Calls to the engine that bring a version in: start, pause, update, finish, resume.
 _CALLS = 5
 
 
 class Replica:
-    """This rank's part in bringing ``weights`` into the engine behind ``client``; runs on the loop of ``bus``."""
+    """This rank's part in bringing ``weights`` into the engine behind ``client``. Runs on the loop of ``bus``."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Replica:
             bus, info.pair, info.local_name, rank=info.rank, world=place_of(info).world_size, timeout=info.timeout
         )
         self.pair: AsyncPair | None = None
-        # When a call of the engine is given up, by the loop's clock; None: the client has a limit of its own.
+        # Deadline of calls to the engine, by the loop's clock; None: the client has a limit of its own.
         self._until: float | None = None
         self._metas: Sequence[ParamMeta] = ()
         self._spread = False
-        # Whether the model of the engine may be of two versions: then nothing may be computed with it.
+        # Whether the engine's model may be of two versions: then it must not compute.
         self._torn = False
         self._batch: AsyncBatchHandle | None = None
-        # Where the tensors lay that are registered.
+        # Where the registered tensors lay at registration.
         self._lay: dict[str, tuple[Any, ...]] = {}
 
     @property
@@ -86,7 +86,7 @@ class Replica:
         return self.pair is not None and not self.pair.lost.is_set()
 
     def announce(self, metas: Sequence[ParamMeta], *, spread: bool) -> None:
-        """What the engine is told of. ``metas``: of all ranks; ``spread``: no rank has all of them."""
+        """Set what the engine is told. ``metas``: those of all ranks. ``spread``: no rank has all of them."""
         self._metas, self._spread = metas, spread
 
     async def begin(self) -> None:
@@ -94,7 +94,7 @@ class Replica:
         await self.together(self.form)
 
     async def send(self, version: int | str | None) -> TransferResult:
-        """Bring the weights into the engine as ``version``."""
+        """Send the weights to the engine as ``version``."""
         return await self.transfer(partial(self._send, version), version)
 
     async def verify(self) -> TransferResult:
@@ -103,7 +103,7 @@ class Replica:
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Calls of the engine in here are given up once ``seconds`` are over: TransferTimeoutError."""
+        """Calls to the engine inside are given up after ``seconds``: TransferTimeoutError."""
         self._until = asyncio.get_running_loop().time() + seconds
         try:
             yield
@@ -115,7 +115,7 @@ class Replica:
     async def together(
         self, work: Callable[[], Coroutine[Any, Any, TransferResult | None]], version: int | str | None = None
     ) -> TransferResult | None:
-        """One call of all ranks: ``work`` is rank 0's, the others do what it says, and have its outcome."""
+        """One call of all ranks. ``work`` is rank 0's; the others follow its messages, and have its outcome."""
         if self.info.is_sender:
             return await self._lead(work())
         return await self._follow(version)
@@ -123,26 +123,26 @@ class Replica:
     async def transfer(
         self, work: Callable[[], Coroutine[Any, Any, TransferResult]], version: int | str | None = None
     ) -> TransferResult:
-        """``together``, of what ends in a transfer."""
+        """``together`` for work that ends in a transfer."""
         result = await self.together(work, version)
         assert result is not None
         return result
 
     async def _lead(self, work: Coroutine[Any, Any, TransferResult | None]) -> TransferResult | None:
-        """Rank 0's part: its outcome is everybody's."""
+        """Rank 0's part. All ranks have its outcome."""
         try:
             await self._team.meet()
             result = await work
         except BaseException as error:
             work.close()
-            with suppress(EthaError):  # what failed first is what is told
+            with suppress(EthaError):  # the first error is reported
                 await self._team.say(plain(error), self.info.timeout if isinstance(error, Exception) else _NEWS)
             raise
         await self._team.say("done", self.info.timeout)
         return result
 
     async def _follow(self, version: int | str | None) -> TransferResult | None:
-        """Every other rank's part: do as rank 0 says, and fail as it does."""
+        """Every other rank's part: follow rank 0, and fail as it does."""
         await self._team.meet()
         result: TransferResult | None = None
         failed: EthaError | None = None
@@ -161,23 +161,24 @@ class Replica:
                 else:
                     result = await self._bus.transfer(self.info.batch, "send", version=version)
             except EthaError as error:
-                failed = error  # rank 0 fails as well, and says how: or it does not, and that is this rank's alone
+                failed = error  # rank 0 fails, too, and reports it; if not, the error is this rank's own
         if failed is not None:
             raise failed
         return result
 
     def _patience(self) -> float:
-        """Seconds that rank 0 may take from one word to the next: the meeting, or the calls that bring a version in."""
+        """Seconds that rank 0 may take between two messages: for the meeting, or the calls that bring a version in."""
         return self.info.timeout + _CALLS * float(getattr(self.client, "timeout", self.info.timeout))
 
     async def form(self) -> None:
-        """Rank 0's: the engine first, for it may still wait for a trainer that has died, and take this one for it."""
+        """Rank 0's part of forming the pair. The engine comes first, because it may still wait for a trainer that has
+        died."""
         self.pair = None
         await self._engine_joins()
         await self.meet()
 
     async def meet(self) -> None:
-        """Rank 0's: all ranks meet the engine, which was told to meet them."""
+        """Rank 0's part: all ranks meet the engine, which was told to meet them."""
         await self._team.say("join", self.info.timeout)
         try:
             self.pair = await self._join()
@@ -188,7 +189,7 @@ class Replica:
             raise RendezvousTimeoutError(text, missing=error.missing) from None
 
     async def _engines_word(self) -> str:
-        """Why the engine has not come, which it says when it is asked to receive."""
+        """The engine's own error for not having come, which it gives when it is asked to receive."""
         import requests
 
         try:
@@ -203,7 +204,7 @@ class Replica:
     async def _join(self) -> AsyncPair:
         info = self.info
         place = place_of(self.info)
-        # Of plain tensors every rank has all, or each has some: then each is a replica by itself.
+        # Either every rank has all plain tensors, or each has some of them; then each is a replica by itself.
         mesh: Any = (place.world_size,)
         if self._spread:
             mesh = torch.tensor([info.rank if place.ranks is None else dist.get_rank()])
@@ -223,18 +224,18 @@ class Replica:
         self._lay = lay
 
     async def _register_again(self) -> None:
-        """Register anew with the engine, which has its tensors in other memory."""
+        """Register again with the engine, whose tensors have other memory."""
         if self._batch is not None:
             await self._batch.close()
         await self._register()
 
     def _moved(self) -> str | None:
-        """A tensor of this rank in other memory than it was registered in: trainers offload their weights."""
+        """A tensor of this rank whose memory has changed since registration, because trainers offload their weights."""
         now = self._weights.places() if self._lay else {}
         return next((name for name, lay in self._lay.items() if now.get(name) != lay), None)
 
     async def _renew(self, whose: str) -> None:
-        """Rank 0's: all ranks register again; the engine first, which does so beside its steps."""
+        """Rank 0's part: all ranks register again. The engine comes first, and registers beside its steps."""
         log.info("pair %s: %s in other memory: registering again", self.info.pair, whose)
         try:
             await self._ask(call_engine, self.client.init_weight_transfer_engine, {**self._plan(), "again": True})
@@ -258,7 +259,7 @@ class Replica:
             raise RendezvousTimeoutError(text, missing={self.info.remote_name: (0,)}) from last
 
     def _plan(self) -> dict[str, Any]:
-        """What the engine is told of the trainer."""
+        """The message to the engine about the trainer."""
         info, metas = self.info, self._metas
         plan: dict[str, Any] = {
             "holder": self._control.holder,
@@ -278,7 +279,7 @@ class Replica:
         return plan | {key: value for key in ("redis_url", "namespace") if (value := getattr(info, key)) is not None}
 
     async def ask_to_join(self, before: Exception | None = None) -> Exception | None:
-        """Tell the engine to meet this trainer; the error where nobody answers for it, ``before`` the one before."""
+        """Tell the engine to meet this trainer. Returns the error if nobody answers; ``before`` is the previous one."""
         import requests
 
         self._control.holder = uuid4().hex
@@ -303,20 +304,20 @@ class Replica:
         try:
             return await self.round(version)
         except PeerLostError as error:
-            if fresh or error.outcome != "withdrawn":  # bytes have moved: that is for the caller to know
+            if fresh or error.outcome != "withdrawn":  # bytes have moved, so the caller must know
                 raise
             log.info("pair %s was lost: forming it again", self.info.pair)
         await self.form()
         return await self.round(version)
 
     async def round(self, version: int | str | None, label: str | None = None) -> TransferResult:
-        """Rank 0's part of a version, with an engine that was met; ``label``: what the engine calls it."""
+        """Rank 0's part of a version, with an engine that was met. ``label``: the engine's name for the version."""
         try:
             async with self._documented(version):
                 result = await self._bring_in(version, label)
         except BaseException:
             if not self._torn:
-                with suppress(Exception):  # what failed first is what is told
+                with suppress(Exception):  # the first error is reported
                     await self._ask(self._control.resume)
             raise
         async with self._documented(version):
@@ -325,7 +326,8 @@ class Replica:
 
     @asynccontextmanager
     async def _documented(self, version: int | str | None) -> AsyncIterator[None]:
-        """Errors of the client as ours: an engine that nobody answers for has died, one that answers has refused."""
+        """Turn the client's errors into Etha's: an engine that does not answer has died, one that answers has
+        refused."""
         import requests
 
         try:
@@ -417,14 +419,14 @@ class Replica:
                     f"next call meets this engine",
                     outcome="withdrawn",
                 ) from error
-            # An update that a trainer before this one began and never ended, or memory that was taken for a while.
+            # An earlier trainer may have left an update open, or memory may have been unmapped for a while.
             await self._cancel()
             if MOVED in str(error):
                 await self._renew("the engine has parameters")
             await self._ask(call_engine, self.client.start_weight_update)
 
     async def settle(self) -> None:
-        """End what was begun with an engine that stands, and its pause; raises what ``absent`` tells of."""
+        """End what was begun with an engine that answers, and its pause; raises errors for which ``absent`` is true."""
         await self._ask_whether_it_answers(self.client.update_weights, {"cancel": True})
         if not self._torn:
             await self._ask_whether_it_answers(self._control.resume)
@@ -437,11 +439,10 @@ class Replica:
                 raise
 
     async def _ask(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Make a call of the engine, in a thread of its own.
+        """Make a call to the engine, in a thread of its own.
 
-        PeerLostError where it has not returned a while after the pair was lost: vLLM does not answer calls that were
-        under way when one of several engines behind a URL died. TransferTimeoutError where the time of ``within``
-        is over.
+        PeerLostError if it has not returned a while after the pair was lost: when one of several engines behind a URL
+        dies, vLLM does not answer running calls. TransferTimeoutError if the time of ``within`` is over.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[None] = loop.create_future()
@@ -463,7 +464,7 @@ class Replica:
                 call(*arguments)
             except BaseException as error:
                 failed = error
-            with suppress(RuntimeError):  # nobody waits any more: the loop has ended
+            with suppress(RuntimeError):  # nobody waits any more, because the loop has ended
                 loop.call_soon_threadsafe(end, failed)
 
         Thread(target=make, name="etha-engine-call", daemon=True).start()
@@ -477,7 +478,7 @@ class Replica:
             raise TransferTimeoutError(silent, outcome="unknown") from error
 
     async def _heard(self, answer: asyncio.Future[None]) -> None:
-        """Wait for ``answer``, and not for long once the pair is lost."""
+        """Wait for ``answer``; not for long once the pair is lost."""
         if self.pair is not None:
             async with asyncio.TaskGroup() as waiting:
                 lost = waiting.create_task(self.pair.lost.wait())
@@ -492,7 +493,8 @@ class Replica:
         await answer
 
     async def _engine_left(self, seconds: float) -> bool:
-        """Whether the pair is lost, or becomes so in a moment: its workers' death is heard of by another way."""
+        """Whether the pair is lost or will be in a moment, because the death of its workers is reported by another
+        way."""
         if self.pair is None:
             return True
         with suppress(TimeoutError):
@@ -501,7 +503,7 @@ class Replica:
         return self.pair.lost.is_set()
 
     async def _cancel(self) -> None:
-        with suppress(Exception):  # it always ends in an error: that is how vLLM ends an update
+        with suppress(Exception):  # it always raises, because vLLM ends an update by an error
             await self._ask(self.client.update_weights, {"cancel": True})
 
 
@@ -511,7 +513,7 @@ def place_of(info: EthaTrainerInitInfo) -> RankInfo:
 
 
 def absent(error: BaseException) -> bool:
-    """Whether an engine has not answered, of whatever that was asked; else it has, and refuses."""
+    """Whether an engine has not answered a call. Otherwise it has answered, and refuses."""
     import requests
 
     lost = (PeerLostError, TransferTimeoutError, RendezvousTimeoutError, TimeoutError, requests.Timeout)
@@ -519,7 +521,7 @@ def absent(error: BaseException) -> bool:
 
 
 def plain(error: BaseException) -> EthaError:
-    """``error`` as it can be told to other ranks."""
+    """``error`` in a form that can be sent to other ranks."""
     if isinstance(error, EthaError):
         return error
     return TransferError(f"trainer rank 0 failed: {type(error).__name__}: {error}", outcome="unknown")

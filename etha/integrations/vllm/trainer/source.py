@@ -1,6 +1,5 @@
-"""What a trainer rank has of the model, as it lies: shards, never gathered. Ranks may hold different names: stages of a
-pipeline, some of the experts.
-"""
+"""A trainer rank's tensors of the model, as shards and never gathered. Ranks may hold different names: stages of a
+pipeline, or some of the experts."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ from etha.integrations.vllm.weights.adapter import Adapter
 
 
 class EthaSource(WeightSource):
-    """A module, or tensors by checkpoint name: DTensors of any layout, or plain tensors that a rank has whole.
+    """A module, or tensors by checkpoint name: DTensors of any layout, or plain tensors that a rank holds whole.
 
-    A rank gives what it holds, and only that: what all ranks hold is merged when they meet. Of a module of
-    transformers it gives the tensors of its checkpoint, as ``save_pretrained`` writes them: experts that the module
-    has stacked one by one, under the names of the checkpoint, each a view of the module's memory. ``names``: ordered
-    regex replacements from these names, or those of another trainer, to the checkpoint's that the engine reads.
-    ``buffers``: a module's persistent ones, too, where the checkpoint has them; by default, of transformers' modules.
-    ``iter(source)`` yields what this rank holds, each DTensor as it is.
+    A rank gives only what it holds; the ranks' names are merged when they meet. For a transformers module it gives the
+    tensors of its checkpoint, as ``save_pretrained`` writes them. Stacked experts are given one by one, under the
+    checkpoint's names, each as a view of the module's memory. ``names``: ordered regex replacements from these names,
+    or those of another trainer, to the checkpoint's that the engine reads. ``buffers``: include a module's persistent
+    buffers, if the checkpoint has them; the default is to do so for transformers modules. ``iter(source)`` yields what
+    this rank holds, each DTensor unchanged.
 
-    ConfigError where transformers computes what it saves, or a layout has no placements for a view; and for a tensor of
-    a mapping that autograd has a history of: parameters, views of them, and what is detached have none of their own.
+    ConfigError if transformers would compute what it saves, or if no placements describe a view; and for a tensor of a
+    mapping that has an autograd history (parameters, views of them and detached tensors have none).
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class EthaSource(WeightSource):
 
     @classmethod
     def of(cls, source: WeightSource | None, names: Mapping[str, str] | None) -> EthaSource | Iterated:
-        """Read vLLM's own source without the gather that iterating it would be; ConfigError for none.
+        """Read vLLM's own source without iterating it, because that would gather; ConfigError for no source.
 
-        Any other source is iterated, which is its own gather, and sends what it holds whole.
+        Any other source is iterated: it gathers by itself, and its tensors are sent whole.
         """
         if isinstance(source, EthaSource):
             found = cls(source._weights, names=names, buffers=source._buffers)
@@ -72,7 +71,7 @@ class EthaSource(WeightSource):
         )
 
     def refresh(self) -> None:
-        """ConfigError where there are other tensors than the engine was told of: a layer replaced, a head untied."""
+        """ConfigError if the tensors are not those that the engine was told of: a layer was replaced, a head untied."""
         now = {meta.name: (meta.dtype, tuple(meta.shape)) for meta in self.metadata()}
         if self._announced is None:
             self._announced = now
@@ -87,7 +86,7 @@ class EthaSource(WeightSource):
             )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors by checkpoint name: parameters of a module in the order of its state_dict."""
+        """This rank's tensors by checkpoint name; parameters of a module in the order of its state_dict."""
         own, found = self._own(), {}
         for name, shown in self._checkpoint(own).items():
             tensor = self._parts.of(name, own[shown.source], shown.part)
@@ -96,18 +95,18 @@ class EthaSource(WeightSource):
         return found
 
     def places(self) -> dict[str, tuple[Any, ...]]:
-        """Where what this rank gives lies now: a trainer may have moved its weights."""
+        """Where this rank's tensors lie now, because a trainer may have moved its weights."""
         return {name: memory(tensor) for name, tensor in self._own().items()}
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and global shape of every tensor, also of those that only other ranks hold a part of."""
+        """Name, dtype and global shape of every tensor, including those of which only other ranks hold a part."""
         own = self._own()
         return [
             ParamMeta(name, own[shown.source].dtype, shown.part.sizes) for name, shown in self._checkpoint(own).items()
         ]
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The tensors by the names that the trainer has for them."""
+        """The tensors by the trainer's own names."""
         if isinstance(self._weights, nn.Module):
             return named_tensors(self._weights, buffers=self._buffers)
         found = dict(self._weights)
@@ -120,7 +119,7 @@ class EthaSource(WeightSource):
         return found
 
     def _checkpoint(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
-        """What each tensor of the checkpoint is of ``own``."""
+        """The part of ``own`` that each tensor of the checkpoint is."""
         of = tuple((name, tuple(tensor.shape)) for name, tensor in own.items())
         if self._of != of:
             found = self._unruled(own)
@@ -131,7 +130,7 @@ class EthaSource(WeightSource):
         return self._shown
 
     def _unruled(self, own: Mapping[str, torch.Tensor]) -> dict[str, Shown]:
-        """The same before ``names``."""
+        """The same, before ``names`` is applied."""
         if isinstance(self._weights, nn.Module):
             return checkpoint_parts(self._weights, own)
         return {name: Shown(source=name, part=TensorPart.all(tensor.shape)) for name, tensor in own.items()}
@@ -141,7 +140,7 @@ class EthaSource(WeightSource):
 
 
 def _computed(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows how ``tensor`` was made, and it is no view of a leaf, as of a parameter."""
+    """Whether ``tensor`` has an autograd history and is not a view of a leaf such as a parameter."""
     if tensor.grad_fn is None:
         return False
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -149,15 +148,15 @@ def _computed(tensor: torch.Tensor) -> bool:
 
 
 def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a rank's part of a tensor lies, and how."""
+    """Address and layout of a rank's part of a tensor."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return (local.data_ptr(), tuple(local.shape), local.stride(), local.dtype)
 
 
 class AdapterSource(EthaSource):
-    """The adapter's tensors of a module of peft, or a mapping of them, by the names that peft saves them under.
+    """The adapter's tensors of a peft module, or a mapping of them, by the names under which peft saves them.
 
-    Of anything else in the module nothing is sent. ConfigError for a source that has none.
+    No other tensor of the module is sent. ConfigError for a source without adapter tensors.
     """
 
     def __init__(self, source: EthaSource, adapter: Adapter) -> None:
@@ -178,19 +177,19 @@ class AdapterSource(EthaSource):
 
 
 def adapter_tensors(tensors: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    """Of a module's tensors those of the adapter ``part``, under the names by which peft saves them."""
+    """A module's tensors of the adapter ``part``, under the names by which peft saves them."""
     own = re.compile(rf"(\.lora_\w+|\.modules_to_save)\.{re.escape(part)}(?=\.|$)")
     found = {}
     for name, tensor in tensors.items():
         if (match := own.search(name)) is not None:
-            # Of a module that is saved whole (vLLM takes classifiers) peft's file has the module's own name.
+            # A module that is saved whole (vLLM takes classifiers) has its own name in peft's file.
             kept = "" if match[1] == ".modules_to_save" else match[1]
             found[name[: match.start()] + kept + name[match.end() :]] = tensor
     return found
 
 
 class Iterated:
-    """A source of the user's own class: ``refresh`` iterates it, and keeps the tensors that this rank holds."""
+    """A source of the user's own class. ``refresh`` iterates it, and keeps the tensors that this rank holds."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str] | None) -> None:
         self._source = source
@@ -201,12 +200,12 @@ class Iterated:
         self._held: dict[str, torch.Tensor] = {}
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and global shape of every tensor of the model, as the source says."""
+        """Name, dtype and global shape of every tensor of the model, from the source."""
         return self._metas
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the tensors as they are now; on every rank, for it is a collective of the source's."""
+        """Take the tensors as they are now. Call it on every rank, because the source's iteration is a collective."""
         metas = {meta.name: meta for meta in self._metas}
         held = self._source.held_names()
         for name, tensor in self._source:
@@ -223,16 +222,16 @@ class Iterated:
             self._held[meta.name].copy_(tensor)
 
     def places(self) -> dict[str, tuple[Any, ...]]:
-        """Nothing: what is given is kept here."""
+        """Empty, because this object keeps its tensors."""
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank holds, by checkpoint name, as of the last ``refresh``."""
+        """The tensors that this rank holds, by checkpoint name, from the last ``refresh``."""
         return dict(self._held)
 
 
 def merged(of_ranks: Sequence[Sequence[ParamMeta]]) -> list[ParamMeta]:
-    """Every tensor that some rank announces; ConfigError where two ranks announce different ones of one name."""
+    """Every tensor that some rank announces; ConfigError if two ranks announce different tensors under one name."""
     found: dict[str, tuple[int, ParamMeta]] = {}
     for rank, metas in enumerate(of_ranks):
         for meta in metas:

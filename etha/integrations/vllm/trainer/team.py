@@ -1,9 +1,9 @@
-"""The trainer's ranks among themselves: rank 0, which speaks to the engine, says what all do next and how it ended.
+"""Messages among the trainer's ranks: rank 0, which calls the engine, tells the others what to do next and the outcome.
 
     rank 0    meet (say "begin")   say "join"   ...   say "send"   ...   say "done", or the error that all ranks raise
     others    meet (hear)          hear         ...   hear         ...   hear
 
-Over a pair of their own, so that it works without torch.distributed, and everybody hears of it when rank 0 dies.
+They use a pair of their own, so that it works without torch.distributed and all ranks learn it when rank 0 dies.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from etha.errors import (
 )
 
 Word = Literal["begin", "join", "register", "send", "done"]
-#: Bytes of a word; an error's fits, for so many characters of its text, and of each of its fields, are told at most.
+#: Bytes of a message, and most characters of an error's text and of each of its fields, so that an error fits.
 _SIZE, _TEXT = 32768, 2000
 _LEADER, _OTHERS = "first", "others"
 
 
 class Team:
-    """This rank's place among the ``world`` ranks of the trainer that sends on ``pair``; alone there is nobody to tell.
+    """This rank's place among the ``world`` ranks of the trainer that sends on ``pair``. A single rank has nobody to
+    tell.
 
     ``side``: the trainer's name, for messages. ``timeout``: seconds for meeting the others.
     """
@@ -52,13 +53,14 @@ class Team:
         self._word = torch.zeros(_SIZE, dtype=torch.uint8, device=device_of(None))
         self._pair: AsyncPair | None = None
         self._batch: AsyncBatchHandle | None = None
-        #: Calls of all ranks since they met: a rank that is one behind does not do what is meant for the next call.
+        #: Calls of all ranks since they met, so that a rank that is one behind does not follow the next call's
+        #: messages.
         self._call = 0
 
     async def meet(self) -> None:
-        """Begin a call that all ranks make: wait until every rank makes it.
+        """Begin a call of all ranks: wait until every rank makes it.
 
-        RendezvousTimeoutError names the ranks that did not come, the first time and after one was lost; else
+        RendezvousTimeoutError names the missing ranks, the first time and after one was lost; otherwise
         TransferTimeoutError.
         """
         self._call += 1
@@ -98,7 +100,7 @@ class Team:
         return RendezvousTimeoutError(text, missing={self._side: tuple(sorted(late))})
 
     async def say(self, word: Word | EthaError, timeout: float) -> None:
-        """Tell all other ranks, which hear it now or within ``timeout``. TransferError and its subclasses."""
+        """Tell all other ranks, which receive it now or within ``timeout``. TransferError and its subclasses."""
         if self._batch is None:
             return
         message: dict[str, object] = {"word": word}
@@ -109,7 +111,7 @@ class Team:
         await self._move("send", timeout)
 
     async def hear(self, timeout: float) -> Word:
-        """What rank 0 says next; an error that it says is raised."""
+        """Rank 0's next message; raises an error that it sends."""
         await self._move("recv", timeout)
         message = json.loads(self._word.cpu().numpy().tobytes())
         if message["call"] != self._call:
@@ -140,7 +142,7 @@ class Team:
 
 @contextmanager
 def one_engine(pair: str) -> Iterator[None]:
-    """Say what to do where another trainer engine of this process has this rank's place on ``pair``."""
+    """Say what to do if another trainer engine of this process has this rank's place on ``pair``."""
     try:
         yield
     except ConfigError as error:
@@ -153,7 +155,7 @@ def one_engine(pair: str) -> Iterator[None]:
 
 
 def _short(error: EthaError) -> dict[str, Any]:
-    """``error`` as ``from_wire`` takes it, without the fields that are too long."""
+    """``error`` as ``from_wire`` accepts it, without fields that are too long."""
     wire = error.to_wire()
     data = {key: value for key, value in wire["data"].items() if len(json.dumps(value)) <= _TEXT}
     return {**wire, "text": wire["text"][:_TEXT], "data": data}

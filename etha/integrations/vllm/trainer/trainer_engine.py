@@ -1,6 +1,6 @@
-"""The trainer's side: every rank sends the shards it holds; rank 0 speaks to the engine, too, and tells the others.
+"""The trainer's side: every rank sends its shards, and rank 0 also calls the engine and informs the others.
 
-What is done with an engine is in replica.py.
+replica.py has the work with one engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         _check(init_info, client)
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._info, self._pid = init_info, os.getpid()
-        # A second call in the midst of one would meet an update that is not its own.
+        # A second call in the middle of one would meet an update that is not its own.
         self._calling = Lock()
         self._weights = _weights(init_info, source)
         self._bus = AsyncTensorBusClient(
@@ -57,7 +57,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         self._replicas: Replica | Replicas
         if isinstance(client, (list, tuple)):
             self._replicas = Replicas(init_info, client, self._bus, self._weights, self._membership.loop_thread)
-            finalize(self, self._replicas.close).atexit = False  # else what looks for engines would go on
+            finalize(self, self._replicas.close).atexit = False  # else the search for engines would continue
         else:
             self._replicas = Replica(init_info, client, self._bus, self._weights)
 
@@ -69,11 +69,14 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         client: VLLMWeightSyncClient | Sequence[VLLMWeightSyncClient],
         source: WeightSource | None = None,
     ) -> Self:
-        """Meet the other ranks and the engine, on every rank of the trainer; an engine that is not up is waited for.
+        """Meet the other ranks and the engine, on every rank of the trainer. Waits for an engine that is not up yet.
 
-        ``client``: one, or a list with one for each engine (the same list on every rank): an engine that has not come
-        within the timeout is left out then, and takes the next version once it is there; an error if none comes.
-        Errors of ``init_pair`` and ``register_tensors``; ConfigError where the engine refuses, on all ranks.
+        ``client``: one, or a list with one for each engine (the same list on every rank). With a list, an engine that
+        has not come within the timeout is left out, and takes the next version once it is there; an error if none
+        comes.
+
+        Raises the errors of ``init_pair`` and ``register_tensors``, and ConfigError if the engine refuses, on all
+        ranks.
         """
         engine = cls(init_info, client=client, source=source)
         try:
@@ -85,16 +88,16 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         return engine
 
     def send_weights(self, version: int | str | None = None) -> TransferResult | FleetResult:
-        """Bring the weights as they are now into the engine as ``version``; on every rank.
+        """Send the weights as they are now to the engine as ``version``; on every rank.
 
-        The engine's weight version is ``version``, else the transfer's number. Where the pair was lost before a
-        byte has moved, it is formed again first, which waits for an engine that is starting. TransferError and its
-        subclasses, on all ranks alike: the engine answers with what it had; call again for the next version. The
-        engine is live with it when this returns. One call at a time: a thread that calls meanwhile waits for it.
+        The engine's weight version is ``version``, else the transfer's number. When this returns, the engine serves
+        with it. If the pair was lost before a byte has moved, it is formed again first, which waits for an engine that
+        starts. TransferError and its subclasses are raised on all ranks: the engine keeps its version; call again for
+        the next one. One call runs at a time: another thread's call waits for it.
 
-        With a list of clients, all engines at the same time, and a ``FleetResult`` that says how it ended with each: an
-        engine that is lost costs the others nothing, is told of (``failed``, and a warning), and takes the next
-        version once it answers again. An error where none has taken the version.
+        With a list of clients, all engines receive at the same time, and the ``FleetResult`` has the outcome of each.
+        An engine that is lost does not delay the others, is reported (``failed``, and a warning), and takes the next
+        version once it answers again. An error if none has taken the version.
         """
 
         def send() -> Coroutine[Any, Any, TransferResult | FleetResult]:
@@ -103,13 +106,13 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         return self._call(send)
 
     def verify(self) -> TransferResult | FleetResult:
-        """Prove that the engine computes with the weights as they are here now; on every rank, after an update.
+        """Prove that the engine computes with the weights as they are now on this side; on every rank, after an update.
 
         They are sent once more, beside the live model, and each worker compares: parameters that can be read bit by
-        bit, packed ones by their products with a fixed probe, to within the dtype's rounding. Nothing of the engine
-        changes; requests wait while it compares. TransferError, on all ranks, names the parameters that differ.
-        With a list of clients, an error if one engine differs; one that is out is told of in the ``FleetResult``.
-        ConfigError with ``atomic=False``, where there is no place beside the model.
+        bit, packed ones by their products with a fixed probe, to within the dtype's rounding. The engine does not
+        change; requests wait while it compares. TransferError, on all ranks, names the parameters that differ. With a
+        list of clients, it is an error if one engine differs; one that is out is reported in the ``FleetResult``.
+        ConfigError with ``atomic=False``, because there is no memory beside the model.
         """
         if self._info.direct and not self._info.atomic:
             raise ConfigError(
@@ -119,21 +122,21 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
         return self._call(self._replicas.verify)
 
     def shutdown(self) -> None:
-        """Leave the pair; idempotent. Nothing in a forked child: the engine is its parent's."""
+        """Leave the pair; idempotent. Does nothing in a forked child, because the engine belongs to the parent."""
         if self._membership is not None and os.getpid() == self._pid:
             left, self._membership = self._membership, None
             if isinstance(self._replicas, Replicas):
                 self._replicas.close()
             try:
-                with suppress(AgentLostError):  # the program ends, and the loop before this
+                with suppress(AgentLostError):  # the program ends, and its loop before this
                     left.loop_thread.call(self._bus.close())
             finally:
                 left.leave()
 
     def _announce(self) -> None:
-        """Learn what all ranks hold: a collective of torch.distributed where the trainer is its world.
+        """Learn the tensors of all ranks, by a collective of torch.distributed if its world is the trainer.
 
-        Elsewhere each rank's source must know the whole model.
+        Otherwise each rank's source must know the whole model.
         """
         self._weights.refresh()
         metas = self._weights.metadata()
@@ -171,7 +174,7 @@ class EthaTrainerWeightTransferEngine(TrainerWeightTransferEngine[EthaTrainerIni
 
 
 def _check(info: EthaTrainerInitInfo, client: object) -> None:
-    """ConfigError for options that could not be sent to an engine, and for what is no client of one."""
+    """ConfigError for options that could not be sent to an engine, and for an invalid client."""
     if type(info.rank) is not int or info.rank < 0:
         raise ConfigError(f"rank={info.rank!r}: give this rank's number among the trainer's, from 0")
     for name, seconds in (("timeout", info.timeout), ("lease", info.lease)):
@@ -188,7 +191,7 @@ def _check(info: EthaTrainerInitInfo, client: object) -> None:
 
 
 def _weights(info: EthaTrainerInitInfo, source: WeightSource | None) -> EthaSource | Iterated:
-    """What is sent of ``source``."""
+    """The source in a form that can be sent."""
     found = EthaSource.of(source, info.names)
     if info.adapter is None:
         return found
