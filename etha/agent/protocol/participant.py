@@ -647,7 +647,7 @@ class Participant(Machine[Moving]):
                 self._doubt(asked)
             if current.inquiry is not None:
                 self._tell(agent, VerdictAnswer(seq=seq, verdict="fenced"))
-                current.inquiry.answer(agent, "fenced")  # because everybody who asks is fenced
+                current.inquiry.answer(agent, "fenced")  # because every agent that asks is fenced
                 self._conclude()
             else:
                 self._tell(agent, VerdictAnswer(seq=seq, verdict="aborted"))

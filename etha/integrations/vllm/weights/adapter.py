@@ -1,8 +1,8 @@
-"""LoRA adapters: what a trainer says of one, and how requests address it.
+"""LoRA adapters: the trainer's description of one, and how requests address it.
 
 trainer   Adapter(name="policy", rank=8, alpha=16)   source: the adapter's tensors, or a module of peft
-engine    lora.py keeps them, and gives them to vLLM where it would read the directory of the adapter
-requests  model="policy" over HTTP (served.py), lora_request("policy") where the LLM is in this process
+engine    lora.py keeps them, and gives them to vLLM instead of the adapter's directory
+requests  model="policy" over HTTP (served.py), lora_request("policy") if the LLM is in this process
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from zlib import crc32
 
 from etha.errors import ConfigError
 
-#: vLLM knows an adapter by a path. Nothing can lie under this one, and no file system is asked for it.
+#: vLLM knows an adapter by a path. Nothing can lie under this one, and the file system is not asked for it.
 ROOT = "/dev/null/etha/"
-#: Numbers of adapters from here on are Etha's: vLLM's own servers count from 1.
+#: The first of Etha's adapter numbers; vLLM's own servers count from 1.
 _FIRST = 1 << 30
 _LORA = "LORA"
-#: What of adapter_config.json is a field of ``Adapter``.
+#: The keys of adapter_config.json that are fields of ``Adapter``.
 _OWN = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
-#: What else vLLM reads of it: it computes with it, or refuses the adapter.
+#: The other keys that vLLM reads: it computes with them, or refuses the adapter.
 _READ = frozenset({
     "alora_invocation_tokens", "alpha_pattern", "bias", "init_lora_weights", "layer_replication", "lora_bias",
     "modules_to_save", "rank_pattern", "use_bdlora", "use_dora", "use_qalora", "use_rslora",
 })  # fmt: skip
-#: What peft writes there, too, and an engine computes the same without: of training, of the base model's files, and of
-#: which modules have an adapter, as the tensors say themselves.
+#: Keys that peft writes and that do not change an engine's results: about training, the base model's files, and the
+#: modules with an adapter, which the tensors show.
 _UNREAD = frozenset({
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
@@ -42,9 +42,9 @@ _UNREAD = frozenset({
 class Adapter:
     """A LoRA adapter as a trainer sends it: ``EthaTrainerInitInfo(adapter=Adapter(...))``.
 
-    ``name``: what requests call it. ``rank``, ``alpha``, ``target_modules`` and ``config`` are what peft writes to
-    adapter_config.json: ``config`` has what else vLLM should know, as ``{"use_rslora": True}``, or all else of such a
-    file; ConfigError for what vLLM would leave out without a word. ``part``: peft's name of the adapter in a module
+    ``name``: the name that requests use. ``rank``, ``alpha``, ``target_modules`` and ``config`` are what peft writes to
+    adapter_config.json. ``config`` has further settings for vLLM, such as ``{"use_rslora": True}``, or the rest of such
+    a file; ConfigError for a setting that vLLM would silently ignore. ``part``: peft's name of the adapter in a module
     that is the source.
     """
 
@@ -70,7 +70,8 @@ class Adapter:
 
     @classmethod
     def of(cls, module: Any, name: str, *, part: str = "default") -> Adapter:
-        """The adapter ``part`` of a module of peft, to be called ``name`` by requests; ConfigError for others."""
+        """The adapter ``part`` of a peft module, under the name ``name`` for requests; ConfigError for other
+        modules."""
         known = getattr(module, "peft_config", None)
         if not isinstance(known, Mapping) or part not in known:
             raise ConfigError(
@@ -88,18 +89,18 @@ class Adapter:
         )  # fmt: skip
 
     def to_wire(self) -> dict[str, Any]:
-        """What the engine is told of it: plain JSON."""
+        """The description for the engine: plain JSON."""
         own = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
         return {"name": self.name, "config": _plain({**self.config, **own})}
 
 
 def _wrong(key: Any, value: Any) -> str | None:
-    """Why ``Adapter(config={key: value})`` is refused; None where an engine computes as it says, or needs it not."""
+    """Why ``Adapter(config={key: value})`` is refused; None if an engine follows it or does not need it."""
     if key in _OWN:
         return f"that is what {_OWN[key]}= of Adapter says: leave it out of config"
     if key == "peft_type" and _kind(value) != _LORA:
         return "vLLM takes LoRA adapters"
-    # What is off changes nothing: adapter_config.json has every field of the peft that wrote it.
+    # A setting that is off changes nothing: adapter_config.json has every field of the peft that wrote it.
     if key in _READ or key in _UNREAD or not value:
         return None
     close = get_close_matches(str(key), _READ, 1)
@@ -108,7 +109,8 @@ def _wrong(key: Any, value: Any) -> str | None:
 
 
 def _set(config: Any) -> dict[str, Any]:
-    """A configuration of peft without the fields that we do not know and that have their defaults: of a newer peft."""
+    """A peft configuration without unknown fields that have their defaults, because a newer peft may have written
+    it."""
     found: dict[str, Any] = config.to_dict()
     unset: dict[str, Any] = {}
     for known in fields(config) if is_dataclass(config) else ():
@@ -119,17 +121,17 @@ def _set(config: Any) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """What peft calls the kind of an adapter."""
+    """peft's name for the kind of an adapter."""
     return _LORA if value is None else str(_plain(value)).upper()
 
 
 def adapter_path(name: str) -> str:
-    """The path by which vLLM knows the adapter; nothing is there."""
+    """The path by which vLLM knows the adapter. Nothing is there."""
     return ROOT + name
 
 
 def adapter_number(name: str) -> int:
-    """vLLM's number of the adapter: the same in every process that makes a request for it."""
+    """vLLM's number of the adapter, the same in every process that makes a request for it."""
     return _FIRST + crc32(name.encode()) % _FIRST
 
 
@@ -141,7 +143,7 @@ def lora_request(name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON can say it: peft's configurations hold sets and enumerations, too."""
+    """``value`` as JSON: peft's configurations hold sets and enumerations, too."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

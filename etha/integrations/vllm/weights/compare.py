@@ -24,15 +24,15 @@ from etha.integrations.vllm.weights.quantized import UNQUANTIZED
 
 #: Columns of a weight that are compared one by one.
 COLUMNS = 16
-#: Rows of a weight, and experts, that are computed with in float32 at once.
+#: Rows of a weight, and experts, that are computed in float32 at once.
 ROWS = 4096
-#: Of the bound on one product, what several that follow each other may come to: products, an activation, products.
+#: Factor on one product's bound for a chain of products: products, an activation, products.
 CHAIN = 8.0
 
 
 @dataclass(slots=True)
 class Comparison:
-    """``compared``: how many parameters were. ``differs``: a line for each that is not what it should be.
+    """``compared``: number of parameters. ``differs``: a line for each parameter that is wrong.
 
     ``left_out``: parameters that can neither be read nor be computed with alone.
     """
@@ -42,20 +42,19 @@ class Comparison:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, name: str, wrong: str | None) -> None:
-        """A parameter was compared, and nothing or ``wrong`` was found."""
         self.compared += 1
         if wrong is not None:
             self.differs.append(f"{name}: {wrong}")
 
     def extend(self, other: Comparison) -> None:
-        """Add what was found in other parameters."""
         self.compared += other.compared
         self.differs += other.differs
         self.left_out += other.left_out
 
 
 def unequal(live: Tensor, due: Tensor) -> str | None:
-    """What differs between two tensors of the same numbers; NaN equals NaN."""
+    """The difference between two tensors that should hold equal numbers, as text; None if there is none. NaN equals
+    NaN."""
     if live.shape != due.shape or live.dtype != due.dtype:
         return f"shape {tuple(live.shape)}, {live.dtype} instead of {tuple(due.shape)}, {due.dtype}"
     if live.dtype.itemsize == 1:  # torch does not compare float8
@@ -69,19 +68,21 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _off(found: Tensor, due: Tensor, bound: Tensor) -> str | None:
-    """How many of the numbers found are further from those due than the bound; NaN is only where it is due."""
+    """How many numbers are further from their reference than the bound, as text. NaN may only be where the reference
+    has it."""
     found = found.float()
     wrong = ~((found - due).abs() <= bound) & ~(torch.isnan(found) & torch.isnan(due))
     return f"{int(wrong.sum())} of {found.numel()} products differ" if bool(wrong.any()) else None
 
 
 def multiplies(module: nn.Module, weight: Tensor) -> bool:
-    """Whether the module's method makes products with this weight of it."""
+    """Whether the module's method multiplies by this weight."""
     return weight.dim() == 2 and type(getattr(module, "quant_method", None)).__name__ in UNQUANTIZED
 
 
 class Product:
-    """The products of a probe with a weight of shape [out, in]; a few columns are kept of it, and not the weight."""
+    """The products of a probe with a weight of shape [out, in]. Keeps a few columns of the weight, and not the
+    weight."""
 
     def __init__(self, weight: Tensor) -> None:
         dense = _random(1, weight.shape[1])
@@ -93,17 +94,18 @@ class Product:
             due.append(x @ w.T)
             sizes.append(x.abs() @ w.abs().T)
         self._due = torch.cat(due, 1)
-        # A processor may add up in another order than here: that is twice the bound of one sum.
+        # A processor may add up in another order than here, which doubles the bound of one sum.
         sums = 2 * weight.shape[1] * 2.0**-24 * torch.cat(sizes, 1)
         self._bound = 2 * _unit(weight.dtype) * self._due.abs() + sums
 
     def wrong(self, module: Any) -> str | None:
-        """What differs of what ``module`` makes of the probe."""
+        """The difference in the module's result for the probe, as text; None if there is none."""
         return _off(module.quant_method.apply(module, self.probe, None), self._due, self._bound)
 
 
 def _random(*shape: int) -> Tensor:
-    """Random numbers, the same every time; vLLM's own default dtype may be another while it loads."""
+    """Random numbers, the same every time. The dtype is given, because vLLM changes the default dtype while it
+    loads."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
@@ -153,7 +155,7 @@ class Integers:
             self._bound[:, part] = (2 * _unit(dtype) * due.abs() + 4 * 2.0**-24 * sums).float()
 
     def wrong(self, module: Any) -> str | None:
-        """What differs of what ``module`` makes of the probe."""
+        """The difference in the module's result for the probe, as text; None if there is none."""
         return _off(module.quant_method.apply(module, self.probe, None), self._due, self._bound)
 
 
@@ -198,7 +200,7 @@ class Experts:
         )
 
     def wrong(self, module: Any) -> str | None:
-        """What differs of what ``module`` makes of the probe."""
+        """The difference in the module's result for the probe, as text; None if there is none."""
         ids = torch.arange(len(self.probe), device=self.probe.device, dtype=torch.int32)[:, None]
         ones = torch.ones(len(self.probe), 1, device=self.probe.device)
         found = module.quant_method.apply(

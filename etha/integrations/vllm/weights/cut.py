@@ -1,6 +1,6 @@
 """A dense tensor of one region of a larger tensor, read as views of the larger one.
 
-What a trace touches inside the region is again even steps in the dense tensor, mostly: then a read is a view.
+A trace's elements inside the region mostly have even steps in the dense tensor, too. Then a read is a view.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RegionCut:
     region: Region
 
     def read(self, trace: Trace) -> torch.Tensor:
-        """What the view that left ``trace`` would show, of the same shape: a view of ``dense`` wherever one can.
+        """What the view that left ``trace`` would show, in the same shape; a view of ``dense`` if one exists.
 
-        ValueError where the trace touches what is outside the region.
+        ValueError if the trace touches elements outside the region.
         """
         if 0 in trace.counts:
             return self.dense.new_empty(trace.sizes)
@@ -46,7 +46,7 @@ class RegionCut:
 
 
 def _places(runs: tuple[tuple[int, int], ...], indices: Ints, dim: int) -> Ints:
-    """Where each index lies in the dense list of the runs."""
+    """The position of each index in the dense list of the runs."""
     starts = np.array([start for start, _ in runs], dtype=np.int64)
     stops = np.array([stop for _, stop in runs], dtype=np.int64)
     row = np.searchsorted(starts, indices, "right") - 1
@@ -58,7 +58,7 @@ def _places(runs: tuple[tuple[int, int], ...], indices: Ints, dim: int) -> Ints:
 
 
 def _steps(places: Ints) -> list[int] | None:
-    """The step along each axis of ``places``, None where they are not even."""
+    """The step along each axis of ``places``; None if the steps are not even."""
     steps = []
     for axis, count in enumerate(places.shape):
         along = np.diff(places, axis=axis)

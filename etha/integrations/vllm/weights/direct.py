@@ -1,7 +1,7 @@
-"""Which checkpoint tensors may be written straight into the live parameters of a model, with no loader in between.
+"""Finds the checkpoint tensors that may be written into a model's live parameters without a loader.
 
-Decided a module at a time, for vLLM's reload finishes a module as a whole: every tensor that its loaders take is one
-plain copy, the copies fill its parameters, and nothing has changed or will change the parameters after loading.
+Decided for whole modules, because vLLM's reload finishes a module as a whole. Every tensor that the module's loaders
+take must be one plain copy, the copies must fill its parameters, and nothing may change the parameters after loading.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from etha.integrations.vllm.weights.keep import Copy, KeptPart, nothing
 
-#: Leave parameters on an NVIDIA GPU as they were loaded; on a CPU they pack them.
+#: Methods that leave parameters on an NVIDIA GPU as they were loaded. On a CPU they pack them.
 _PLAIN_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def live_views(model: nn.Module, kept: Mapping[str, KeptPart]) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> the part of a live parameter that holds what is kept of it, of ``kept[name].shape``.
+    """Checkpoint name -> the part of a live parameter that holds the kept region, of ``kept[name].shape``.
 
-    Only of tensors that may be written in place; all others go through their loaders.
+    Only for tensors that may be written in place; all others go through their loaders.
     """
     live = dict(model.named_parameters())
     views: dict[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ def _plain(module: nn.Module, views: Mapping[str, torch.Tensor], names: list[str
 
 
 def _untouched(module: nn.Module, parameters: list[nn.Parameter]) -> bool:
-    """Whether nothing works on the module's parameters after they were loaded."""
+    """Whether nothing changes the module's parameters after they were loaded."""
     method: Any = getattr(module, "quant_method", None)
     if hasattr(module, "process_weights_after_loading"):
         return False

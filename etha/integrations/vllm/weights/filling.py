@@ -1,9 +1,9 @@
-"""What loaders do to a model whose parameters lie on meta, carried out in memory that is made as it is needed.
+"""Carries loaders' writes to parameters on meta to real memory, which is allocated when it is needed.
 
     loader:   param.data[0:4].copy_(part)      views of a parameter on meta cost nothing, and stay views on meta
-    here:     memory of param[0:4].copy_(part) whatever is no view works on the parameter's own memory
+    here:     memory of param[0:4].copy_(part) any operation that is not a view works on the parameter's own memory
 
-It does not matter how a loader comes to the parameter, nor in which order: this is a first load, a module at a time.
+It does not matter how or in which order a loader gets to a parameter. This is a first load, a module at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etha.integrations.vllm.weights.trace import Region, Trace, area
 class ParameterMemory:
     """A parameter or buffer ``leaf`` of ``module`` as its loaders see it, mostly on meta, and its memory.
 
-    ``due``: how often a load writes to it, where that is known. ``regions``: which parts were written to.
+    ``due``: how often a load writes to it, if that is known. ``regions``: the parts that were written.
     """
 
     name: str
@@ -43,11 +43,11 @@ class ParameterMemory:
     closed: bool = False
 
     def covered(self) -> int:
-        """How many of its elements were written to; those of a part that is no product of runs do not count."""
+        """How many of its elements were written. Those of a part that is not a product of runs do not count."""
         return area(self.regions)
 
     def note(self, into: torch.Tensor) -> None:
-        """``into``, a view of what the loaders see, was written to."""
+        """Record a write to ``into``, a view of the tensor that the loaders see."""
         self.writes += 1
         offset = int(into.storage_offset()) - int(self.seen.storage_offset())
         trace = Trace.of(self.seen.shape, offset, into.shape, into.stride()) if self.seen.is_contiguous() else None
@@ -60,16 +60,16 @@ class ParameterMemory:
 
 
 class Filling(TorchDispatchMode, ABC):
-    """Carries operations on ``places`` to their memory; ``make`` gives it, when a place is first used."""
+    """Carries operations on ``places`` to their memory, which ``make`` allocates when a place is first used."""
 
     def __init__(self, places: Iterable[ParameterMemory], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._places: Mapping[int, ParameterMemory] = {p.seen.untyped_storage()._cdata: p for p in places}
         self._device = device
         self._off = False
-        #: Casts that lose what a number means: parameter, dtype from, dtype to.
+        #: Casts that lose the meaning of a number: parameter, dtype from, dtype to.
         self.casts: set[tuple[str, torch.dtype, torch.dtype]] = set()
-        #: Parameters that were written to after they were closed.
+        #: Parameters that were written after they were closed.
         self.late: set[str] = set()
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Filling(TorchDispatchMode, ABC):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Operations are what they are without this mode."""
+        """Disable this mode inside."""
         self._off = True
         try:
             yield

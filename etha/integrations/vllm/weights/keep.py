@@ -1,6 +1,6 @@
-"""What one worker's loaders keep of each checkpoint tensor, learned by letting them load stand-ins once.
+"""Finds what one worker's loaders keep of each checkpoint tensor, by letting them load stand-ins once.
 
-kept = Recording(model_parameters).of(metas, load)        # nothing is stored, nothing of the model changes
+kept = Recording(model_parameters).of(metas, load)        # stores nothing and does not change the model
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One ``copy_`` of a loader: what it takes, and where it goes in the parameter ``param`` (None: somewhere else)."""
+    """One ``copy_`` of a loader: its source, and its destination in the parameter ``param`` (None: somewhere else)."""
 
     trace: Trace
     param: str | None
@@ -41,8 +41,8 @@ class Copy:
 class KeptPart:
     """What a worker keeps of a tensor: ``region`` of it, as ``dtype``.
 
-    ``copies`` are all its reads where each was a ``copy_`` into what nothing else writes, else None. ``why`` says
-    what stood against recording it: then all of it is kept.
+    ``copies``: all its reads, if each was a ``copy_`` into elements that nothing else writes; else None. ``why``: the
+    reason why it could not be recorded, so that all of it is kept.
     """
 
     meta: Meta
@@ -139,7 +139,7 @@ _SCALED = frozenset(
 
 
 def lossy(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``copy_`` makes other numbers of ``source``'s: integers and float8 want a scale, and it gives none."""
+    """Whether ``copy_`` changes the meaning of the numbers: integers and float8 need a scale, and it applies none."""
     if source == target:
         return False
     return not target.is_floating_point or target.itemsize == 1 or source in _SCALED
@@ -174,7 +174,7 @@ Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
 class Recording:
-    """Records loads into a model whose parameters are ``params``, on whichever device, mostly meta."""
+    """Records loads into a model whose parameters are ``params``, on any device, mostly meta."""
 
     def __init__(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in params.items()}
@@ -184,9 +184,9 @@ class Recording:
     def of(self, metas: Iterable[Meta], load: Load) -> Recorded:
         """What ``load`` keeps of each tensor.
 
-        ``load`` takes (name, tensor) pairs, as a model's ``load_weights``. All tensors are loaded at once, without
-        those at which that fails: these are kept whole, with the error in ``why``, unless a tensor that has elements
-        fails as well. Then it is refused.
+        ``load`` takes (name, tensor) pairs, as a model's ``load_weights`` does. All tensors are loaded together, except
+        those at which the load fails. These are kept whole, with the error in ``why``. If a load also fails for a
+        tensor of that name with elements, the tensor is refused.
         """
         rest, odd = list(metas), []
         while True:

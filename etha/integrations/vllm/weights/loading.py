@@ -1,9 +1,9 @@
-"""A vLLM model as its loaders expect it, although its weights were processed long ago, and a reload of it.
+"""Presents a vLLM model as its loaders expect it, although its weights were processed long ago, and reloads it.
 
-While a model serves, its parameters may be packed, fused or gone. vLLM can put them back as they were created, on
-the meta device. Its loaders then fill them as in a first load (filling.py); as soon as a module has all that a load
-writes to it, it is processed and the result is copied to where the live one lies. vLLM's own layerwise reload does the
-latter, too, but it counts and keeps what goes through ``weight_loader`` of a parameter and loses what does not.
+While a model serves, its parameters may be packed, fused or gone. vLLM can put them back as they were created, on the
+meta device. Its loaders then fill them as in a first load (filling.py). As soon as a module has had all of a load's
+writes, it is processed, and the result is copied to the live module's memory. vLLM's own layerwise reload also copies
+the result, but it counts and keeps only what goes through a parameter's ``weight_loader``, and loses the rest.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from etha.integrations.vllm.weights.keep import Meta, Recorded, Recording
 from etha.integrations.vllm.weights.quantized import cast_refused, kernel_of, quantized
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-#: Warns of every layer that nothing was loaded into: all of them, for here layers are filled in another way.
+#: Warns about every layer into which nothing was loaded. Here that would be all of them, because layers are filled in
+#: another way.
 _NOISE = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-#: Leave a parameter as it was loaded, or empty where they have packed it.
+#: Methods that leave a parameter as it was loaded, or empty if they have packed it.
 _KEEPS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> Recorded:
-    """What this worker's model keeps of each checkpoint tensor; the model serves on as before."""
+    """What this worker's model keeps of each checkpoint tensor. The model continues to serve."""
     with _created(model, model_config), _modules_kept(model):
         return Recording({place.name: place.seen for place in _places(model)}, device).of(metas, _loader(model))
 
 
 class Reload:
-    """Brings checkpoint tensors into the live ``model``, a module at a time; modules that they do not reach stay.
+    """Brings checkpoint tensors into the live ``model``, a module at a time. Modules without tensors stay unchanged.
 
-    ``rehearse`` first, with tensors of the same names, shapes and dtypes: it changes nothing, finds out how often a
-    load writes to each parameter, and refuses what ``run`` could not bring in whole.
+    Call ``rehearse`` first, with tensors of the same names, shapes and dtypes. It changes nothing, counts a load's
+    writes to each parameter, and refuses what ``run`` could not bring in whole.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
@@ -153,9 +154,9 @@ class Reload:
                 )
 
     def run(self, weights: Weights) -> set[nn.Module]:
-        """Load ``weights``; the modules that they went into. ``settle`` comes next.
+        """Load ``weights``; returns the modules that were written. Call ``settle`` next.
 
-        TransferError where the loaders did something else than in the rehearsal: the model is then of two versions.
+        TransferError if the loaders write differently than in the rehearsal. The model is then of two versions.
         """
         self._twins = _twins(self._model)  # again: buffers may be others since the engine has slept
         live = self._live_made()
@@ -172,7 +173,7 @@ class Reload:
         return done
 
     def compare(self, weights: Weights) -> Comparison:
-        """What of the live model is not what a load of ``weights`` would make of it; the model serves on as it is."""
+        """Compare the live model with what a load of ``weights`` would make of it. The model does not change."""
         found, probed = Comparison(), []
         names = {module: name for name, module in self._model.named_modules()}
 
@@ -450,7 +451,7 @@ def _give_back() -> None:
 
 
 def _process(module: Any) -> None:
-    """What vLLM does with a module once it is loaded: quantize, pack, shuffle."""
+    """vLLM's processing of a loaded module: quantize, pack, shuffle."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
         del module._already_called_process_weights_after_loading
     method: Any = getattr(module, "quant_method", None)

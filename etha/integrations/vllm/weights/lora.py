@@ -1,11 +1,12 @@
-"""A worker's side of LoRA adapters that a trainer sends: kept as they came, and given to vLLM whenever it loads one.
+"""A worker's side of LoRA adapters from a trainer: keeps them, and gives them to vLLM whenever it loads one.
 
-    finish    the tensors that have come are the adapter now; vLLM drops all adapters that it has loaded, as it does
-              after every update, of the base weights, too
-    request   vLLM misses the adapter and loads it: not from the path in the request, where nothing is, but from here
+    finish    the received tensors are the adapter now; vLLM drops all adapters that it has loaded, as it does
+              after every update, including those of the base weights
+    request   vLLM does not find the adapter and loads it: not from the path in the request, where nothing is, but
+              from here
 
-So nothing is stale, and what vLLM evicts is there again when it is asked for. Every worker receives the whole adapter
-and keeps it; vLLM cuts out what the worker needs.
+So nothing is stale, and an evicted adapter is loaded again when it is asked for. Every worker receives and keeps the
+whole adapter; vLLM cuts out what the worker needs.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from etha.integrations.vllm.weights.trace import whole
 
 @dataclass(slots=True)
 class AdapterWeights:
-    """An adapter that has come: what vLLM would have read from its directory."""
+    """A received adapter: the data that vLLM would have read from its directory."""
 
     config: Mapping[str, Any]
     tensors: dict[str, torch.Tensor]
-    #: By which numbers vLLM has loaded it.
+    #: The numbers under which vLLM has loaded it.
     numbers: set[int] = field(default_factory=set)
 
 
 class ReceivedAdapter:
-    """A version of the adapter ``name`` on its way into ``model``; the same to a worker as ``Received``.
+    """A version of the adapter ``name`` on its way into ``model``; has the methods of ``Received``.
 
-    ConfigError for an adapter that the model could not compute with: vLLM would find out in the middle of a step, or
-    never.
+    ConfigError for an adapter with which the model could not compute. vLLM would find that out in the middle of a step,
+    or never.
     """
 
     in_place = False
@@ -74,7 +75,7 @@ class ReceivedAdapter:
         return self._tensors
 
     def moved(self) -> list[str]:
-        """As of ``Received``: nothing of the model's is registered."""
+        """Empty, because none of the model's memory is registered."""
         return []
 
     def renew(self) -> None:
@@ -160,7 +161,7 @@ class ReceivedAdapter:
                 raise ConfigError(f"adapter {self._name!r} has {which} alone of {module!r}: send both")
 
     def _check_place(self, meta: Meta, module: str) -> None:
-        """vLLM leaves out without a word what is for a module that the model has not."""
+        """Refuse tensors for a module that the model does not have, because vLLM silently ignores them."""
         manager = self._manager
         known = set(manager.modules).union(*manager.packed_modules.values())
         elsewhere = any(type(m).__name__ == "PPMissingLayer" for m in manager.model.modules())
@@ -172,7 +173,8 @@ class ReceivedAdapter:
         )
 
     def _check_shape(self, meta: Meta, module: str, first: bool, rank: int) -> None:
-        """vLLM would use a tensor that is too small beside what is left of another adapter, or fail in a step."""
+        """Refuse wrong shapes, because vLLM would use a too small tensor beside the rest of another adapter, or fail in
+        a step."""
         shape, inner = meta.shape, 0 if first else 1
         sizes = _sizes(self._manager, module)
         due: tuple[int | None, ...] = (rank, None) if first else (None, rank)
@@ -214,7 +216,7 @@ def _outputs(base: Any) -> list[int]:
 def load(
     manager: Any, number: int, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, fused: bool = False
 ) -> LoRAModel:
-    """The adapter as vLLM loads it from a directory of peft's; of ``tensors`` it gets copies, for it changes them."""
+    """The adapter as vLLM loads it from a peft directory. It gets copies of ``tensors``, because it changes them."""
     helper = _helper(manager, config)
     mapper, skipped = _mapper(manager), getattr(manager.model, "lora_skip_prefixes", None)
     experts = manager.moe_ep_load_spec
@@ -286,7 +288,7 @@ def _live(manager: Any) -> dict[str, AdapterWeights]:
 
 
 def _serve(manager: Any) -> None:
-    """Have vLLM's managers of workers take adapters that were received from here. Once."""
+    """Make vLLM's worker managers take received adapters from here. Once."""
     found: Callable[..., LoRAModel] = WorkerLoRAManager._load_adapter
     if hasattr(found, "serves_received"):
         return
