@@ -183,7 +183,10 @@ class Agent:
             log.warning("%d transfers %s", self.transfers.idle_tracker.running, how)
         self._patience = None
         moving = {
-            key for live in self.registrations.live.values() if live.current for key in live.current.calls.values()
+            key
+            for batch in self.registrations.registered_batches()
+            if batch.current is not None
+            for key in batch.current.calls.values()
         }
         for key in self.calls:
             # Nobody can commit without this agent's vote, so a call that has not begun here or not voted has consumed
@@ -234,7 +237,7 @@ class Agent:
 
     async def unmap(self, session: WorkerSession, request: Request, segments: Sequence[str]) -> None:
         """Close memory of a worker that no registration uses any more, once no lane can be inside it."""
-        used = [live.segments(session) for live in self.registrations.live.values()]
+        used = [registration.segments(session) for registration in self.registrations.known.values()]
         unused = set(segments).difference(*used)
         spared = session.memory.spare(unused)
         if session.memory.on_device:
@@ -248,7 +251,7 @@ class Agent:
     async def _at_rest(self, session: WorkerSession) -> None:
         """Return when no transfer moves a worker's memory."""
         await self.transfers.idle_tracker.wait_for(
-            live for live in self.transfers.idle_tracker.moving if live.serves(session)
+            batch for batch in self.transfers.idle_tracker.moving if batch.registration.serves(session)
         )
 
     # ---- the bus's Service --------------------------------------------------------------------
@@ -387,13 +390,13 @@ class Agent:
             case AttachShadows() | AttachSnapshot() as message:
                 self.registrations.attach(session, request, message)
             case Transfer() as message:
-                live = self.registrations.find(session, message.batch, message.epoch)
-                self.transfers.transfer(session, request, message, live)
+                found = self.registrations.registered(session, message.batch, message.epoch)
+                self.transfers.transfer(session, request, message, found)
             case Supersede(batch=batch, epoch=epoch):
-                self.transfers.supersede(session, self.registrations.find(session, batch, epoch))
+                self.transfers.supersede(session, self.registrations.registered(session, batch, epoch))
                 peer.reply(request.id, Ok())
             case WaitOffer(batch=batch, epoch=epoch):
-                self.transfers.offers.wait(session, request, self.registrations.find(session, batch, epoch))
+                self.transfers.offers.wait(session, request, self.registrations.registered(session, batch, epoch))
             case Confirm():
                 peer.reply(request.id, Ok())  # PairLost and BatchLost have been sent before
             case CloseBatch() as message:
@@ -420,7 +423,7 @@ class Agent:
 
     async def _status(self, peer: Peer, request_id: int) -> None:
         stale, _ = await asyncio.gather(
-            self.rendezvous.refresh(), self.transfers.stragglers.refresh(list(self.registrations.live.values()))
+            self.rendezvous.refresh(), self.transfers.stragglers.refresh(self.registrations.registered_batches())
         )
         peer.reply(request_id, Status(report=report(self, stale)))
 

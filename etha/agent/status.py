@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from etha.agent.protocol.pair import PairMachine
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import WorkerSession
-from etha.agent.services.batch_state import BatchState
+from etha.agent.services.batch_state import LocalRegistration
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.transfers import TransferService
@@ -65,7 +65,7 @@ def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
             "stale": stale,
         },
         "pairs": [_pair(machine, ended) for machine, ended in agent.rendezvous.shown()],
-        "batches": [line for live in agent.registrations.live.values() for line in _batch(live)],
+        "batches": [line for registration in agent.registrations.known.values() for line in _batch(registration)],
     }
 
 
@@ -114,30 +114,31 @@ def _links(agent: ReportedAgent) -> list[dict[str, Any]]:
     return lines
 
 
-def _batch(live: BatchState) -> list[dict[str, Any]]:
-    state = live.machine.state.name.lower()
-    waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(live.machine.absent)]
+def _batch(registration: LocalRegistration) -> list[dict[str, Any]]:
+    state = registration.machine.state.name.lower()
+    waiting: list[str] = [f"{side} rank {rank}" for side, rank in sorted(registration.machine.absent)]
     seq, nbytes = 0, 0
-    if live.participant is not None and live.evaluation is not None:
-        seq = live.participant.seq
-        nbytes = max(live.evaluation.nbytes(side) for side in live.evaluation.sides)
-        if live.current is not None:
+    batch = registration.registered
+    if batch is not None:
+        seq = batch.participant.seq
+        nbytes = max(batch.evaluation.nbytes(side) for side in batch.evaluation.sides)
+        if batch.current is not None:
             state = "moving"
-        elif live.asks:
+        elif batch.asks:
             state = "waiting"
-            waiting = [f"{side} rank {rank}" for side, rank in live.missing]
+            waiting = [f"{side} rank {rank}" for side, rank in batch.missing]
     return [
         {
             "pair": pair,
-            "batch": live.name,
+            "batch": registration.name,
             "state": state,
             "seq": seq,
-            "version": live.version,
+            "version": batch.version if batch is not None else None,
             "bytes": nbytes,
-            "transport": live.transports if live.participant is not None else "",
+            "transport": batch.transports if batch is not None else "",
             "waiting_for": waiting,
-            "last_seconds": live.last_seconds,
-            "last_error": live.last_error.message if live.last_error is not None else "",
+            "last_seconds": batch.last_seconds if batch is not None else None,
+            "last_error": batch.last_error.message if batch is not None and batch.last_error is not None else "",
         }
-        for pair in live.pairs
+        for pair in registration.pairs
     ]

@@ -60,10 +60,10 @@ class Seam:
         if coordinator is None or coordinator.state is not Phase.MOVING:
             return
         assert self.agent is not None
-        for live in self.agent.registrations.live.values():
-            if live.participant is not None and coordinator in live.participant.coordinators.values():
-                live.participant._post(self._decide(coordinator))
-                self.agent.transfers._perform(live, live.participant._flush())
+        for batch in self.agent.registrations.registered_batches():
+            if coordinator in batch.participant.coordinators.values():
+                batch.participant._post(self._decide(coordinator))
+                self.agent.transfers._perform(batch, batch.participant._flush())
 
 
 async def _serve() -> None:

@@ -1,6 +1,6 @@
-"""The state of a batch on one agent: its registration, transfers, workers' tensors and programs.
+"""A batch on one agent: a ``LocalRegistration`` from the first rank on, a ``RegisteredBatch`` once all agents agree.
 
-State only; ``registration`` and ``transfers`` drive it.
+State only: ``RegistrationService`` and ``TransferService`` drive it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import CallKey, Member
@@ -103,9 +103,11 @@ class RunningProgram:
 
 
 @dataclass(slots=True, kw_only=True)
-class BatchState:
-    """One ``generation`` of a batch over ``pairs`` (the primary one, first by name, comes first), at these
-    ``epochs``."""
+class LocalRegistration:
+    """One ``generation`` of a batch, from its first rank's enrolment here until the last rank here has left.
+
+    ``pairs`` are the batch's, primary (first by name) first, at these ``epochs``. ``view`` is the primary pair's.
+    """
 
     name: str
     pairs: tuple[str, ...]
@@ -113,34 +115,19 @@ class BatchState:
     generation: int
     view: PairView
     machine: BatchRegistration
+    shared_tensors: SharedTensors
+    shared_snapshots: SharedSnapshots
     tensors: dict[Member, Tensors] = field(default_factory=dict)
-    participant: Participant | None = None
-    evaluation: Evaluation | None = None
-    terms: Terms = field(default_factory=Terms)
-    transport: BatchTransport | None = None
-    #: Number of the last transfer that failed.
-    failed: int = 0
-    shared_tensors: SharedTensors = field(default_factory=SharedTensors)
-    shared_snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
-    received_sums: ReceivedSums = field(default_factory=ReceivedSums)
-    #: Messages from other agents that arrived before this one knew that the batch is registered.
+    #: Highest transfer number before this registration, from Redis.
+    seq: int = 0
+    #: What other agents said before this one knew that all agree.
     early: list[tuple[str, Message]] = field(default_factory=list)
-    #: By source side, and whether it sends a snapshot.
-    programs: dict[tuple[str, bool], DirectionProgram] = field(default_factory=dict)
-    asks: dict[CallKey, Ask] = field(default_factory=dict)
-    current: RunningProgram | None = None
+    #: Set once all agents agree.
+    registered: RegisteredBatch | None = None
     #: Whether no transfer can begin any more, because a rank of this agent has left or a pair is lost.
     over: bool = False
     #: Set once it holds no worker's memory any more.
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    #: The ranks that the oldest waiting call waits for, from the last status report.
-    missing: tuple[Member, ...] = ()
-    offers: dict[CallKey, str] = field(default_factory=dict)
-    version: Version = None
-    #: Highest transfer number before this registration, from Redis.
-    seq: int = 0
-    last_seconds: float | None = None
-    last_error: EthaError | None = None
 
     @classmethod
     def begin(
@@ -152,16 +139,20 @@ class BatchState:
         generation: int,
         view: PairView,
         mappings: Mappings | None,
-    ) -> BatchState:
-        """A registration whose first local rank is in the roster. ``view`` is the primary pair's.
-
-        ``mappings``: those of this agent's GPU.
-        """
+    ) -> LocalRegistration:
+        """A registration whose first local rank is in the roster. ``mappings`` are those of this agent's card."""
         agents = {s: tuple(side.members[r].agent for r in sorted(side.members)) for s, side in view.sides.items()}
         machine = BatchRegistration(f"{name!r} of pair {pairs[0]!r}", me=me, agents=agents, generation=generation)
-        live = cls(name=name, pairs=pairs, epochs=epochs, generation=generation, view=view, machine=machine)
-        live.shared_tensors, live.shared_snapshots = SharedTensors(mappings), SharedSnapshots(mappings)
-        return live
+        return cls(
+            name=name,
+            pairs=pairs,
+            epochs=epochs,
+            generation=generation,
+            view=view,
+            machine=machine,
+            shared_tensors=SharedTensors(mappings),
+            shared_snapshots=SharedSnapshots(mappings),
+        )
 
     @property
     def epoch(self) -> int:
@@ -183,61 +174,9 @@ class BatchState:
         """The registration's name between agents."""
         return Scope(pair=self.pairs[0], epoch=self.epoch, batch=self.name, generation=self.generation)
 
-    def routing(self, source: str) -> Routing:
-        """How bytes go in the direction from side ``source``."""
-        agents = self.machine.agents
-        return Routing(
-            me=self.machine.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads
-        )
-
-    def read_from(self, source: str) -> frozenset[str]:
-        """Agents from whose workers this one copies in the direction from side ``source``."""
-        routing = self.routing(source)
-        return (
-            frozenset(a for a in routing.source if (routing.me, a) in routing.reads)
-            if routing.me in routing.target
-            else frozenset()
-        )
-
-    def read_by(self, source: str) -> frozenset[str]:
-        """Agents that copy from this one's workers in the direction from side ``source``."""
-        routing = self.routing(source)
-        return (
-            frozenset(a for a in routing.target if (a, routing.me) in routing.reads)
-            if routing.me in routing.source
-            else frozenset()
-        )
-
-    @property
-    def over_nccl(self) -> bool:
-        """Whether bytes go by NCCL; the same on all agents of the batch."""
-        return bool(self.terms.nccl) and "nccl" in self.transports
-
-    @property
-    def transports(self) -> str:
-        """ "local", "host", "tcp", "nccl", joined by "+": the transports between the agents of the two sides."""
-        found, wire = set(), "nccl" if self.terms.nccl else "tcp"
-        for source in self.machine.agents:
-            routing = self.routing(source)
-            for giver in set(routing.source):
-                for taker in set(routing.target):
-                    found.add("local" if giver == taker else "host" if routing.reach(taker, giver) else wire)
-        return "+".join(sorted(found))
-
-    def stand(
-        self, evaluation: Evaluation, terms: Terms, transport: BatchTransport | None, can_hold: Callable[[str], bool]
-    ) -> None:
-        """The agents agree on the registration: its transfers can begin. ``transport``: None with one agent."""
-        self.evaluation, self.terms, self.transport = evaluation, terms, transport
-        self.participant = Participant(
-            f"{self.name!r} of pair {self.pairs[0]!r}",
-            me=self.machine.me,
-            agents=self.machine.agents,
-            digests=evaluation.digests,
-            seq=max(self.seq, evaluation.seq, terms.seq),
-            atomic=evaluation.atomic,
-            can_hold=can_hold,
-        )
+    def other(self, side: str) -> str:
+        """The side opposite ``side``."""
+        return next(name for name in self.view.sides if name != side)
 
     def show(self, agent: str, message: Exhibits) -> None:
         """Another agent tells where its worker's tensors or snapshots lie."""
@@ -269,9 +208,152 @@ class BatchState:
         held = [t for member, t in self.tensors.items() if t.session is session and member in self.machine.open]
         return set().union(*(tensors.segments for tensors in held))
 
+    @property
+    def moving(self) -> bool:
+        """Whether a transfer of it runs here."""
+        return self.registered is not None and self.registered.current is not None
+
     def serves(self, session: WorkerSession) -> bool:
         """Whether a worker's tensors are among this registration's."""
         return any(tensors.session is session for tensors in self.tensors.values())
+
+    async def release(self) -> None:
+        """Let go of workers' memory, whoever has shown it; no lane and no stream may be inside it any more."""
+        programs = [] if self.registered is None else await self.registered.release()
+        # Not on the loop: unmapping large memory takes seconds, and GPU memory waits for running work.
+        await asyncio.to_thread(_drop, programs, self.shared_tensors, self.shared_snapshots)
+
+    def forget(self) -> None:
+        """Closed: only the outcome of the last transfer is kept, because others may still ask for it."""
+        self.tensors = {}
+        self.early.clear()
+        if self.registered is not None:
+            self.registered.forget()
+
+    def records(self, fields: Mapping[str, Field]) -> dict[str, dict[str, Field]]:
+        """The fields for Redis under each pair of this batch.
+
+        The generation, which only the primary pair counts, keeps a late write from changing a newer registration.
+        """
+        return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
+
+
+class RegisteredBatch:
+    """A registration on which all agents agree: how its bytes go, and its transfers.
+
+    ``transport`` is None if this agent is the only one. ``can_hold(batch, source)``: whether what a transfer from side
+    ``source`` needs of this agent is free.
+    """
+
+    def __init__(
+        self,
+        registration: LocalRegistration,
+        evaluation: Evaluation,
+        terms: Terms,
+        transport: BatchTransport | None,
+        can_hold: Callable[[RegisteredBatch, str], bool],
+    ) -> None:
+        self.registration, self.evaluation, self.terms, self.transport = registration, evaluation, terms, transport
+        self.participant = Participant(
+            f"{registration.name!r} of pair {registration.pairs[0]!r}",
+            me=registration.machine.me,
+            agents=registration.machine.agents,
+            digests=evaluation.digests,
+            seq=max(registration.seq, evaluation.seq, terms.seq),
+            atomic=evaluation.atomic,
+            can_hold=lambda source: can_hold(self, source),
+        )
+        #: Number of the last transfer that failed.
+        self.failed = 0
+        self.received_sums = ReceivedSums()
+        #: By source side, and whether it sends a snapshot.
+        self.programs: dict[tuple[str, bool], DirectionProgram] = {}
+        self.asks: dict[CallKey, Ask] = {}
+        self.current: RunningProgram | None = None
+        #: The ranks that the oldest waiting call waits for, from the last status report.
+        self.missing: tuple[Member, ...] = ()
+        self.offers: dict[CallKey, str] = {}
+        self.version: Version = None
+        self.last_seconds: float | None = None
+        self.last_error: EthaError | None = None
+
+    @property
+    def name(self) -> str:
+        """The batch's."""
+        return self.registration.name
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """The batch's, the primary one first."""
+        return self.registration.pairs
+
+    @property
+    def key(self) -> Key:
+        """The registration's name on this agent."""
+        return self.registration.key
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """All agents of the batch."""
+        return self.registration.agents
+
+    @property
+    def me(self) -> str:
+        """This agent."""
+        return self.registration.machine.me
+
+    @property
+    def scope(self) -> Scope:
+        """What the registration is called between agents."""
+        return self.registration.scope
+
+    @property
+    def tensors(self) -> Mapping[Member, Tensors]:
+        """Those of the ranks here."""
+        return self.registration.tensors
+
+    def other(self, side: str) -> str:
+        """The side opposite ``side``."""
+        return self.registration.other(side)
+
+    def routing(self, source: str) -> Routing:
+        """How bytes go in the direction from side ``source``."""
+        agents = self.registration.machine.agents
+        return Routing(me=self.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads)
+
+    def read_from(self, source: str) -> frozenset[str]:
+        """Agents from whose workers this one copies in the direction from side ``source``."""
+        routing = self.routing(source)
+        return (
+            frozenset(a for a in routing.source if (routing.me, a) in routing.reads)
+            if routing.me in routing.target
+            else frozenset()
+        )
+
+    def read_by(self, source: str) -> frozenset[str]:
+        """Agents that copy from this one's workers in the direction from side ``source``."""
+        routing = self.routing(source)
+        return (
+            frozenset(a for a in routing.target if (a, routing.me) in routing.reads)
+            if routing.me in routing.source
+            else frozenset()
+        )
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether bytes go by NCCL; the same on all agents of the batch."""
+        return bool(self.terms.nccl) and "nccl" in self.transports
+
+    @property
+    def transports(self) -> str:
+        """ "local", "host", "tcp", "nccl", joined by "+": the transports between the agents of the two sides."""
+        found, wire = set(), "nccl" if self.terms.nccl else "tcp"
+        for source in self.registration.machine.agents:
+            routing = self.routing(source)
+            for giver in set(routing.source):
+                for taker in set(routing.target):
+                    found.add("local" if giver == taker else "host" if routing.reach(taker, giver) else wire)
+        return "+".join(sorted(found))
 
     def take(self, agent: str, message: Sums | UniqueId) -> None:
         """Take another agent's message that a transfer of this batch needs."""
@@ -286,32 +368,19 @@ class BatchState:
         if self.transport is not None:
             self.transport.stop(error)
 
-    async def release(self) -> None:
-        """Release workers' memory, including that of other agents' workers. No lane or stream may be inside it."""
-        transport, self.transport = self.transport, None  # it keeps views, too
+    async def release(self) -> list[DirectionProgram]:
+        """Close the transport, which keeps views of workers' memory, and hand over the programs, which do, too."""
+        transport, self.transport = self.transport, None
         if transport is not None:
             await transport.close()
         programs, self.programs = list(self.programs.values()), {}
         if self.last_error is not None:  # the frames of its traceback may hold views
             self.last_error.__cause__ = self.last_error.__traceback__ = None
-        # Not on the loop: unmapping large memory takes seconds, and GPU memory waits for running work.
-        await asyncio.to_thread(_drop, programs, self.shared_tensors, self.shared_snapshots)
+        return programs
 
     def forget(self) -> None:
-        """Closed: only the outcome of the last transfer is kept, because others may still ask for it."""
-        self.evaluation, self.tensors = None, {}
-        self.early.clear()
-
-    def other(self, side: str) -> str:
-        """The side opposite ``side``."""
-        return next(name for name in self.view.sides if name != side)
-
-    def records(self, fields: Mapping[str, Field]) -> dict[str, dict[str, Field]]:
-        """The fields for Redis under each pair of this batch.
-
-        The generation, which only the primary pair counts, keeps a late write from changing a newer registration.
-        """
-        return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
+        """Closed: the plans are needed no more, and they may be large."""
+        self.evaluation = replace(self.evaluation, plans={}, parts={})
 
 
 def _drop(programs: list[DirectionProgram], shared_tensors: SharedTensors, shared_snapshots: SharedSnapshots) -> None:

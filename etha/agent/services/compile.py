@@ -14,7 +14,7 @@ from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.run import DirectionProgram
 from etha.agent.runtime.transports import BatchTransport, NcclBatchTransport
 from etha.agent.runtime.verification import ChecksumReaders, TransferVerification
-from etha.agent.services.batch_state import BatchState, RunningProgram
+from etha.agent.services.batch_state import LocalRegistration, RegisteredBatch, RunningProgram
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
@@ -39,31 +39,31 @@ class TransferCompiler:
         self._links = links
         self._readers: ChecksumReaders | None = None
 
-    async def compile(self, live: BatchState, current: RunningProgram) -> DirectionProgram | None:
+    async def compile(self, batch: RegisteredBatch, current: RunningProgram) -> DirectionProgram | None:
         """This agent's program for ``current``, compiled off the loop; EthaErrors give reasons against it.
 
         None if it was stopped while it waited for other agents to share their snapshots.
         """
         source = current.source
         if current.snapshot:
-            shown = {(source, rank): agent for rank, agent in self._read(live, source).items()}
-            if not await live.shared_snapshots.open(shown, lambda: current.stopped):
+            shown = {(source, rank): agent for rank, agent in self._read(batch, source).items()}
+            if not await batch.registration.shared_snapshots.open(shown, lambda: current.stopped):
                 return None
-        sources, targets = self._views(live, source, current.snapshot)
-        program = await asyncio.to_thread(_compile, live, source, sources, targets)
+        sources, targets = self._views(batch, source, current.snapshot)
+        program = await asyncio.to_thread(_compile, batch, source, sources, targets)
         if self._links.card is not None:
             await asyncio.to_thread(self._links.card.prepare, program.near)
         if program.wire is not None and program.wire.sends:
-            assert live.transport is not None
+            assert batch.transport is not None
             peers = [
-                TransportPeer(agent=agent, address=self._links.data_address(agent, live.scope))
+                TransportPeer(agent=agent, address=self._links.data_address(agent, batch.scope))
                 for agent in program.wire.sends
             ]
-            await live.transport.open(peers)
+            await batch.transport.open(peers)
         return program
 
     def verification(
-        self, live: BatchState, seq: int, plan: VerificationPlan, guards: Mapping[Member, Guard], lane: Lane
+        self, batch: RegisteredBatch, seq: int, plan: VerificationPlan, guards: Mapping[Member, Guard], lane: Lane
     ) -> TransferVerification:
         """The verification of transfer ``seq`` of a direction with this plan."""
         if self._readers is None:
@@ -73,51 +73,50 @@ class TransferCompiler:
             seq,
             guards,
             readers=self._readers,
-            received_sums=live.received_sums,
-            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+            received_sums=batch.received_sums,
+            tell=lambda agent, message: self._links.tell(agent, batch.scope, message),
         )
 
-    def transport(self, live: BatchState, terms: Terms) -> BatchTransport:
+    def transport(self, registration: LocalRegistration, terms: Terms) -> BatchTransport:
         """The transport of one batch: NCCL if all of its agents have it, else streams over this agent's data plane."""
         if not terms.nccl or self._links.nccl is None:
             return TcpTransport(self._links.plane)
         return NcclBatchTransport(
             self._links.nccl,
-            me=live.machine.me,
-            members=sorted(live.agents),
-            scope=live.scope,
+            me=registration.machine.me,
+            members=sorted(registration.agents),
+            scope=registration.scope,
             unique_id=bytes.fromhex(terms.nccl),
-            tell=lambda agent, message: self._links.tell(agent, live.scope, message),
+            tell=lambda agent, message: self._links.tell(agent, registration.scope, message),
         )
 
     @staticmethod
-    def _read(live: BatchState, source: str) -> dict[int, str]:
+    def _read(batch: RegisteredBatch, source: str) -> dict[int, str]:
         """Source ranks of other agents whose memory this agent reads."""
-        routing = live.routing(source)
+        routing = batch.routing(source)
         return {
             r: agent
             for r, agent in enumerate(routing.source)
             if agent != routing.me and routing.reach(routing.me, agent)
         }
 
-    def _views(self, live: BatchState, source: str, snapshot: bool) -> tuple[Views, Views]:
+    def _views(self, batch: RegisteredBatch, source: str, snapshot: bool) -> tuple[Views, Views]:
         """Views of this agent's ranks, and of other agents' source ranks whose memory it reads."""
-        assert live.evaluation is not None
-        names = live.evaluation.plans[source].names
-        held = [live.evaluation.parts.get(name, name) for name in names]  # the names that the source's ranks use
+        names = batch.evaluation.plans[source].names
+        held = [batch.evaluation.parts.get(name, name) for name in names]  # the names that the source's ranks use
         sources: Views = {}
         targets: Views = {}
-        for (side, rank), tensors in live.tensors.items():
+        for (side, rank), tensors in batch.tensors.items():
             receives = side != source
-            shadows = tensors.shadows if receives and live.evaluation.atomic else None
-            if receives and live.evaluation.atomic and shadows is None:
+            shadows = tensors.shadows if receives and batch.evaluation.atomic else None
+            if receives and batch.evaluation.atomic and shadows is None:
                 raise TransferError(f"{side} rank {rank} has not attached its shadows")
             aside = tensors.snapshot if snapshot and not receives else None
             handles = shadows or aside or tensors.handles
             found = _resolve(tensors.session.memory.resolve, handles, names if receives else held)
             (targets if receives else sources)[rank] = found
-        for rank in self._read(live, source):
-            shown = live.shared_snapshots if snapshot else live.shared_tensors
+        for rank in self._read(batch, source):
+            shown = batch.registration.shared_snapshots if snapshot else batch.registration.shared_tensors
             sources[rank] = shown.memory((source, rank)).views(held)
         return sources, targets
 
@@ -128,25 +127,24 @@ def _resolve(
     return {i: resolve(handles[name]) for i, name in enumerate(names) if name in handles}
 
 
-def _compile(live: BatchState, source: str, sources: Views, targets: Views) -> DirectionProgram:
-    assert live.evaluation is not None
-    plan = live.evaluation.plans[source]
-    verification_plan = _verification_plan(live, source, sources, targets)
-    if live.machine.alone:
+def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views) -> DirectionProgram:
+    plan = batch.evaluation.plans[source]
+    verification_plan = _verification_plan(batch, source, sources, targets)
+    if batch.registration.machine.alone:
         near = compile_local(plan, sources, targets)
         return DirectionProgram(near=near, nbytes=near.nbytes, peers=near.peers, verification_plan=verification_plan)
-    routing = live.routing(source)
+    routing = batch.routing(source)
     nbytes, peers = account(plan, routing)
-    name = f"{live.scope} from {source}"
+    name = f"{batch.scope} from {source}"
     wire = compile_wire(
         plan,
         routing,
         sources,
         targets,
-        staging=live.terms.staging,
-        bucket_size=live.evaluation.bucket_size or BUCKET,
-        streams=live.terms.streams,
-        cut=device_cut(sorted(live.agents), live.terms.staging) if live.over_nccl else None,
+        staging=batch.terms.staging,
+        bucket_size=batch.evaluation.bucket_size or BUCKET,
+        streams=batch.terms.streams,
+        cut=device_cut(sorted(batch.agents), batch.terms.staging) if batch.over_nccl else None,
     )
     return DirectionProgram(
         near=compile_host(plan, routing, sources, targets),
@@ -154,21 +152,20 @@ def _compile(live: BatchState, source: str, sources: Views, targets: Views) -> D
         peers=peers,
         wire=wire if verification_plan is None else replace(wire, observer=verification_plan.reduction_sums),
         key=hashlib.sha256(name.encode()).digest(),
-        joins=live.over_nccl,
+        joins=batch.over_nccl,
         verification_plan=verification_plan,
     )
 
 
-def _verification_plan(live: BatchState, source: str, sources: Views, targets: Views) -> VerificationPlan | None:
-    assert live.evaluation is not None
-    if live.evaluation.verify is None:
+def _verification_plan(batch: RegisteredBatch, source: str, sources: Views, targets: Views) -> VerificationPlan | None:
+    if batch.evaluation.verify is None:
         return None
     return VerificationPlan(
-        live.evaluation.plans[source],
-        live.routing(source),
+        batch.evaluation.plans[source],
+        batch.routing(source),
         sources,
         targets,
-        sides=(source, live.other(source)),
-        staging=live.terms.staging,
-        full=live.evaluation.verify == "full",
+        sides=(source, batch.other(source)),
+        staging=batch.terms.staging,
+        full=batch.evaluation.verify == "full",
     )

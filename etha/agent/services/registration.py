@@ -32,7 +32,7 @@ from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, outage
-from etha.agent.services.batch_state import BatchState, Field, Key, Tensors
+from etha.agent.services.batch_state import Field, Key, LocalRegistration, RegisteredBatch, Tensors
 from etha.agent.services.hints import Hints
 from etha.agent.services.manifests import ManifestCache
 from etha.agent.services.planning import plan
@@ -74,9 +74,9 @@ class RegistrationService:
         self._me, self._store, self._links, self._calls, self._rendezvous = me, store, links, calls, rendezvous
         self._transfers, self._gc, self._spawn = transfers, gc_scheduler, spawn
         self._manifests = ManifestCache(store)
-        self.live: dict[Key, BatchState] = {}
+        self.known: dict[Key, LocalRegistration] = {}
         #: Registrations that are over but still hold workers' memory.
-        self._releasing: dict[Key, BatchState] = {}
+        self._releasing: dict[Key, LocalRegistration] = {}
         self._memory = RegistrationMemory()
         self._forsaking = Forsaking(links)
 
@@ -84,85 +84,96 @@ class RegistrationService:
         """A worker calls ``register_tensors``."""
         check_name("batch", message.batch)
         member, epochs = membership(self._rendezvous, session, message)
-        old = self._live(session, message.batch)
+        old = self._open(session, message.batch)
         if old is not None and old.machine.lost is None:
             raise RegistrationError(
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
         self.leave(session, message.batch)  # a registration of an earlier epoch needs no close
         session.staged = message.staged or session.staged
-        box: list[BatchState] = []
+        box: list[LocalRegistration] = []
         name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
     def attach(self, session: WorkerSession, request: Request, message: AttachShadows | AttachSnapshot) -> None:
         """Take the memory into which a worker receives an atomic batch, or in which it keeps snapshots."""
-        live = self.find(session, message.batch, message.epoch)
-        member = session.seats[live.pairs[0]].member
-        live.tensors[member].attach(message)
+        registration = self.find(session, message.batch, message.epoch)
+        member = session.seats[registration.pairs[0]].member
+        registration.tensors[member].attach(message)
         if isinstance(message, AttachSnapshot):
-            self._spawn(self._show_snapshot(live, member))
+            self._spawn(self._show_snapshot(registration, member))
         session.peer.reply(request.id, Ok())
 
     def close(self, session: WorkerSession, request: Request, message: CloseBatch) -> None:
         """A worker closes its handle. A handle of an earlier epoch must not close its successor."""
-        live = self._live(session, message.batch)
-        if live is None or live.epoch != message.epoch:
+        registration = self._open(session, message.batch)
+        if registration is None or registration.epoch != message.epoch:
             session.peer.reply(request.id, Ok())
         elif not message.why:
             self.leave(session, message.batch)
             session.peer.reply(request.id, Ok())
         else:
-            text = self._forsake(live, session, message.why)
+            text = self._forsake(registration, session, message.why)
             self.leave(session, message.batch)
-            self._spawn(self._tell_all(live, session, request, text))
+            self._spawn(self._tell_all(registration, session, request, text))
 
-    def find(self, session: WorkerSession, batch: str, epoch: int) -> BatchState:
+    def find(self, session: WorkerSession, batch: str, epoch: int) -> LocalRegistration:
         """The registration of a worker's call; raises an error that says why there is none."""
-        live = self._live(session, batch)
-        if live is None:
+        registration = self._open(session, batch)
+        if registration is None:
             raise RegistrationError(f"batch {batch!r} is not registered by this client: call register_tensors first")
-        for pair in live.pairs:
-            error = self._rendezvous.error(session.seats[pair]) if pair in session.seats else live.machine.lost
+        for pair in registration.pairs:
+            error = self._rendezvous.error(session.seats[pair]) if pair in session.seats else registration.machine.lost
             if error is not None:
                 raise error
-        if (lost := live.machine.lost) is not None:
+        if (lost := registration.machine.lost) is not None:
             raise PeerLostError(lost.message, reason=lost.reason, outcome="withdrawn")
-        live.check_epoch(epoch)
-        return live
+        registration.check_epoch(epoch)
+        return registration
+
+    def registered(self, session: WorkerSession, batch: str, epoch: int) -> RegisteredBatch:
+        """As ``find``, for a call that needs that all ranks have registered. ProtocolError if they have not."""
+        if (found := self.find(session, batch, epoch).registered) is None:
+            raise ProtocolError(f"batch {batch!r}: its registration has not been answered yet")
+        return found
+
+    def registered_batches(self) -> list[RegisteredBatch]:
+        """The batches of the known registrations on which all agents agree."""
+        return [one.registered for one in self.known.values() if one.registered is not None]
 
     # ---- events of workers and pairs ----------------------------------------------------------
 
     def leave(self, session: WorkerSession, batch: str) -> None:
         """A worker's part in a batch ends, and its waiting calls with it."""
-        live = self._live(session, batch)
+        registration = self._open(session, batch)
         session.batches.pop(batch, None)
-        if live is None:
+        if registration is None:
             return
-        for member in [m for m, t in live.tensors.items() if t.session is session]:
+        for member in [m for m, t in registration.tensors.items() if t.session is session]:
             error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
-            self._transfers.withdraw(live, member, error)
-            self._perform(live, live.machine.close(member))
+            if registration.registered is not None:
+                self._transfers.withdraw(registration.registered, member, error)
+            self._perform(registration, registration.machine.close(member))
         # Other workers here still have it open.
-        if not live.over and live.machine.state is RegistrationState.REGISTERED:
-            self._let_go(live)
+        if not registration.over and registration.machine.state is RegistrationState.REGISTERED:
+            self._let_go(registration)
 
     def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
         """A worker is gone. Its pairs break, too, unless its process holds them through another client."""
         for batch in list(session.batches):
-            if (live := self._live(session, batch)) is not None:
-                for side, rank in [m for m, t in live.tensors.items() if t.session is session]:
+            if (registration := self._open(session, batch)) is not None:
+                for side, rank in [m for m, t in registration.tensors.items() if t.session is session]:
                     how = "closed its client" if reason == "closed" else f"died (pid {session.holder.pid})"
                     error = PeerLostError(f"{side} rank {rank} {how}", reason=reason)
-                    self._break(live, error)
+                    self._break(registration, error)
             self.leave(session, batch)
 
     def broken(self, pair: str, epoch: int, error: PeerLostError) -> None:
         """A pair's epoch is over, and so are its batches."""
-        for live in list(self.live.values()):
-            if live.epochs.get(pair) == epoch:
-                self._break(live, error)
+        for registration in list(self.known.values()):
+            if registration.epochs.get(pair) == epoch:
+                self._break(registration, error)
 
     # ---- messages of other agents -------------------------------------------------------------
 
@@ -172,87 +183,94 @@ class RegistrationService:
         if isinstance(message, Noted):
             self._forsaking.hear(agent, message)
             return
-        live = self.live.get(key) or self._memory.ended(key)
-        if live is None and isinstance(message, Forsaken):
+        registration = self.known.get(key) or self._memory.ended(key)
+        batch = registration.registered if registration is not None else None
+        if registration is None and isinstance(message, Forsaken):
             self._memory.note_lost(key, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
-        elif live is None:  # the other agent has seen all entries before this one
+        elif registration is None:  # the other agent has seen all entries before this one
             self._memory.hold(key, agent, message)
-        elif live.epoch != scope.epoch or agent not in live.agents:
+        elif registration.epoch != scope.epoch or agent not in registration.agents:
             log.warning("agent %s is no part of %s", agent, scope)
         elif isinstance(message, Exhibits):
-            live.show(agent, message)
+            registration.show(agent, message)
         elif isinstance(message, Forsaken):
-            self._end_for_all(live, _forsaken(message.text))
+            self._end_for_all(registration, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif isinstance(message, AskMissing | TellMissing):
-            self._transfers.stragglers.hear(agent, live, message)
+            self._transfers.stragglers.hear(agent, registration, message)
         elif isinstance(message, Copied):
-            self._transfers.progress_reporter.heard(live, agent, message)
-        elif live.participant is None:
-            live.early.append((agent, message))  # type: ignore[arg-type]
+            if batch is not None:
+                self._transfers.progress_reporter.heard(batch, agent, message)
+        elif batch is None:
+            registration.early.append((agent, message))  # type: ignore[arg-type]
         else:
-            self._transfers.hear(live, agent, message)  # type: ignore[arg-type]
+            self._transfers.hear(batch, agent, message)  # type: ignore[arg-type]
 
     def on_agent_lost(self, agent: str) -> None:
         """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
         self._forsaking.on_agent_lost(agent)
-        for live in [*self.live.values(), *self._memory.ended_with(agent)]:
-            if agent in live.agents:
-                self._transfers.on_agent_lost(live, agent)
+        for registration in [*self.known.values(), *self._memory.ended_with(agent)]:
+            if agent in registration.agents and registration.registered is not None:
+                self._transfers.on_agent_lost(registration.registered, agent)
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _live(self, session: WorkerSession, batch: str) -> BatchState | None:
+    def _open(self, session: WorkerSession, batch: str) -> LocalRegistration | None:
         """The registration that a worker has open under this id."""
         where = session.batches.get(batch)
-        return self.live.get((where[0], batch, where[1])) if where is not None else None
+        return self.known.get((where[0], batch, where[1])) if where is not None else None
 
-    def _forsake(self, live: BatchState, session: WorkerSession, why: str) -> str:
+    def _forsake(self, registration: LocalRegistration, session: WorkerSession, why: str) -> str:
         """A worker cannot use a registered batch: end it, because transfers with that worker would wait in vain."""
-        ranks = [f"{side} rank {rank}" for (side, rank), t in live.tensors.items() if t.session is session]
-        text = f"{' and '.join(ranks)} cannot take part in batch {live.name!r}, register it again: {why}"[:4000]
-        self._end_for_all(live, _forsaken(text), but=session)
+        ranks = [f"{side} rank {rank}" for (side, rank), t in registration.tensors.items() if t.session is session]
+        text = f"{' and '.join(ranks)} cannot take part in batch {registration.name!r}, register it again: {why}"[:4000]
+        self._end_for_all(registration, _forsaken(text), but=session)
         return text
 
-    async def _show_snapshot(self, live: BatchState, member: Member) -> None:
+    async def _show_snapshot(self, registration: LocalRegistration, member: Member) -> None:
         """Tell the agents that copy from ``member`` where its snapshots lie."""
-        tensors = live.tensors.get(member)  # None if the batch was closed at once
-        readers = live.read_by(member[0])
+        tensors = registration.tensors.get(member)  # None if the batch was closed at once
+        readers = registration.registered.read_by(member[0]) if registration.registered is not None else ()
         if not readers or tensors is None or tensors.snapshot is None:
             return
         shown = {member: (tensors.session, tensors.snapshot)}
         for message in await asyncio.to_thread(exhibits, shown, snapshot=True):
             for agent in readers:
-                self._links.tell(agent, live.scope, message)
+                self._links.tell(agent, registration.scope, message)
 
-    async def _tell_all(self, live: BatchState, session: WorkerSession, request: Request, text: str) -> None:
-        await self._forsaking.tell(live, live.agents - {self._me}, text, request.deadline)
+    async def _tell_all(
+        self, registration: LocalRegistration, session: WorkerSession, request: Request, text: str
+    ) -> None:
+        await self._forsaking.tell(registration, registration.agents - {self._me}, text, request.deadline)
         session.peer.reply(request.id, Ok())
 
-    def _end_for_all(self, live: BatchState, error: PeerLostError, *, but: WorkerSession | None = None) -> None:
+    def _end_for_all(
+        self, registration: LocalRegistration, error: PeerLostError, *, but: WorkerSession | None = None
+    ) -> None:
         """End a registration while its pair stays: inform the workers here that hold it, then end their calls."""
-        if live.machine.lost is None:
+        if registration.machine.lost is None:
             lost = BatchLost(
-                pair=live.pairs[0],
-                epoch=live.epoch,
-                batch=live.name,
-                generation=live.generation,
+                pair=registration.pairs[0],
+                epoch=registration.epoch,
+                batch=registration.name,
+                generation=registration.generation,
                 reason=error.reason,
                 text=error.message,
             )
-            held = [live.tensors[member].session for member in sorted(live.machine.holders)]
+            held = [registration.tensors[member].session for member in sorted(registration.machine.holders)]
             for session in held:
                 if session is not but:
                     session.peer.push(lost)
-        self._break(live, error)
+        self._break(registration, error)
 
-    def _break(self, live: BatchState, error: PeerLostError) -> None:
-        self._memory.note_lost(live.key, error)
-        self._perform(live, live.machine.break_up(error))
-        self._transfers.break_up(live, error)
+    def _break(self, registration: LocalRegistration, error: PeerLostError) -> None:
+        self._memory.note_lost(registration.key, error)
+        self._perform(registration, registration.machine.break_up(error))
+        if registration.registered is not None:
+            self._transfers.break_up(registration.registered, error)
 
-    def _ended(self, name: str, box: list[BatchState], key: CallKey, expired: bool) -> None:
+    def _ended(self, name: str, box: list[LocalRegistration], key: CallKey, expired: bool) -> None:
         if box and expired:
             self._spawn(self._expire(box[0], key))
             return
@@ -263,10 +281,12 @@ class RegistrationService:
         text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
 
-    async def _expire(self, live: BatchState, key: CallKey) -> None:
+    async def _expire(self, registration: LocalRegistration, key: CallKey) -> None:
         """A deadline has passed: look for hints, then end the call, unless the batch is registered by now."""
-        hint = await self._hints.of_batch(live.pairs[0], live.name) if live.machine.absent else ""
-        self._perform(live, live.machine.expire(key, cancelled=False, hint=hint))
+        hint = (
+            await self._hints.of_batch(registration.pairs[0], registration.name) if registration.machine.absent else ""
+        )
+        self._perform(registration, registration.machine.expire(key, cancelled=False, hint=hint))
 
     async def _enroll(
         self,
@@ -276,7 +296,7 @@ class RegistrationService:
         epochs: Mapping[str, int],
         message: Register,
         deadline: float,
-        box: list[BatchState],
+        box: list[LocalRegistration],
     ) -> None:
         try:
             manifest = await asyncio.to_thread(Manifest.of, message, member[1])
@@ -313,82 +333,85 @@ class RegistrationService:
             log.exception("batch %s: registering failed", message.batch)
             self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
             return
-        live = self.live.get((primary, message.batch, generation))
-        if live is None:
-            live = BatchState.begin(
+        registration = self.known.get((primary, message.batch, generation))
+        if registration is None:
+            registration = LocalRegistration.begin(
                 self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings
             )
-            self.live[live.key] = live
-            for agent, said in self._memory.held(live.key):
-                self.hear(agent, live.scope, said)
-            self._spawn(self._follow(live))
-        box.append(live)
-        live.tensors[member] = Tensors(
+            self.known[registration.key] = registration
+            for agent, said in self._memory.held(registration.key):
+                self.hear(agent, registration.scope, said)
+            self._spawn(self._follow(registration))
+        box.append(registration)
+        registration.tensors[member] = Tensors(
             session,
             {entry.name: entry.handle for entry in message.entries},
             tuple(entry.name for entry in message.entries),
         )
         session.batches[message.batch] = (primary, generation)
-        self._perform(live, live.machine.enrolled(key, member))
+        self._perform(registration, registration.machine.enrolled(key, member))
 
-    async def _follow(self, live: BatchState) -> None:
+    async def _follow(self, registration: LocalRegistration) -> None:
         """Read the roster after every wake-up until this agent's part is decided."""
-        primary, batch, generation = live.key
+        primary, batch, generation = registration.key
         states = (RegistrationState.ENROLLING, RegistrationState.EVALUATING, RegistrationState.AGREEING)
         async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
-            while live.machine.state in states:
+            while registration.machine.state in states:
                 try:
                     roster = await self._store.batches.roster(primary, batch, generation)
-                    self._perform(live, live.machine.rostered(roster.entries, roster.verdicts))
+                    self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts))
                 except EthaError as error:
                     outage(log, "batch %s: the roster could not be read: %s", batch, error)
-                if live.machine.state in states:
+                if registration.machine.state in states:
                     await changed()
 
-    def _perform(self, live: BatchState, effects: list[BatchEffect]) -> None:
-        primary, batch, generation = live.key
+    def _perform(self, registration: LocalRegistration, effects: list[BatchEffect]) -> None:
+        primary, batch, generation = registration.key
         for effect in effects:
             match effect:
                 case Answer(call=key, message=message):
                     self._calls.answer(key, message)
                 case Fail(call=key, error=error):
-                    live.drop(key)
+                    registration.drop(key)
                     self._calls.fail(key, error)
                 case EvaluateRoster(entries=entries):
-                    self._spawn(self._evaluate(live, dict(entries)))
+                    self._spawn(self._evaluate(registration, dict(entries)))
                 case Declare(verdict=verdict):
                     self._spawn(quietly(self._store.batches.verdict(primary, batch, generation, self._me, verdict)))
                 case Unenroll(member=(side, rank)):
                     self._spawn(quietly(self._store.batches.unenroll(primary, batch, generation, side, rank)))
                 case Stand(evaluation=evaluation, terms=terms):
-                    self._stand(live, evaluation, terms)
-        if live.machine.state in (RegistrationState.REFUSED, RegistrationState.LOST, RegistrationState.CLOSED):
-            live.shared_tensors.close()
-            live.shared_snapshots.close()
-        closed = live.machine.state is RegistrationState.CLOSED and self.live.get(live.key) is live
+                    self._stand(registration, evaluation, terms)
+        if registration.machine.state in (RegistrationState.REFUSED, RegistrationState.LOST, RegistrationState.CLOSED):
+            registration.shared_tensors.close()
+            registration.shared_snapshots.close()
+        closed = (
+            registration.machine.state is RegistrationState.CLOSED and self.known.get(registration.key) is registration
+        )
         if closed:
-            del self.live[live.key]
-        if closed and not live.machine.alone:
-            self._memory.keep(live)
-        if closed or (live.machine.state is RegistrationState.LOST and not live.over):
-            self._let_go(live)
+            del self.known[registration.key]
+        if closed and not registration.machine.alone:
+            self._memory.keep(registration)
+        if closed or (registration.machine.state is RegistrationState.LOST and not registration.over):
+            self._let_go(registration)
 
-    def _let_go(self, live: BatchState) -> None:
+    def _let_go(self, registration: LocalRegistration) -> None:
         """Begin to release a registration that starts no transfer any more."""
-        live.over = True
-        self._releasing[live.key] = live
-        self._spawn(self._release(live))
+        registration.over = True
+        self._releasing[registration.key] = registration
+        self._spawn(self._release(registration))
 
-    async def _release(self, live: BatchState) -> None:
+    async def _release(self, registration: LocalRegistration) -> None:
         """Release workers' memory and a GPU's tables, once no lane can be inside them."""
-        await self._transfers.idle_tracker.wait_for([live])
+        if registration.registered is not None:
+            await self._transfers.idle_tracker.wait_for([registration.registered])
         try:
-            await live.release()
+            await registration.release()
         finally:
-            self._releasing.pop(live.key, None)
-            live.released.set()
-        if live.machine.state is RegistrationState.CLOSED:
-            live.forget()
+            self._releasing.pop(registration.key, None)
+            registration.released.set()
+        if registration.machine.state is RegistrationState.CLOSED:
+            registration.forget()
         self._gc.soon()
 
     async def released(self, session: WorkerSession) -> None:
@@ -397,36 +420,38 @@ class RegistrationService:
 
         They release it shortly after ``leave``. If their streams are slow to close, this waits at most ``_PATIENCE``.
         """
-        left = [live for live in self._releasing.values() if live.serves(session) and live.current is None]
+        left = [one for one in self._releasing.values() if one.serves(session) and not one.moving]
         with suppress(TimeoutError):
             async with asyncio.timeout(None if session.memory.on_device else _PATIENCE):
-                for live in left:
-                    await live.released.wait()
+                for one in left:
+                    await one.released.wait()
 
-    async def _evaluate(self, live: BatchState, entries: dict[Member, str]) -> None:
+    async def _evaluate(self, registration: LocalRegistration, entries: dict[Member, str]) -> None:
         try:
-            evaluation, verdict = await plan(live, entries, self._store, self._manifests, self._links)
+            evaluation, verdict = await plan(registration, entries, self._store, self._manifests, self._links)
         except EthaError as error:
-            self._perform(live, live.machine.failed(error))
+            self._perform(registration, registration.machine.failed(error))
             return
         except Exception as error:
-            log.exception("batch %s: planning failed", live.name)
-            text = f"batch {live.name!r}: planning failed in the agent, a bug of Etha: {type(error).__name__}: {error}"
-            self._perform(live, live.machine.failed(RegistrationError(text)))
+            log.exception("batch %s: planning failed", registration.name)
+            what = f"{type(error).__name__}: {error}"
+            text = f"batch {registration.name!r}: planning failed in the agent, a bug of Etha: {what}"
+            self._perform(registration, registration.machine.failed(RegistrationError(text)))
             return
-        self._perform(live, live.machine.evaluated(evaluation, verdict))
+        self._perform(registration, registration.machine.evaluated(evaluation, verdict))
 
-    def _stand(self, live: BatchState, evaluation: Evaluation, terms: Terms) -> None:
-        wire = None if live.machine.alone else self._transfers.compiler.transport(live, terms)
-        live.stand(evaluation, terms, wire, lambda source: self._transfers.lane_scheduler.can_hold(live, source))
+    def _stand(self, registration: LocalRegistration, evaluation: Evaluation, terms: Terms) -> None:
+        transport = None if registration.machine.alone else self._transfers.compiler.transport(registration, terms)
+        can_hold = self._transfers.lane_scheduler.can_hold
+        batch = registration.registered = RegisteredBatch(registration, evaluation, terms, transport, can_hold)
         nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
-        fields["transport"] = live.transports
-        for pair, written in live.records(fields).items():
-            self._spawn(quietly(self._store.batches.set_fields(pair, live.name, written)))
-        early, live.early = live.early, []
+        fields["transport"] = batch.transports
+        for pair, written in registration.records(fields).items():
+            self._spawn(quietly(self._store.batches.set_fields(pair, registration.name, written)))
+        early, registration.early = registration.early, []
         for agent, message in early:
-            self._transfers.hear(live, agent, message)
+            self._transfers.hear(batch, agent, message)
 
 
 def _forsaken(text: str) -> PeerLostError:
@@ -444,7 +469,7 @@ class RegistrationMemory:
 
     def __init__(self) -> None:
         self._early: OrderedDict[Key, list[tuple[str, Said]]] = OrderedDict()
-        self._ended: OrderedDict[Key, BatchState] = OrderedDict()
+        self._ended: OrderedDict[Key, LocalRegistration] = OrderedDict()
         self._lost: OrderedDict[Key, PeerLostError] = OrderedDict()
 
     def note_lost(self, key: Key, error: PeerLostError) -> None:
@@ -470,20 +495,20 @@ class RegistrationMemory:
         """The messages kept for a registration that is known now, in order."""
         return self._early.pop(key, [])
 
-    def keep(self, live: BatchState) -> None:
+    def keep(self, registration: LocalRegistration) -> None:
         """A registration over several agents was closed here. Others may still ask for the outcome of its last
         transfer."""
-        self._ended[live.key] = live
+        self._ended[registration.key] = registration
         while len(self._ended) > MAX_KEPT:
             self._ended.popitem(last=False)
 
-    def ended(self, key: Key) -> BatchState | None:
+    def ended(self, key: Key) -> LocalRegistration | None:
         """A closed registration, if it is remembered."""
         return self._ended.get(key)
 
-    def ended_with(self, agent: str) -> list[BatchState]:
+    def ended_with(self, agent: str) -> list[LocalRegistration]:
         """The closed registrations in which ``agent`` took part."""
-        return [live for live in self._ended.values() if agent in live.agents]
+        return [registration for registration in self._ended.values() if agent in registration.agents]
 
 
 #: Seconds beyond the request's deadline; less than its worker waits. A frozen agent ends the registration as it thaws.
@@ -498,12 +523,12 @@ class Forsaking:
         self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
         self._requests = 0
 
-    async def tell(self, live: BatchState, agents: Collection[str], text: str, deadline: float) -> None:
+    async def tell(self, registration: LocalRegistration, agents: Collection[str], text: str, deadline: float) -> None:
         """Return once these agents have ended the registration, or at ``deadline`` (loop time) plus ``GRACE``."""
         self._requests += 1
         request, silent, heard = self._requests, set(agents), asyncio.Event()
         for agent in sorted(silent):
-            self._links.tell(agent, live.scope, Forsaken(request=request, text=text))
+            self._links.tell(agent, registration.scope, Forsaken(request=request, text=text))
         if not silent:
             return
         self._waiting[request] = silent, heard

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from etha.agent.protocol.effects import CallKey
 from etha.agent.runtime.device import GpuDevice
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
-from etha.agent.services.batch_state import BatchState
+from etha.agent.services.batch_state import RegisteredBatch
 from etha.errors import EthaError, TransferError, TransferTimeoutError
 from etha.transport.copy.device_memory import CardError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    live: BatchState
+    batch: RegisteredBatch
     session: WorkerSession
     go: Callable[[], None]
 
@@ -30,7 +30,7 @@ class StreamOrder:
         self._held: dict[CallKey, _Held] = {}
 
     def pass_on(
-        self, live: BatchState, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]
+        self, batch: RegisteredBatch, session: WorkerSession, key: CallKey, mark: bytes, go: Callable[[], None]
     ) -> None:
         """Call ``go`` now, or once the work before ``mark`` is done. RegistrationError for an invalid mark."""
         if not mark or self._card is None:
@@ -38,11 +38,11 @@ class StreamOrder:
         try:
             reached = self._card.reached(session, mark)
         except EthaError:
-            live.asks.pop(key, None)
+            batch.asks.pop(key, None)
             raise
         if reached:
             return go()
-        self._held[key] = _Held(live=live, session=session, go=go)
+        self._held[key] = _Held(batch=batch, session=session, go=go)
         self._card.follow(session, mark, lambda why: self._reached(key, why))
 
     def end(self, key: CallKey, *, expired: bool) -> bool:
@@ -50,7 +50,7 @@ class StreamOrder:
         held = self._take(key)
         if held is None:
             return False
-        name = held.live.name
+        name = held.batch.name
         if expired:
             error: EthaError = TransferTimeoutError(
                 f"batch {name!r}: the work that this worker had queued on its GPU before the call is not done yet",
@@ -61,13 +61,13 @@ class StreamOrder:
         self._calls.fail(key, error)
         return True
 
-    def leave(self, live: BatchState, session: WorkerSession, error: TransferError) -> None:
+    def leave(self, batch: RegisteredBatch, session: WorkerSession, error: TransferError) -> None:
         """A worker leaves a batch: its held calls end with an error."""
-        self._drop([key for key, held in self._held.items() if held.live is live and held.session is session], error)
+        self._drop([key for key, held in self._held.items() if held.batch is batch and held.session is session], error)
 
-    def break_up(self, live: BatchState, error: TransferError) -> None:
+    def break_up(self, batch: RegisteredBatch, error: TransferError) -> None:
         """The batch is over."""
-        self._drop([key for key, held in self._held.items() if held.live is live], error)
+        self._drop([key for key, held in self._held.items() if held.batch is batch], error)
 
     def _drop(self, keys: Sequence[CallKey], error: TransferError) -> None:
         # No other agent knows of these calls.
@@ -85,7 +85,7 @@ class StreamOrder:
     def _take(self, key: CallKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held is not None:
-            held.live.asks.pop(key, None)
+            held.batch.asks.pop(key, None)
         return held
 
     def _reached(self, key: CallKey, why: str) -> None:
@@ -94,7 +94,7 @@ class StreamOrder:
             return
         if why:
             self._take(key)
-            text = f"batch {held.live.name!r}: this worker's GPU failed before the call: {why}"
+            text = f"batch {held.batch.name!r}: this worker's GPU failed before the call: {why}"
             self._calls.fail(key, TransferError(text, outcome="withdrawn"))
             return
         del self._held[key]

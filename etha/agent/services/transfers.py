@@ -29,7 +29,7 @@ from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferR
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
-from etha.agent.services.batch_state import Ask, BatchState, Key, RunningProgram
+from etha.agent.services.batch_state import Ask, Key, RegisteredBatch, RunningProgram
 from etha.agent.services.compile import TransferCompiler
 from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
@@ -73,239 +73,230 @@ class TransferService:
 
     # ---- requests of workers ------------------------------------------------------------------
 
-    def transfer(self, session: WorkerSession, request: Request, message: Transfer, live: BatchState) -> None:
+    def transfer(self, session: WorkerSession, request: Request, message: Transfer, batch: RegisteredBatch) -> None:
         """A worker calls ``transfer`` on a registered batch."""
-        member = session.seats[live.pairs[0]].member
-        assert live.evaluation is not None and live.participant is not None
-        source = member[0] if message.verb == "send" else live.other(member[0])
-        if violations := live.evaluation.violations[source]:
+        member = session.seats[batch.pairs[0]].member
+        source = member[0] if message.verb == "send" else batch.other(member[0])
+        if violations := batch.evaluation.violations[source]:
             listed = "\n  ".join(map(str, violations[:20]))
             raise RegistrationError(
-                f"batch {live.name!r} cannot move from {source} to {live.other(source)}:\n  {listed}",
+                f"batch {batch.name!r} cannot move from {source} to {batch.other(source)}:\n  {listed}",
                 violations=violations,
             )
         if message.version is not None and message.verb == "recv":
             raise TransferError("version= is a label that the sender sets; recv learns it", outcome="withdrawn")
         if session.revocation is not None and not session.revocation.lends(message.slot):
             # This agent was frozen: the worker has stopped waiting, and its call must not bind anybody.
-            raise TransferError(f"batch {live.name!r}: the call had ended before it was heard", outcome="withdrawn")
-        if message.edition and (message.verb == "recv" or live.tensors[member].snapshot is None):
-            raise ProtocolError(f"batch {live.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
-        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(live, key, expired))
-        live.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
+            raise TransferError(f"batch {batch.name!r}: the call had ended before it was heard", outcome="withdrawn")
+        if message.edition and (message.verb == "recv" or batch.tensors[member].snapshot is None):
+            raise ProtocolError(f"batch {batch.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(batch, key, expired))
+        batch.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
-        participant = live.participant
         self._stream_order.pass_on(
-            live, session, key, message.mark, lambda: self._perform(live, participant.wait(call))
+            batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
         )
 
-    def supersede(self, session: WorkerSession, live: BatchState) -> None:
+    def supersede(self, session: WorkerSession, batch: RegisteredBatch) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
-        assert live.participant is not None
-        self._perform(live, live.participant.supersede(session.seats[live.pairs[0]].member))
+        self._perform(batch, batch.participant.supersede(session.seats[batch.pairs[0]].member))
 
     # ---- other events -------------------------------------------------------------------------
 
-    def withdraw(self, live: BatchState, member: Member, error: PeerLostError) -> None:
+    def withdraw(self, batch: RegisteredBatch, member: Member, error: PeerLostError) -> None:
         """A worker leaves the batch: its waiting calls end, and a transfer of which it is part."""
-        self.offers.withdraw(live, member, error)
-        self._stream_order.leave(live, live.tensors[member].session, error)
-        if live.participant is not None:
-            for key in [k for k, a in live.asks.items() if a.session is live.tensors[member].session]:
-                self._perform(live, live.participant.end(key, expired=False))
+        self.offers.withdraw(batch, member, error)
+        self._stream_order.leave(batch, batch.tensors[member].session, error)
+        for key in [k for k, a in batch.asks.items() if a.session is batch.tensors[member].session]:
+            self._perform(batch, batch.participant.end(key, expired=False))
 
-    def break_up(self, live: BatchState, error: PeerLostError) -> None:
+    def break_up(self, batch: RegisteredBatch, error: PeerLostError) -> None:
         """The batch is over for all."""
-        self.offers.end(live, list(live.offers), error)
-        self._stream_order.break_up(live, error)
-        if live.participant is not None:
-            self._perform(live, live.participant.break_up(error))
+        self.offers.end(batch, list(batch.offers), error)
+        self._stream_order.break_up(batch, error)
+        self._perform(batch, batch.participant.break_up(error))
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _ended(self, live: BatchState, key: CallKey, expired: bool) -> None:
-        assert live.participant is not None
+    def _ended(self, batch: RegisteredBatch, key: CallKey, expired: bool) -> None:
         if self._stream_order.end(key, expired=expired):
             return
-        if expired and not live.machine.alone:
-            self._spawn(self._expire(live, key))
+        if expired and not batch.registration.machine.alone:
+            self._spawn(self._expire(batch, key))
         else:
-            self._perform(live, live.participant.end(key, expired=expired))
+            self._perform(batch, batch.participant.end(key, expired=expired))
 
-    async def _expire(self, live: BatchState, key: CallKey) -> None:
-        assert live.participant is not None
-        await self.stragglers.learn(live, key)
-        self._perform(live, live.participant.end(key, expired=True))
+    async def _expire(self, batch: RegisteredBatch, key: CallKey) -> None:
+        await self.stragglers.learn(batch, key)
+        self._perform(batch, batch.participant.end(key, expired=True))
 
-    def hear(self, live: BatchState, agent: str, message: Message | Sums | UniqueId) -> None:
+    def hear(self, batch: RegisteredBatch, agent: str, message: Message | Sums | UniqueId) -> None:
         """A message from another agent of the batch."""
-        assert live.participant is not None
         if isinstance(message, Sums | UniqueId):
-            live.take(agent, message)
+            batch.take(agent, message)
         else:
-            self._perform(live, live.participant.hear(agent, message))
+            self._perform(batch, batch.participant.hear(agent, message))
 
-    def on_agent_lost(self, live: BatchState, agent: str) -> None:
+    def on_agent_lost(self, batch: RegisteredBatch, agent: str) -> None:
         """The link to an agent of the batch is lost."""
-        if live.participant is not None:
-            self._perform(live, live.participant.on_agent_lost(agent))
+        self._perform(batch, batch.participant.on_agent_lost(agent))
 
-    def _perform(self, live: BatchState, effects: list[TransferEffect]) -> None:
+    def _perform(self, batch: RegisteredBatch, effects: list[TransferEffect]) -> None:
         for effect in effects:
             match effect:
                 case StartMove():
-                    self._begin(live, effect)
+                    self._begin(batch, effect)
                 case StopMove():
-                    assert live.current is not None
-                    self._stop(live, live.current)
+                    assert batch.current is not None
+                    self._stop(batch, batch.current)
                 case Fail(call=key, error=error):
-                    live.asks.pop(key, None)
+                    batch.asks.pop(key, None)
                     self._calls.fail(key, error)
                 case Settled():
-                    self._settled(live, effect)
+                    self._settled(batch, effect)
                 case OfferChanged():
-                    self.offers.tell(live)
+                    self.offers.tell(batch)
                 case Tell(agent=agent, message=message):
-                    self._links.tell(agent, live.scope, message)
+                    self._links.tell(agent, batch.scope, message)
                 case InDoubt(seq=seq):
-                    asyncio.get_running_loop().call_later(DOUBT, self._undecided, live, seq)
+                    asyncio.get_running_loop().call_later(DOUBT, self._undecided, batch, seq)
                 case HoldLane(source=source):
-                    self.lane_scheduler.hold(live, source)
+                    self.lane_scheduler.hold(batch, source)
                 case WantLane(ticket=ticket, source=source):
-                    self.lane_scheduler.want(live, ticket, source)
+                    self.lane_scheduler.want(batch, ticket, source)
                 case BeginLane():
-                    self.lane_scheduler.begin(live)
+                    self.lane_scheduler.begin(batch)
                 case FreeLane():
-                    self.lane_scheduler.free(live)
+                    self.lane_scheduler.free(batch)
 
     def _needs(self) -> Needs:
         if self._known_needs is None:  # its links are opened after this object was made
             self._known_needs = Needs(self._links.plane, self._lane.threads)
         return self._known_needs
 
-    def _undecided(self, live: BatchState, seq: int) -> None:
-        assert live.participant is not None
-        self._perform(live, live.participant.undecided(seq))
+    def _undecided(self, batch: RegisteredBatch, seq: int) -> None:
+        self._perform(batch, batch.participant.undecided(seq))
 
-    def _begin(self, live: BatchState, start: StartMove) -> None:
-        self.idle_tracker.begin(live)
-        current = live.current = RunningProgram(
+    def _begin(self, batch: RegisteredBatch, start: StartMove) -> None:
+        self.idle_tracker.begin(batch)
+        current = batch.current = RunningProgram(
             seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
         )
-        if live.offers:  # workers wait for this side's offer
-            self.offers.tell(live, going=start.source)
-        program = live.programs.get((start.source, start.snapshot))
+        if batch.offers:  # workers wait for this side's offer
+            self.offers.tell(batch, going=start.source)
+        program = batch.programs.get((start.source, start.snapshot))
         if program is not None:
-            self._submit(live, current, program)
+            self._submit(batch, current, program)
         else:
-            self._spawn(self._compile(live, current))
+            self._spawn(self._compile(batch, current))
 
-    def _stop(self, live: BatchState, current: RunningProgram) -> None:
+    def _stop(self, batch: RegisteredBatch, current: RunningProgram) -> None:
         current.stopped = True
         if current.late is not None:
             current.late.cancel()
-            asyncio.get_running_loop().call_soon(self._over, live, current, None, current.touched)
+            asyncio.get_running_loop().call_soon(self._over, batch, current, None, current.touched)
         elif current.run is not None:
             current.run.stop()
         else:
-            live.shared_snapshots.wake()  # compiling may wait for a snapshot that will not come
+            batch.registration.shared_snapshots.wake()  # compiling may wait for a snapshot that will not come
 
-    async def _compile(self, live: BatchState, current: RunningProgram) -> None:
+    async def _compile(self, batch: RegisteredBatch, current: RunningProgram) -> None:
         """Compile the program of a direction's first transfer, off the loop."""
-        if live.over:  # a rank here left while GO was on its way: this agent's vote ends the transfer
-            text = f"batch {live.name!r}: a rank of this agent has left it"
-            self._over(live, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
+        if batch.registration.over:  # a rank here left while GO was on its way: this agent's vote ends the transfer
+            text = f"batch {batch.name!r}: a rank of this agent has left it"
+            self._over(batch, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
             return
         try:
-            program = await self.compiler.compile(live, current)
+            program = await self.compiler.compile(batch, current)
         except EthaError as error:
-            self._moved(live, current, error, False)
+            self._moved(batch, current, error, False)
             return
         except Exception as error:
-            log.exception("batch %s: compiling failed", live.name)
-            text = f"batch {live.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
-            self._over(live, current, TransferError(text), False)
+            log.exception("batch %s: compiling failed", batch.name)
+            text = f"batch {batch.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
+            self._over(batch, current, TransferError(text), False)
             return
         if program is not None:
-            live.programs[current.source, current.snapshot] = program
-        self._submit(live, current, program)
+            batch.programs[current.source, current.snapshot] = program
+        self._submit(batch, current, program)
 
-    def _submit(self, live: BatchState, current: RunningProgram, program: DirectionProgram | None) -> None:
+    def _submit(self, batch: RegisteredBatch, current: RunningProgram, program: DirectionProgram | None) -> None:
         if current.stopped or program is None:
-            self._over(live, current, None, False)
+            self._over(batch, current, None, False)
             return
         current.program = program
         guards = {}
         for member, key in current.calls.items():
-            ask = live.asks[key]
+            ask = batch.asks[key]
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
-        current.progress = TransferProgress(program, live.read_by(current.source))
+        current.progress = TransferProgress(program, batch.read_by(current.source))
         verification = None  # nothing is verified
         if program.verification_plan is not None:
-            verification = self.compiler.verification(live, current.seq, program.verification_plan, guards, self._lane)
+            verification = self.compiler.verification(batch, current.seq, program.verification_plan, guards, self._lane)
         current.run = TransferRun(
             program,
             current.seq,
             guards,
             lane=self._lane,
             plane=self._links.plane,
-            wire=live.transport,
-            after=live.failed,
+            wire=batch.transport,
+            after=batch.failed,
             spawn=self._spawn,
-            progress=lambda done: self.progress_reporter.went(live, current, done),
-            over=lambda error, touched: self._moved(live, current, error, touched),
+            progress=lambda done: self.progress_reporter.went(batch, current, done),
+            over=lambda error, touched: self._moved(batch, current, error, touched),
             verification=verification,
         )
         current.run.start()
 
-    def _moved(self, live: BatchState, current: RunningProgram, error: BaseException | None, touched: bool) -> None:
+    def _moved(
+        self, batch: RegisteredBatch, current: RunningProgram, error: BaseException | None, touched: bool
+    ) -> None:
         self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
             # The other end has most likely ended the transfer, and the cause is on its way over the link.
             current.late = asyncio.get_running_loop().call_later(
-                GRACE, self._over, live, current, translate(live, error), touched
+                GRACE, self._over, batch, current, translate(batch, error), touched
             )
             current.touched = touched
             return
-        self._over(live, current, None if error is None else translate(live, error), touched)
+        self._over(batch, current, None if error is None else translate(batch, error), touched)
 
-    def _over(self, live: BatchState, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
+    def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late = None
-        assert live.participant is not None
-        self._perform(live, live.participant.moved(current.seq, error, touched=touched))
+        self._perform(batch, batch.participant.moved(current.seq, error, touched=touched))
 
-    def _settled(self, live: BatchState, effect: Settled) -> None:
-        current, live.current = live.current, None
+    def _settled(self, batch: RegisteredBatch, effect: Settled) -> None:
+        current, batch.current = batch.current, None
         assert current is not None
         if effect.error is not None:
-            live.fail(effect.seq, effect.error)
+            batch.fail(effect.seq, effect.error)
         seconds = time.monotonic() - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
-            live.version, live.last_seconds, live.last_error = effect.version, seconds, None
-            if live.transport is not None:
-                live.transport.settled()
-            self._answer(live, effect, current, seconds)
+            batch.version, batch.last_seconds, batch.last_error = effect.version, seconds, None
+            if batch.transport is not None:
+                batch.transport.settled()
+            self._answer(batch, effect, current, seconds)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
         else:
-            live.last_error = effect.error
+            batch.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
-        for pair in live.pairs:
-            self.status_writer.tell(pair, live.name, fields)
+        for pair in batch.pairs:
+            self.status_writer.tell(pair, batch.name, fields)
         # The run and its callbacks form a cycle. It is broken here, so that workers' memory is freed without the
         # collector.
         current.program = current.run = current.progress = None
-        self.idle_tracker.end(live)
+        self.idle_tracker.end(batch)
 
-    def _answer(self, live: BatchState, effect: Settled, current: RunningProgram, seconds: float) -> None:
+    def _answer(self, batch: RegisteredBatch, effect: Settled, current: RunningProgram, seconds: float) -> None:
         program = current.program
         assert program is not None
         for (side, rank), key in effect.calls.items():
-            live.asks.pop(key, None)
+            batch.asks.pop(key, None)
             role = "source" if side == effect.source else "target"
-            sides = {"source": effect.source, "target": live.other(effect.source)}
+            sides = {"source": effect.source, "target": batch.other(effect.source)}
             peers = tuple(sorted((sides[where], peer) for where, peer in program.peers[role, rank]))
             moved = Moved(
                 seq=effect.seq,
@@ -318,7 +309,7 @@ class TransferService:
             self._calls.answer(key, moved)
 
 
-def translate(live: BatchState, error: BaseException) -> EthaError:
+def translate(batch: RegisteredBatch, error: BaseException) -> EthaError:
     """The error for the workers of the transfer that moves now."""
     if isinstance(error, EthaError):
         return error
@@ -327,9 +318,9 @@ def translate(live: BatchState, error: BaseException) -> EthaError:
     who = "a worker"
     if isinstance(error, ReachError) and error.owner is not None:
         role, rank = error.owner
-        source = live.current.source if live.current is not None else ""
-        who = f"{source if role == 'source' else live.other(source)} rank {rank}"
-    if isinstance(error, FaultError) and (found := _tensor_at(live, error)) is not None:
+        source = batch.current.source if batch.current is not None else ""
+        who = f"{source if role == 'source' else batch.other(source)} rank {rank}"
+    if isinstance(error, FaultError) and (found := _tensor_at(batch, error)) is not None:
         (side, rank), name = found
         who = f"{side} rank {rank} at its tensor {name!r}"
     match error:
@@ -339,18 +330,18 @@ def translate(live: BatchState, error: BaseException) -> EthaError:
             return TransferError(f"the call of {who} has ended and taken its memory back")
         case ReachError():
             return TransferError(f"the memory of {who} could not be reached: {error}")
-    log.error("batch %s: a lane failed", live.name, exc_info=error)
+    log.error("batch %s: a lane failed", batch.name, exc_info=error)
     return TransferError(f"the agent's lane failed, a bug of Etha: {type(error).__name__}: {error}")
 
 
-def _tensor_at(live: BatchState, error: FaultError) -> tuple[tuple[str, int], str] | None:
+def _tensor_at(batch: RegisteredBatch, error: FaultError) -> tuple[tuple[str, int], str] | None:
     """The registered tensor of this agent's workers at the unmapped address: ((side, rank), name).
 
     The address decides, because ``error.owner`` is a guess if one process is several ranks.
     """
-    source = live.current.source if live.current is not None else ""
+    source = batch.current.source if batch.current is not None else ""
     found: list[tuple[tuple[str, int], str]] = []
-    for (side, rank), tensors in live.tensors.items():
+    for (side, rank), tensors in batch.tensors.items():
         if tensors.session.memory.process.pid != error.pid:
             continue
         for name, handle in tensors.handles.items():
@@ -368,27 +359,27 @@ class ProgressReporter:
     def __init__(self, links: PeerLinks, calls: OpenCalls) -> None:
         self._links, self._calls = links, calls
 
-    def went(self, live: BatchState, current: RunningProgram, done: int) -> None:
+    def went(self, batch: RegisteredBatch, current: RunningProgram, done: int) -> None:
         """This agent's own part of ``current`` has moved ``done`` bytes."""
-        if live.current is not current or current.progress is None:
+        if batch.current is not current or current.progress is None:
             return
         share = current.progress.own(done)
-        for agent in live.read_from(current.source):
-            self._links.tell(agent, live.scope, Copied(seq=current.seq, share=share))
-        self._push(live, current, current.progress.fraction)
+        for agent in batch.read_from(current.source):
+            self._links.tell(agent, batch.scope, Copied(seq=current.seq, share=share))
+        self._push(batch, current, current.progress.fraction)
 
-    def heard(self, live: BatchState, agent: str, message: Copied) -> None:
+    def heard(self, batch: RegisteredBatch, agent: str, message: Copied) -> None:
         """An agent that copies from workers here reports its progress."""
-        current = live.current
+        current = batch.current
         if current is not None and current.seq == message.seq and current.progress is not None:
             current.progress.heard(agent, message.share)
-            self._push(live, current, current.progress.fraction)
+            self._push(batch, current, current.progress.fraction)
 
-    def _push(self, live: BatchState, current: RunningProgram, fraction: float) -> None:
+    def _push(self, batch: RegisteredBatch, current: RunningProgram, fraction: float) -> None:
         program = current.program
         assert program is not None
         for (side, rank), key in current.calls.items():
-            ask = live.asks.get(key)
+            ask = batch.asks.get(key)
             if ask is not None and ask.progress:
                 total = program.nbytes["source" if side == current.source else "target", rank]
                 self._calls.push(key, Progress(done=int(total * fraction), total=total))
@@ -398,7 +389,7 @@ class IdleTracker:
     """The registrations whose transfer runs; each has one at a time. Loop thread only."""
 
     def __init__(self) -> None:
-        self._moving: dict[Key, BatchState] = {}
+        self._moving: dict[Key, RegisteredBatch] = {}
         self._ended = asyncio.Event()
 
     @property
@@ -407,17 +398,17 @@ class IdleTracker:
         return len(self._moving)
 
     @property
-    def moving(self) -> tuple[BatchState, ...]:
+    def moving(self) -> tuple[RegisteredBatch, ...]:
         """The registrations whose transfer runs."""
         return tuple(self._moving.values())
 
-    def begin(self, live: BatchState) -> None:
+    def begin(self, batch: RegisteredBatch) -> None:
         """Its transfer begins."""
-        self._moving[live.key] = live
+        self._moving[batch.key] = batch
 
-    def end(self, live: BatchState) -> None:
+    def end(self, batch: RegisteredBatch) -> None:
         """Its transfer has ended."""
-        del self._moving[live.key]
+        del self._moving[batch.key]
         self._ended.set()
 
     async def wait(self) -> None:
@@ -426,9 +417,9 @@ class IdleTracker:
             self._ended.clear()
             await self._ended.wait()
 
-    async def wait_for(self, lives: Iterable[BatchState]) -> None:
+    async def wait_for(self, batches: Iterable[RegisteredBatch]) -> None:
         """``wait`` for these registrations only, because on a busy agent some transfer always runs."""
-        keys = {live.key for live in lives}
+        keys = {batch.key for batch in batches}
         while not keys.isdisjoint(self._moving):
             self._ended.clear()
             await self._ended.wait()
