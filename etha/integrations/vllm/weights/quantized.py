@@ -1,9 +1,9 @@
-"""Quantized layers: which of vLLM's methods a trainer's weights are brought through, and which engines are refused.
+"""Quantized layers: lists vLLM's methods that can receive a trainer's weights; engines with others are refused.
 
     serialized   the trainer sends what the checkpoint has: a quantized tensor and its scale
     online       the trainer sends unquantized tensors, and vLLM quantizes them as in a load from a file
 
-Each is on a list by the name of its method and of its kernel, because each keeps the result in a way of its own.
+Methods and kernels are listed by name, because each keeps its result in its own way.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from etha.errors import ConfigError
 UNQUANTIZED = frozenset(
     ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "_GateLinearMethod")
 )
-#: Methods, or schemes of compressed-tensors, that keep all they make in parameters of the layer and in their kernel.
+#: Methods, or schemes of compressed-tensors, that keep all their results in the layer's parameters and in their kernel.
 SERIALIZED = frozenset(("CompressedTensorsW8A8Int8", "CompressedTensorsW8A8Fp8", "Fp8LinearMethod"))
 ONLINE = frozenset(("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod", "Fp8PerBlockOnlineLinearMethod"))
-#: Their kernels; each packs weights in a way of its own.
+#: Their kernels; each packs weights in its own way.
 KERNELS = frozenset(
     (
         "CPUInt8ScaledMMLinearKernel",
@@ -39,7 +39,7 @@ KERNELS = frozenset(
 
 
 def kernel_of(module: Any) -> Any:
-    """The kernel that a quantized layer computes with; None of any other."""
+    """The kernel with which a quantized layer computes; None for other layers."""
     for owner in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
         for name in ("kernel", "fp8_linear"):
             if (found := getattr(owner, name, None)) is not None:
@@ -48,7 +48,7 @@ def kernel_of(module: Any) -> Any:
 
 
 def quantized(module: Any) -> bool:
-    """Whether a layer's method makes something else of the numbers that are loaded into it."""
+    """Whether a layer's method changes the numbers that are loaded into it."""
     method = getattr(module, "quant_method", None)
     return (
         isinstance(method, QuantizeMethodBase)
@@ -58,7 +58,7 @@ def quantized(module: Any) -> bool:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """ConfigError, naming the first module, where the engine has quantized ones that nothing can be brought into."""
+    """ConfigError that names the first quantized module that cannot receive weights."""
     found = [(name, why) for name, module in model.named_modules() for why in _refused(module)]
     if found:
         name, why = found[0]
@@ -69,7 +69,7 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _refused(module: Any) -> Iterator[str]:
-    """Why nothing can be brought into a module."""
+    """The reasons why a module cannot receive weights."""
     method = getattr(module, "quant_method", None)
     if isinstance(method, BaseKVCacheMethod):
         if is_quantized_kv_cache(module.kv_cache_dtype):

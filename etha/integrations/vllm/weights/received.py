@@ -1,4 +1,4 @@
-"""Received: what one worker keeps of a checkpoint, in memory that an agent fills, and how it gets into the model."""
+"""Received: the memory of one worker for a version, which an agent fills, and how the version gets into the model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from etha.integrations.vllm.weights.standin import StandIn
 from etha.integrations.vllm.weights.trace import Trace, whole
 
 Dtypes = dict[str, torch.dtype]
-#: Of this worker's dtypes by checkpoint name, those that all workers of the engine receive in.
+#: From this worker's dtypes by checkpoint name to the dtypes in which all workers of the engine receive.
 Agree = Callable[[Dtypes], Dtypes]
 
 
 def agreed(kept: Mapping[str, KeptPart], agree: Agree) -> dict[str, KeptPart]:
-    """``kept`` at the dtypes that all workers have, which are one for each tensor.
+    """``kept`` at the dtypes that all workers use, one for each tensor.
 
-    A worker whose loaders only copy a tensor can receive it at its parameter's dtype, one that computes with it cannot.
+    A worker whose loaders only copy a tensor can receive it in its parameter's dtype. One that computes with it cannot.
     """
     dtypes = agree({name: item.dtype for name, item in kept.items() if not nothing(item)})
     return {name: replace(item, dtype=dtypes.get(name, item.dtype)) for name, item in kept.items()}
 
 
 def widest(of_workers: Iterable[Dtypes]) -> Dtypes:
-    """Of each tensor, a dtype that holds what every worker wants of it."""
+    """For each tensor, a dtype that holds what every worker needs of it."""
     found: Dtypes = {}
     for dtypes in of_workers:
         for name, dtype in dtypes.items():
@@ -50,7 +50,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class _Replay:
-    """The tap of a stand-in whose bytes have come."""
+    """The tap of a stand-in whose bytes have arrived."""
 
     cut: RegionCut
     changed: torch.Tensor | None = None
@@ -80,7 +80,7 @@ class _Replay:
 
 @dataclass(slots=True)
 class _Rehearsal:
-    """The tap of a stand-in in a rehearsal: what a replay would read and copy is checked, and nothing moves."""
+    """The tap of a stand-in in a rehearsal: checks the reads and copies of a replay without moving bytes."""
 
     replay: _Replay
     device: torch.device
@@ -99,13 +99,13 @@ class _Rehearsal:
 
 
 class Received:
-    """A version on its way into ``model``: ``room()`` and ``regions`` are what to register, ``apply`` brings it in.
+    """A version on its way into ``model``. Register ``room()`` and ``regions``; ``apply`` brings the version in.
 
-    Made between two steps of the engine, for it puts the live parameters aside for a moment; no memory is taken before
-    ``room`` is asked for, in any thread.
+    Make it between two steps of the engine, because it puts the live parameters aside for a moment. It allocates no
+    memory before ``room`` is called, in any thread.
 
-    ``direct``: parameters that can be written as they are take no way through loaders. ``atomic``: they, too, change
-    in ``apply`` only; else the live parameters themselves are registered, and are torn while bytes arrive.
+    ``direct``: write parameters that need no change without the loaders. ``atomic``: these, too, change only in
+    ``apply``; otherwise the live parameters themselves are registered, and are half-written while bytes arrive.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Received:
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         refuse_quantized(model)
-        live = {name for name, _ in model.named_parameters()}  # before: tied ones are several while they are created
+        # First, because tied parameters are several while they are created.
+        live = {name for name, _ in model.named_parameters()}
         recorded = record(model, model_config, metas, device)
         if recorded.refused:
             name, why = next(iter(recorded.refused.items()))
@@ -139,7 +140,7 @@ class Received:
         self._written_modules = {
             (copy.param or "").rpartition(".")[0] for name in self._live for copy in self.kept[name].copies or ()
         }
-        #: Whether bytes go into live parameters while they come.
+        #: Whether bytes go into live parameters as they arrive.
         self.in_place = bool(self._written)
         self._reload = Reload(model, model_config, device)
         rest = self._rest()
@@ -152,7 +153,7 @@ class Received:
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}
 
     def room(self) -> dict[str, torch.Tensor]:
-        """Memory for what is kept of each tensor; taken once."""
+        """Memory for the kept region of each tensor; allocated once."""
         with self._taking:
             if not self._tensors:
                 self._tensors = {name: self._room(item) for name, item in self.kept.items()}
@@ -166,18 +167,18 @@ class Received:
         return torch.empty(item.shape, dtype=item.dtype, device=self._device)
 
     def moved(self) -> list[str]:
-        """Names of registered live parameters that are not where they were: their memory was taken for a while."""
+        """Names of registered live parameters whose memory has changed, because it was unmapped for a while."""
         self._look()
         return [name for name, view in self._written.items() if _place(view) != _place(self._tensors.get(name, view))]
 
     def renew(self) -> None:
-        """``room`` is to be registered again, with live parameters where they are now."""
+        """Prepare ``room`` to be registered again, with live parameters where they are now."""
         self._look()
         with self._taking:
             self._tensors = {**self._tensors, **self._written} if self._tensors else {}
 
     def _look(self) -> None:
-        """Where the live parameters are now that are written with no loader between: an engine may have slept."""
+        """Look up where the directly written live parameters are now, because an engine may have slept."""
         now = live_views(self._model, self.kept) if self._live else {}
         missing = [name for name in self._live if name not in now]
         if missing:
@@ -189,7 +190,7 @@ class Received:
         self._written = {} if self._atomic else self._live
 
     def _rest(self) -> list[KeptPart]:
-        """What goes through loaders."""
+        """The tensors that go through loaders."""
         return [item for name, item in self.kept.items() if name not in self._live and not nothing(item)]
 
     def apply(self) -> None:
@@ -205,7 +206,8 @@ class Received:
         self._reload.settle(done)
 
     def compare(self) -> Comparison:
-        """What of the live model is not what ``apply`` would make of what was received; between two of its steps."""
+        """Compare the live model with what ``apply`` would make of the received tensors; between two steps of the
+        engine."""
         self._look()
         found = Comparison()
         for name, view in self._live.items():
@@ -227,10 +229,10 @@ class Received:
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 
     def report(self) -> Mapping[str, Any]:
-        """How each tensor comes in, and bytes: of the checkpoint as it is received, and what of it is kept here.
+        """How each tensor comes in, and bytes: those of the checkpoint as it is received, and those kept here.
 
-        ``partial``, ``unfilled``: parameters of which the trainer's tensors fill a part, or nothing: the rest is
-        undefined, or what it was. ``whole``: tensors that could not be recorded, with the reason, and their bytes.
+        ``partial``, ``unfilled``: parameters that the trainer's tensors fill in part or not at all; the rest is
+        undefined, or unchanged. ``whole``: tensors that could not be recorded, with the reason and their bytes.
         """
         whole = {name: item for name, item in self.kept.items() if item.why is not None}
         return {

@@ -1,8 +1,8 @@
-"""StandIn: a checkpoint tensor that has no elements of its own, for loaders to take what they keep from.
+"""StandIn: a checkpoint tensor without elements, from which loaders take what they keep.
 
-Views of it are views of a meta tensor of the checkpoint's shape, so that offset, sizes and strides tell which
-elements a loader has come to. An operation that is no view reads: the stand-in's tap gives the tensor to compute
-with, an empty one while recording, the received bytes in a replay. Nothing is wrapped again after a read.
+Views of it are views of a meta tensor of the checkpoint's shape. Their offset, sizes and strides show which elements a
+loader uses. Any operation that is not a view reads: the stand-in's tap gives the tensor to compute with, an empty one
+while recording, the received bytes in a replay. The result of a read is not wrapped again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ aten: Any = torch.ops.aten
 
 
 class Tap(Protocol):
-    """Where the reads of a stand-in come out; ``trace`` is None where a view is no product of index sets."""
+    """Handles the reads of a stand-in. ``trace`` is None if a view is not a product of index sets."""
 
     def read(self, trace: Trace | None, seen: torch.Tensor) -> torch.Tensor:
-        """The tensor to compute with in place of the view; ``seen`` is the view of a meta tensor."""
+        """The tensor to compute with in place of the view. ``seen`` is the view of a meta tensor."""
         ...
 
     def copy(self, into: torch.Tensor, trace: Trace | None, seen: torch.Tensor) -> None:
-        """``into.copy_`` of the view."""
+        """Carry out ``into.copy_`` of the view."""
         ...
 
     def put(self, into: torch.Tensor, value: torch.Tensor) -> None:
-        """``into.copy_`` of what was read before."""
+        """Carry out ``into.copy_`` of the result of an earlier read."""
         ...
 
     def change(self) -> torch.Tensor:
-        """The whole tensor, contiguous, for a loader that writes into it; what is read later is read from there."""
+        """The whole tensor, contiguous, for a loader that writes into it. Later reads use it."""
         ...
 
 
@@ -66,7 +66,7 @@ class StandIn(torch.Tensor):
         """A stand-in for a whole contiguous checkpoint tensor."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), tuple(shape), device, tap)
 
-    # Results of operations are what __torch_dispatch__ says, not wrapped in this class once more.
+    # __torch_dispatch__ returns the results of operations; they must not be wrapped in this class again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -80,7 +80,7 @@ class StandIn(torch.Tensor):
             source = args[0]
             seen = func(source._seen, *args[1:], **kwargs)
             if isinstance(seen, torch.Tensor) and seen.dtype != source.dtype:
-                # The same bits as other numbers: their places are not those of the tensor's elements.
+                # The same bits as other numbers have other offsets than the tensor's elements.
                 return func(source._read(), *args[1:], **kwargs)
             return tree_map(lambda t: cls(t, source._whole, source.device, source._tap), seen)
         if func is aten._unsafe_view.default:  # of what nobody else has: the copy that a reshape makes
@@ -115,9 +115,9 @@ class StandIn(torch.Tensor):
 
 
 class _Clone:
-    """The tap of a copy that is not made: reads of it are reads of the tensor that it was made of.
+    """The tap of a copy that is not made: reads of it are reads of the original tensor.
 
-    A loader that puts rows in another order (permute, then reshape) keeps but its part of them afterwards.
+    A loader that reorders rows (permute, then reshape) keeps only its part of them afterwards.
     """
 
     def __init__(self, source: StandIn) -> None:
@@ -149,7 +149,7 @@ class _Clone:
         return self._changed
 
     def _through(self, trace: Trace | None) -> Trace | None:
-        """A view of the copy as one of the tensor that it was made of; None where it is none, or the copy changed."""
+        """A view of the copy as a view of the original tensor; None if it is not one, or if the copy has changed."""
         if trace is None or self._changed is not None:
             return None
         seen = self._source._seen
@@ -161,9 +161,9 @@ class _Clone:
 
 
 def _same_kind(tensor: StandIn, kwargs: dict[str, Any]) -> bool:
-    """Whether a copy is asked for to the device that the stand-in says it is on: then it stays where its bytes are.
+    """Whether a copy to the stand-in's own device is asked for, which needs no copy.
 
-    So it does for a loader that wants it where its parameter is, and that is on meta.
+    A copy to meta needs none either, because a loader may ask for its parameter's device, which is meta here.
     """
     device = kwargs.get("device")
     return device is None or torch.device(device).type in (tensor.device.type, "meta")

@@ -1,7 +1,7 @@
-"""Which elements of a contiguous tensor a strided view of it touches, as a product of index sets, one per dim.
+"""Finds the elements of a contiguous tensor that a strided view of it touches, as a product of one index set per dim.
 
-Computes. A loader takes what it keeps of a checkpoint tensor by views (narrow, chunk, transpose, view, select):
-each is an offset, sizes and strides over the contiguous original, and walks every dim of it in even steps.
+Computes. A loader takes what it keeps of a checkpoint tensor by views (narrow, chunk, transpose, view, select). Each is
+an offset, sizes and strides over the contiguous original, and walks every dim of it in even steps.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-#: Per dim the ascending, disjoint (start, stop) runs that are kept; their product is the region.
+#: For each dim the ascending, disjoint (start, stop) runs that are kept; their product is the region.
 Region = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A view of a contiguous tensor of ``shape``: axis k has ``counts[k]`` elements, a step of ``walks[k]`` apart.
+    """A view of a contiguous tensor of ``shape``: axis k has ``counts[k]`` elements, ``walks[k]`` apart.
 
     ``walks[k]`` is (dim, step): the axis moves along ``dim`` of the original by ``step`` indices; (-1, 0) does not
-    move. ``start`` is the index of the view's first element. ``sizes`` are the view's own, of which an axis of
-    several laps became several of ``counts``, in the same order.
+    move. ``start`` is the index of the view's first element. ``sizes`` are the view's own. A view's axis that moves
+    along several dims has several ``counts``, in the same order.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Trace:
 
     @classmethod
     def of(cls, shape: Sequence[int], offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Trace | None:
-        """The trace of a view, ``offset`` and ``strides`` in elements; None where it is no product of index sets."""
+        """The trace of a view, ``offset`` and ``strides`` in elements; None if it is not a product of index sets."""
         shape = tuple(shape)
         if 0 in sizes or 0 in shape:
             still = ((-1, 0),) * len(sizes)
@@ -53,7 +53,7 @@ class Trace:
             axes.extend(found)
         for dim, n in enumerate(shape):
             if start[dim] + sum((count - 1) * step for count, at, step in axes if at == dim) >= n:
-                return None  # it runs over the end of a row and on in the next
+                return None  # it runs beyond the end of a row and continues in the next
         return cls(
             shape=shape,
             start=tuple(start),
@@ -63,7 +63,8 @@ class Trace:
         )
 
     def lattice(self, dim: int) -> Ints:
-        """The indices of ``dim`` that the view touches, one axis for each of the view's that moves along it."""
+        """The indices of ``dim`` that the view touches, with one axis for each of the view's axes that move along
+        it."""
         steps = [(count, step) for count, (at, step) in zip(self.counts, self.walks, strict=True) if at == dim]
         found = np.array(self.start[dim], dtype=np.int64)
         for count, step in steps:
@@ -71,14 +72,14 @@ class Trace:
         return found
 
     def region(self) -> Region:
-        """The product of runs that the view reads; dims without runs where it has no element."""
+        """The product of runs that the view reads; dims have no runs if it has no element."""
         if 0 in self.counts:
             return ((),) * len(self.shape)
         return tuple(_runs(self.lattice(dim)) for dim in range(len(self.shape)))
 
 
 def _laps(shape: tuple[int, ...], full: list[int], count: int, stride: int) -> list[tuple[int, int, int]] | None:
-    """One axis of a view as (count, dim, step), outermost first: several where it walks on into the dim before."""
+    """One axis of a view as (count, dim, step), outermost first; several if it continues into the dim before."""
     if count == 1 or stride == 0:
         return [(count, -1, 0)]
     for dim in range(len(shape) - 1, -1, -1):
@@ -112,7 +113,7 @@ def whole(shape: Sequence[int]) -> Region:
 
 
 def union(one: Region | None, other: Region) -> Region:
-    """The smallest product of runs that holds both: exactly both where they differ in one dim at most."""
+    """The smallest product of runs that holds both. It is their exact union if they differ in at most one dim."""
     if one is None or empty(one):
         return other
     if empty(other):
@@ -143,7 +144,7 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 
 def area(regions: Iterable[Region]) -> int:
-    """How many elements lie in one of the regions or more."""
+    """How many elements lie in at least one of the regions."""
     rest: dict[tuple[tuple[int, int], ...], set[Region]] = {}
     for region in regions:
         if not region:
