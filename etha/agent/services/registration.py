@@ -203,7 +203,8 @@ class RegistrationService:
             if batch is not None:
                 self._transfers.progress_reporter.heard(batch, agent, message)
         elif batch is None:
-            registration.early.append((agent, message))  # type: ignore[arg-type]
+            if key in self.known:  # nobody here takes part in a closed one any more
+                registration.early.append((agent, message))  # type: ignore[arg-type]
         else:
             self._transfers.hear(batch, agent, message)  # type: ignore[arg-type]
 
