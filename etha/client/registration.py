@@ -118,6 +118,24 @@ class Registration:
                 + "Give the memory back (wake the engine up), then transfer again"
             )
 
+    def check_writable(self, stage: StagedTensors, *, committed: bool) -> None:
+        """RegistrationError that names every tensor of ``stage`` into which this worker could not copy what it
+        received."""
+        items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
+        refused = [item.name for item in items if not stage.home.writable(item.local)]
+        if refused:
+            names = ", ".join(repr(name) for name in refused[:10])
+            raise RegistrationError(
+                f"batch {self.batch!r}: {len(refused)} registered tensors cannot be written: {names}; their memory is "
+                f"read-only, as that of a file mapped with PROT_READ, or was unmapped. "
+                + (
+                    "The transfer is committed, and this worker alone has not received it. Make the memory writable, "
+                    "then transfer again"
+                    if committed
+                    else "Receive into other tensors (clones): register them under these names"
+                )
+            )
+
     def lost(self) -> PeerLostError | None:
         """Why no transfer of it can begin any more: the epoch of one of its pairs is over, or a rank cannot take part.
 
@@ -300,6 +318,7 @@ async def attach_shadows(registration: Registration, timeout: Callable[[], float
     """
     connection, tensors = registration.connection, registration.locals
     shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
+    registration.check_writable(shadows, committed=False)
     handles = shadows.handles([connection.home.describe(tensor) for tensor in tensors])
     await registration.segments.show(handles, timeout())
     message = AttachShadows(batch=registration.batch, epoch=registration.pair.epoch, handles=tuple(handles))

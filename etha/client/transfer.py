@@ -82,17 +82,25 @@ async def transfer(
     if not aside and registration.shadows is None and not registration.source.serves:
         return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
     async with turn(registration, timeout):
-        if aside and registration.shadows is None:
-            registration.check_stands()
-            try:
-                await attach_shadows(registration, lambda: deadline.left)
-            except (ConfigError, RegistrationError) as error:
-                await leave(registration, no_place(error), deadline.left)
-                raise
+        if verb == "recv":
+            await _make_place(registration, deadline)
         if verb == "send" and registration.source.serves:
             await caught_up(registration, mark, deadline)
             await pull(registration, registration.source)
         return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
+
+
+async def _make_place(registration: Registration, deadline: Deadline) -> None:
+    """Have a place to receive in, from which this worker can copy into its tensors; else leave the batch, so that no
+    other rank waits for this one."""
+    try:
+        if registration.shadowed and registration.shadows is None:
+            registration.check_stands()
+            await attach_shadows(registration, lambda: deadline.left)
+        registration.check_writable(registration.stage, committed=False)
+    except (ConfigError, RegistrationError) as error:
+        await leave(registration, no_place(error), deadline.left)
+        raise
 
 
 def check_state(registration: Registration, verb: Literal["send", "recv"]) -> None:
@@ -289,6 +297,7 @@ def _take_over(registration: Registration, verb: Literal["send", "recv"], moved:
         try:
             if registration.stage.serves:
                 registration.check_backed(registration.stage, committed=True)
+                registration.check_writable(registration.stage, committed=True)
                 registration.stage.push(registration.locals)
         except EthaError as error:
             registration.torn = registration.torn or not registration.atomic or getattr(error, "torn", False)

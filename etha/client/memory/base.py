@@ -132,6 +132,10 @@ class TensorMemory(Protocol):
         """Whether a registered tensor still has memory."""
         ...
 
+    def writable(self, tensor: torch.Tensor) -> bool:
+        """Whether ``copy`` may write into a registered tensor that has memory."""
+        ...
+
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
         """Copy (target, source) pairs. Any thread; done on return.
 

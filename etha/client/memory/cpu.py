@@ -11,8 +11,8 @@ import torch
 from etha.client.memory.base import Mark, StagedTensors, home_name
 from etha.client.memory.tensors import empty
 from etha.errors import ProtocolError
-from etha.memory import shared
-from etha.memory.handles import TensorHandle, describe
+from etha.memory import shared, writable
+from etha.memory.handles import TensorHandle, describe, span_nbytes
 from etha.memory.room import check_room
 
 #: Below this many bytes a copy on the loop is faster than handing it to a thread.
@@ -58,6 +58,10 @@ class CpuMemory:
     def backed(self, tensor: torch.Tensor) -> bool:
         """True: the tensor keeps its memory."""
         return True
+
+    def writable(self, tensor: torch.Tensor) -> bool:
+        nbytes = span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize)
+        return writable.writable(tensor.data_ptr(), nbytes)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
         for target, source in pairs:

@@ -152,6 +152,10 @@ class GpuMemory:
         with self._told(RegistrationError, f"a tensor of shape {tuple(tensor.shape)} is not found"):
             return not tensor.numel() or (self._driver.backed(first) and self._driver.backed(last))
 
+    def writable(self, tensor: torch.Tensor) -> bool:
+        """True: a copy into memory that may not be written is an error of the device, which ends no process."""
+        return True
+
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, live: bool) -> None:
         """Copy on a stream of this home's own, and wait for the device with the GIL released."""
         if not pairs:

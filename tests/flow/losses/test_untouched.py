@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
-from etha.errors import RegistrationError, TransferError
+from etha.errors import PeerLostError, RegistrationError, TransferError
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
 
@@ -86,3 +86,79 @@ async def test_freed_storage_is_refused_by_name(site: Site, pair: str, side: str
             assert isinstance(error, RegistrationError), error
             found = [v for v in error.violations if v.code == "unsupported"]
             assert [(v.name, v.side, v.rank) for v in found] == [("w", side, 0)] and "freed" in found[0].text
+
+
+@pytest.mark.ways("local", "tcp")
+@pytest.mark.parametrize("direction", ["recv", None])
+async def test_an_atomic_target_that_is_read_only_is_refused_before_the_commit(
+    site: Site, pair: str, memory: Memory, direction: str | None
+) -> None:
+    """With a direction at registration, without one at the first transfer; the sender is told at once."""
+    memory.protect("read")
+    async with Sides(site, pair, timeout=60.0) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        tensors = {"trainer": torch.ones_like(memory.tensor), "inference": memory.tensor}
+        asked = {"trainer": None if direction is None else "send", "inference": direction}
+        ended = await sides.register(
+            "b", lambda side, rank: ({"w": tensors[side]}, {"atomic": True, "direction": asked[side]})
+        )
+        if direction is None:
+            ended = await sides.move(ended)
+        elif not isinstance(sender := ended["trainer", 0], PeerLostError):
+            ended |= {("trainer", 0): (await sides.move({("trainer", 0): sender}))["trainer", 0]}
+        error = ended["inference", 0]
+        assert isinstance(error, RegistrationError), error
+        assert "'w'" in error.message and "read-only" in error.message
+        assert isinstance(ended["trainer", 0], PeerLostError) and "read-only" in ended["trainer", 0].message
+    assert torch.all(memory.tensor == 0)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_a_read_only_source_is_sent_as_any_other(site: Site, pair: str, memory: Memory, atomic: bool) -> None:
+    memory.tensor.fill_(7)
+    memory.protect("read")
+    async with Sides(site, pair, timeout=60.0) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        tensors = {"trainer": memory.tensor, "inference": torch.zeros_like(memory.tensor)}
+        handles = await sides.register("b", lambda side, rank: ({"w": tensors[side]}, {"atomic": atomic}))
+        for snapshot in (False, True):
+            moved = await sides.move(handles, trainer={"snapshot": snapshot})
+            assert [getattr(moved["inference", 0], "seq", moved)] == [1 + snapshot]
+    assert torch.all(tensors["inference"] == 7)
+
+
+async def test_a_staged_target_that_is_read_only_is_refused_before_the_commit(
+    site: Site, pair: str, memory: Memory
+) -> None:
+    """The agent cannot write into this worker, so that the worker itself copies what it received."""
+    async with Sides(site, pair, timeout=60.0) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        connection = sides.clients["inference", 0]._connection
+        assert connection is not None
+        connection.reaches = False
+        tensors = {"trainer": torch.ones_like(memory.tensor), "inference": memory.tensor}
+        handles = await sides.register("b", lambda side, rank: ({"w": tensors[side]}, {}))
+        memory.protect("read")
+        ended = await sides.move(handles)
+        assert isinstance(ended["inference", 0], RegistrationError), ended
+        assert "read-only" in ended["inference", 0].message
+        assert isinstance(ended["trainer", 0], PeerLostError), ended
+    assert torch.all(memory.tensor == 0)
+
+
+async def test_a_target_made_read_only_after_the_commit_is_an_error_of_the_receiver(
+    site: Site, pair: str, memory: Memory
+) -> None:
+    async with Sides(site, pair, timeout=60.0) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        tensors = {"trainer": torch.ones_like(memory.tensor), "inference": memory.tensor}
+        handles = await sides.register("b", lambda side, rank: ({"w": tensors[side]}, {"atomic": True}))
+        ended = await sides.move(handles, inference={"on_commit": lambda: memory.protect("read")})
+        error = ended["inference", 0]
+        assert isinstance(error, RegistrationError), ended
+        assert "read-only" in error.message and "The transfer is committed" in error.message
+        memory.protect("both")
+        assert torch.all(memory.tensor == 0)
+        again = await sides.move(handles)
+        assert [getattr(result, "seq", result) for result in again.values()] == [2, 2]
+    assert torch.all(memory.tensor == 1)
