@@ -22,7 +22,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from rich.text import Text
 
-from etha.config import CUDA_AGENT, ENVIRONMENT, Settings, agent_path, check_name
+from etha.config import CUDA_AGENT, ENVIRONMENT, Settings, agent_path, check_device, check_name
 from etha.errors import AgentUnavailableError, ConfigError, EthaError
 from etha.status import events_table, status_tables, whole
 from etha.version import __version__
@@ -173,8 +173,8 @@ def stop(
 
 
 def name_of_agent(device: str) -> str:
-    """The name of a device's agent. ConfigError for a GPU that is not here."""
-    if device == "cpu" or device.startswith(CUDA_AGENT):
+    """The name of a device's agent. ConfigError for a GPU that is not here, and for what is no device."""
+    if check_device(device) == "cpu" or device.startswith(CUDA_AGENT):
         return device
     from etha.agent.runtime.device import name_of
 

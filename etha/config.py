@@ -58,6 +58,13 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
+def check_device(device: str) -> str:
+    """``device`` itself, as commands take it; ConfigError if it cannot be the name of a device or of its agent."""
+    if re.fullmatch(rf"cpu|cuda|cuda:[0-9]+|{CUDA_AGENT}\S+", device) is None:
+        raise ConfigError(f"device {device!r} is neither cpu nor cuda:N")
+    return device
+
+
 def parse_bytes(what: str, text: str) -> int:
     """A positive number of bytes, "268435456" or "256MiB" (KiB, MiB, GiB). ConfigError names ``what``."""
     found = re.fullmatch(r"([0-9]{1,15})\s*(|KiB|MiB|GiB)", text.strip())

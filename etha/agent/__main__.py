@@ -21,7 +21,7 @@ from etha.agent.runtime.lane import Lane
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.server import BusServer
-from etha.config import Settings, check_name, parse_bytes
+from etha.config import Settings, check_device, check_name, parse_bytes
 from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
@@ -165,6 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=text, handlers=[RotatingLog()])
     settle()
     try:
+        if args.device != "all":
+            check_device(args.device)
         settings = Settings.from_env()
         if args.namespace:
             settings = replace(settings, namespace=check_name("namespace", args.namespace))

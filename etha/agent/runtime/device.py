@@ -167,7 +167,8 @@ def cards(driver: Driver) -> tuple[Device, ...]:
     """All GPUs of this host that this process sees. ConfigError if there are none."""
     found = driver.devices()
     if not found:
-        raise ConfigError(f"no GPU is visible here ({driver.versions()}): `etha doctor` says more; --device cpu serves")
+        versions = ", ".join(f"{what} {version}" for what, version in driver.versions().items())
+        raise ConfigError(f"no GPU is visible here ({versions}): `etha doctor` says more; --device cpu serves")
     return found
 
 

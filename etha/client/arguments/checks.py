@@ -52,9 +52,11 @@ def check_version(value: Any) -> None:
     if isinstance(value, int) and not LEAST_INT <= value <= MOST_INT:
         raise ConfigError(f"version={shown(value)} does not fit 64 bits ({LEAST_INT} to {MOST_INT}): use a str")
     if isinstance(value, str) and len(value) > MAX_VERSION:
-        raise ConfigError(f"version= has {len(value):,} characters, at most {MAX_VERSION:,} are possible: shorten it")
+        raise ConfigError(
+            f"version={shown(value)} has {len(value):,} characters, at most {MAX_VERSION:,} are possible: shorten it"
+        )
     if isinstance(value, str):
-        check_text("version=", value)
+        check_text("version", value)
 
 
 def check_text(what: str, value: str) -> str:
@@ -153,7 +155,9 @@ def check_rank(rank: Any, world_size: Any) -> None:
             raise ConfigError(f"{what}={shown(value)} is not an int")
     if world_size > MAX_WORLD:
         raise ConfigError(f"expected_world_size={shown(world_size)}: a side has at most {MAX_WORLD} ranks")
-    if world_size < 1 or not 0 <= rank < world_size:
+    if world_size < 1:
+        raise ConfigError(f"expected_world_size={shown(world_size)}: a side has at least 1 rank")
+    if not 0 <= rank < world_size:
         raise ConfigError(
             f"rank {shown(rank)} is not inside a side of {shown(world_size)} ranks (0 to {shown(world_size - 1)})"
         )

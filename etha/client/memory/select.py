@@ -22,11 +22,21 @@ def agent_of(device: torch.device) -> str:
         devices = driver().devices()
     except DeviceError as error:
         raise ConfigError(f"device={str(device)!r}: {error}; `etha doctor` says more") from error
-    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        index = torch.cuda.current_device() if device.index is None else device.index
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, or without a GPU
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"device={str(device)!r}: torch {torch.__version__} has no GPU here ({why}); `etha doctor` says more, "
+            f"and device='cpu' moves tensors of the host"
+        ) from None
     for found in devices:
         if found.ordinal == index:
             return f"{CUDA_AGENT}{found.uuid}"
-    raise ConfigError(f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees")
+    raise ConfigError(
+        f"device={str(device)!r} is not among the {len(devices)} GPUs that this process sees; `etha doctor` says more, "
+        f"and device='cpu' moves tensors of the host"
+    )
 
 
 def home_of(agent: str) -> TensorMemory:

@@ -358,6 +358,20 @@ def test_an_idle_agent_with_other_settings_is_replaced_and_stop_ends_it(
     assert "nothing to stop: no agent is running at" in reported and "client" not in reported
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:x", "cpu:0", ""])
+def test_what_is_no_device_is_told_so(
+    device: str, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(monkeypatch, "stop", f"--device={device}") == 1
+    assert f"config: device {device!r} is neither cpu nor cuda:N" in capsys.readouterr().err
+
+
+def test_an_agent_of_no_device_is_told_so(runtime: Path) -> None:
+    ended = etha("agent", "--device", "foo")
+    assert ended.returncode == 1 and "device 'foo' is neither cpu nor cuda:N" in ended.stderr, ended.stderr
+    assert "{" not in ended.stderr and "Traceback" not in ended.stderr
+
+
 def agents_in(runtime: Path) -> list[int]:
     return [pid for pid, command in started_in(str(runtime)).items() if "etha.agent" in command]
 

@@ -107,3 +107,10 @@ def test_devices_by_name(wanted: str, uuid: str) -> None:
 def test_a_device_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(ConfigError, match=rf"'cuda:5'.*cuda:0 \(Fake GPU, {GPU0}\), cuda:1"):
         find(FakeDriver((GPU0, GPU1)), "cuda:5")
+
+
+def test_a_host_without_a_gpu_is_told_in_words() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no GPU is visible here \(driver 13\.0, runtime 13\.0, bindings .*etha doctor"
+    ):
+        find(FakeDriver(()), "cuda:0")

@@ -7,13 +7,14 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import etha
 from etha.bus.messages import LetGo
 from etha.client.connection import AgentConnection
 from etha.client.memory.base import fingerprint, home_name, moved
@@ -59,6 +60,27 @@ def test_a_card_that_does_not_answer(gpu: FakeDriver, monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu, "holds", refuse)
     with pytest.raises(RegistrationError, match=r"cudaErrorUnknown.*etha doctor"):
         home_name(torch.empty(3))
+
+
+@pytest.mark.parametrize("kind", [etha.TensorBusClient, etha.AsyncTensorBusClient])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled"),
+        (RuntimeError("Found no NVIDIA driver.\nMore."), "Found no NVIDIA driver"),
+    ],
+)
+def test_a_torch_without_a_gpu(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Any], error: Exception, why: str
+) -> None:
+    def refuse() -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    with pytest.raises(ConfigError, match=rf"device='cuda': torch .* has no GPU here \({why}.*etha doctor.*'cpu'"):
+        kind(device="cuda")
+    with pytest.raises(ConfigError, match=r"device='cuda:7' is not among the 2 GPUs .*etha doctor.*'cpu'"):
+        kind(device="cuda:7")
 
 
 def test_errors_of_a_card_are_ethas_own(gpu: FakeDriver) -> None:
