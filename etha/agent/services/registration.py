@@ -20,6 +20,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
@@ -52,6 +53,9 @@ log = logging.getLogger(__name__)
 #: of a card waits without this limit, because CUDA does not define what happens to memory that is freed while another
 #: process has it open. Its client has a limit of its own, and then never frees the memory.
 _PATIENCE = 1.0
+#: Least seconds that Redis is given to take an entry, whatever the call's deadline: an entry whose answer nobody waited
+#: for would count as a rank that has come.
+_ENROLL = 10.0
 
 
 class RegistrationService:
@@ -79,6 +83,9 @@ class RegistrationService:
         self._releasing: dict[Key, LocalRegistration] = {}
         self._memory = RegistrationMemory()
         self._forsaking = Forsaking(links)
+        #: Held from a rank's enrolment until it waits or is taken back, so that taking back one call's entry does not
+        #: take that of the rank's next call.
+        self._enrolling: WeakValueDictionary[tuple[str, str, Member], asyncio.Lock] = WeakValueDictionary()
 
     def register(self, session: WorkerSession, request: Request, message: Register) -> None:
         """A worker calls ``register_tensors``."""
@@ -243,7 +250,7 @@ class RegistrationService:
     async def _tell_all(
         self, registration: LocalRegistration, session: WorkerSession, request: Request, text: str
     ) -> None:
-        await self._forsaking.tell(registration, registration.agents - {self._me}, text, request.deadline)
+        await self._forsaking.tell(registration.scope, registration.agents - {self._me}, text, request.deadline)
         session.peer.reply(request.id, Ok())
 
     def _end_for_all(
@@ -272,24 +279,67 @@ class RegistrationService:
             self._transfers.break_up(registration.registered, error)
 
     def _ended(self, name: str, box: list[LocalRegistration], key: CallKey, expired: bool) -> None:
-        if box and expired:
-            self._spawn(self._expire(box[0], key))
-            return
         if box:
-            self._perform(box[0], box[0].machine.expire(key, cancelled=True))
+            self._spawn(self._expire(box[0], key, cancelled=not expired))
             return
         what = "ended at its deadline" if expired else "was cancelled"
         text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
 
-    async def _expire(self, registration: LocalRegistration, key: CallKey) -> None:
-        """A deadline has passed: look for hints, then end the call, unless the batch is registered by now."""
-        hint = (
-            await self._hints.of_batch(registration.pairs[0], registration.name) if registration.machine.absent else ""
+    async def _expire(self, registration: LocalRegistration, key: CallKey, *, cancelled: bool) -> None:
+        """End a call that was cancelled, or whose deadline has passed, unless it has been answered meanwhile.
+
+        Its worker hears it last: once it registers again, no other rank counts on this registration any more.
+        """
+        hint = ""
+        if not cancelled and registration.machine.absent:
+            hint = await self._hints.of_batch(registration.pairs[0], registration.name)
+        effects = registration.machine.expire(key, cancelled=cancelled, hint=hint)
+        for effect in effects:
+            if isinstance(effect, Unenroll):
+                await self._take_back(registration.scope, registration.agents, effect.member)
+        self._perform(registration, [effect for effect in effects if not isinstance(effect, Unenroll)])
+
+    async def _take_back(self, scope: Scope, agents: Collection[str], member: Member) -> None:
+        """Take back the entry of a rank whose call has ended early.
+
+        If the entry had completed the roster, other ranks may hold the batch by now, or will soon, and their transfers
+        would wait for this rank in vain. Then the registration ends for all of them.
+        """
+        key = (scope.pair, scope.batch, scope.generation)
+        registration = self.known.get(key)
+        try:
+            if await self._store.batches.unenroll(*key, *member):
+                return
+        except EthaError as error:
+            outage(log, "batch %s: %s rank %d could not be taken back: %s", scope.batch, *member, error)
+            if registration is None or registration.machine.absent:
+                return
+        text = (
+            f"{member[0]} rank {member[1]} cannot take part in batch {scope.batch!r}, register it again: its "
+            f"register_tensors ended early, when all ranks had come"
         )
-        self._perform(registration, registration.machine.expire(key, cancelled=False, hint=hint))
+        if (registration := self.known.get(key)) is not None:
+            self._end_for_all(registration, _forsaken(text))
+        else:
+            self._memory.note_lost(key, _forsaken(text))
+        await self._forsaking.tell(scope, set(agents) - {self._me}, text, asyncio.get_running_loop().time())
 
     async def _enroll(
+        self,
+        session: WorkerSession,
+        key: CallKey,
+        member: Member,
+        epochs: Mapping[str, int],
+        message: Register,
+        deadline: float,
+        box: list[LocalRegistration],
+    ) -> None:
+        turn = self._enrolling.setdefault((message.pairs[0], message.batch, member), asyncio.Lock())
+        async with turn:
+            await self._enroll_in_turn(session, key, member, epochs, message, deadline, box)
+
+    async def _enroll_in_turn(
         self,
         session: WorkerSession,
         key: CallKey,
@@ -306,6 +356,8 @@ class RegistrationService:
             primary = message.pairs[0]
             if (lost := lost_since(self._rendezvous, session, epochs)) is not None:
                 raise lost
+            if key not in self._calls:
+                return
             view = self._rendezvous.view(primary)
             expected = sum(len(side.members) for side in view.sides.values())
             generation = await self._store.batches.enroll(
@@ -316,16 +368,18 @@ class RegistrationService:
                 member[1],
                 Record.of(message, digest).to_json(),
                 expected=expected,
-                timeout=timeout,
+                timeout=max(timeout, _ENROLL),
             )
             lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
                 (primary, message.batch, generation)
             )
-            if lost is not None or key not in self._calls:  # the call was given up, or its worker is gone
-                await self._store.batches.unenroll(primary, message.batch, generation, *member)
             if lost is not None:
+                await self._store.batches.unenroll(primary, message.batch, generation, *member)
                 raise lost  # the batch is not registered yet, so nothing else informs this call
-            if key not in self._calls:
+            if key not in self._calls:  # the call was given up, or its worker is gone
+                scope = Scope(pair=primary, epoch=message.epoch, batch=message.batch, generation=generation)
+                agents = {holder.agent for side in view.sides.values() for holder in side.members.values()}
+                await self._take_back(scope, agents, member)
                 return
         except EthaError as error:
             self._calls.fail(key, error)
@@ -524,12 +578,12 @@ class Forsaking:
         self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
         self._requests = 0
 
-    async def tell(self, registration: LocalRegistration, agents: Collection[str], text: str, deadline: float) -> None:
+    async def tell(self, scope: Scope, agents: Collection[str], text: str, deadline: float) -> None:
         """Return once these agents have ended the registration, or at ``deadline`` (loop time) plus ``GRACE``."""
         self._requests += 1
         request, silent, heard = self._requests, set(agents), asyncio.Event()
         for agent in sorted(silent):
-            self._links.tell(agent, registration.scope, Forsaken(request=request, text=text))
+            self._links.tell(agent, scope, Forsaken(request=request, text=text))
         if not silent:
             return
         self._waiting[request] = silent, heard

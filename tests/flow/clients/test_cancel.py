@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha.errors import AgentLostError, TransferAbortedError, TransferError, TransferTimeoutError
+from etha.errors import AgentLostError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
 from tests.flow.clients.cancelling import POISON, SIZE, Link, Moments, ended, moments
 from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Sides
@@ -278,3 +278,43 @@ async def test_a_cancel_between_commit_and_the_end_of_on_commit_still_applies(si
         assert isinstance(await ended(receiving), asyncio.CancelledError)
         assert torch.all(link.target == 5)
         await link.good()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+async def test_a_registration_given_up_at_any_moment_can_be_made_again(site: Site, how: str) -> None:
+    """Nobody goes on to hold a batch on which the other side does not count any more."""
+    async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        tensors = {member: {"w": torch.zeros(100)} for member in sides.members}
+
+        def registering(member: tuple[str, int], **options: Any) -> asyncio.Task[Any]:
+            client = sides.clients[member]
+            return asyncio.create_task(client.register_tensors("b", tensors[member], pair_name=sides.pair, **options))
+
+        async def move(member: tuple[str, int], task: asyncio.Task[Any]) -> Any:
+            while True:
+                try:
+                    handle = await task
+                    await handle.transfer("send" if member[0] == "trainer" else "recv")
+                    return handle
+                except PeerLostError:
+                    task = registering(member)
+
+        stays, leaves = sides.members
+        for turn in range(8):
+            first = registering(stays)
+            if how == "late":
+                await ended(registering(leaves, timeout=0.0005 * 2**turn))
+            else:
+                task = registering(leaves)
+                for _ in range(2**turn):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await ended(task)
+            tensors[stays]["w"].fill_(turn + 1)
+            handles = await asyncio.gather(
+                move(stays, registering(stays) if first.done() and not first.exception() else first),
+                move(leaves, registering(leaves)),
+            )
+            assert bool((tensors[leaves]["w"] == turn + 1).all())
+            await asyncio.gather(*(handle.close() for handle in handles))
