@@ -59,7 +59,7 @@ def plan(shape: tuple[int, int], hosts: int, way: str) -> Plan:
 
 def pace(plane: DataPlane, peers: Iterable[str], mbytes: float) -> None:
     """Let the streams to ``peers`` together send so much a second."""
-    socks = [outlet.sock for peer in peers for outlet in plane._outlets[peer]]
+    socks = [outlet.sock for peer in peers for streams in plane._sets[peer] for outlet in streams.outlets]
     for sock in socks if mbytes else ():
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(mbytes * 1e6 / len(socks)))
 
@@ -92,7 +92,6 @@ async def host(number: int, args: argparse.Namespace, ports: Any, barrier: Barri
             for peer in program.sends:
                 address = DataAddress(host="127.0.0.1", port=ports[everybody.index(peer)], tokens=tokens)
                 await transport.open([TransportPeer(agent=peer, address=address)])
-            pace(plane, program.sends, args.nic)
             before = [(t.sent, t.received) for t in plane.traffic.values()]
             spans = []
             for run in range(args.runs + 1):
@@ -100,6 +99,8 @@ async def host(number: int, args: argparse.Namespace, ports: Any, barrier: Barri
                 began = time.monotonic()
                 await transport.run(WireRun(program=program, seq=which * 1000 + run))
                 spans.append((began, time.monotonic()))
+                if run == 0:  # the run that warms up has opened the streams
+                    pace(plane, program.sends, args.nic)
             if me != "s":
                 half = shape[0] // 2
                 assert bool((held[0][:half] == 1).all() and (held[0][half:] == 2).all()), "not what was sent"
