@@ -8,6 +8,7 @@ local index is its place in that list. The cells of splits tile the dim. A regio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +22,16 @@ from etha.plan.layouts.region import DimRuns
 Ints = npt.NDArray[np.int64]
 #: More runs than this in one dim are a mistake or an attack.
 MAX_RUNS = 1 << 24
+
+
+def coordinate(flat: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate, in C-order, of number ``flat`` in a grid. np.unravel_index takes fewer dims than a tensor may
+    have: 32 before numpy 2."""
+    found = []
+    for count in reversed(counts):
+        flat, at = divmod(int(flat), count)
+        found.append(at)
+    return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -196,7 +196,7 @@ class Layout:
             return None
         flat = int(found[0]) // (grid.ranks.shape[1] * grid.ranks.shape[2])
         counts = [cells.count(s) for s in grid.splits]
-        return tuple(int(i) for i in np.unravel_index(flat, counts)) if counts else ()
+        return cells.coordinate(flat, counts)
 
     def translate(self, ranks: Mapping[int, int]) -> Layout:
         """The same layout with every rank r of the table replaced by ``ranks[r]``."""

@@ -61,7 +61,7 @@ class CellBlock:
         )
 
     def of_target(self, cell: int) -> Pieces:
-        place = np.unravel_index(cell, self.target_cells) if self.target_cells else ()
+        place = cells.coordinate(cell, self.target_cells)
         return self.over(
             [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
         )
@@ -69,7 +69,7 @@ class CellBlock:
     def of_source(self, grid: int, cell: int) -> Pieces:
         sizes = self.source_cells[grid]
         ranges = []
-        for o, c in zip(self.overlays, np.unravel_index(cell, sizes) if sizes else (), strict=True):
+        for o, c in zip(self.overlays, cells.coordinate(cell, sizes), strict=True):
             order, ptr = o.by_source[grid]
             ranges.append(order[ptr[c] : ptr[c + 1]])
         return self.over(ranges)
@@ -77,8 +77,7 @@ class CellBlock:
     def over(self, ranges: list[Ints]) -> Pieces:
         """The product of some pairs of each dim."""
         count = int(np.prod([len(r) for r in ranges], dtype=np.int64))
-        mesh = np.meshgrid(*ranges, indexing="ij") if ranges else []
-        pairs = [m.reshape(-1) for m in mesh]
+        pairs = _product(ranges, count)
         zero = np.zeros(count, dtype=np.int64)
         if len(self.source_cells) > 1 and count > 1:
             copies, joint = zero, zero
@@ -130,6 +129,17 @@ class CellBlock:
                 runs = joined(runs[:, 1], runs[:, 2])
             dims.append(runs if cut is None or cut[0] != d else cut_runs(runs, cut[1], cut[2]))
         return Region(dims=tuple(dims))
+
+
+def _product(ranges: list[Ints], count: int) -> list[Ints]:
+    """The product of the ranges in C-order: one column of ``count`` values for each. Not by np.meshgrid, whose arrays
+    have a dim for each range, of which numpy takes 32."""
+    columns, before, after = [], 1, count
+    for values in ranges:
+        after //= max(len(values), 1)
+        columns.append(np.tile(np.repeat(values, after), before))
+        before *= len(values)
+    return columns
 
 
 def joined(offset: Ints, length: Ints) -> Ints:

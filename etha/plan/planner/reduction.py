@@ -115,7 +115,7 @@ class Reduction:
 
     def slots_of(self, cell: int) -> Ints:
         """The slots of a cell that are not empty, flat, ascending."""
-        place = np.unravel_index(cell, self.holding.cells) if self.holding.cells else ()
+        place = cells.coordinate(cell, self.holding.cells)
         flat = np.zeros(1, dtype=np.int64)
         for at, part, size, extent in zip(place, self.parts, self.slots.cells, self.extents, strict=True):
             s, length = np.arange(part), int(extent[at])

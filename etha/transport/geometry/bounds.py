@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product  # not np.ndindex, which takes at most 32 dims
 from math import prod
 
 import numpy as np
@@ -29,7 +30,7 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[Bounds]:
     most = max(1, limit // prod(shape[d + 1 :]))
     count = -(-shape[d] // most)
     step = -(-shape[d] // count)
-    for outer in np.ndindex(*shape[:d]):
+    for outer in product(*map(range, shape[:d])):
         head = tuple((i, i + 1) for i in outer)
         for first in range(0, shape[d], step):
             yield (*head, (first, min(first + step, shape[d])), *((0, n) for n in shape[d + 1 :]))
@@ -51,7 +52,7 @@ def parts(slot: Slot, limit: int) -> Iterator[Bounds]:
         return
     d = inner - 1
     step = max(1, limit // prod(shape[d + 1 :]))
-    for outer in np.ndindex(*shape[:d]):
+    for outer in product(*map(range, shape[:d])):
         for first in range(0, shape[d], step):
             head = tuple((i, i + 1) for i in outer)
             yield (*head, (first, min(first + step, shape[d])), *((0, n) for n in shape[d + 1 :]))

@@ -57,6 +57,31 @@ def test_shards_of_uneven_and_empty_sizes_and_replicas(team: Team) -> None:
     assert sum(moved["inference"]) == sum(moved["trainer"]) == received
 
 
+#: As many dims as a tensor of Etha may have, and one more than numpy's broadcasting takes.
+DEEP: Cases = {
+    f"{dims} dims, {source} to {target}": ((4, *[1] * (dims - 3), 2, 3), source, target)
+    for dims in (33, 64)
+    for source, target in ((Shard(0), Shard(dims - 2)), (Shard(dims - 1), Replicate()), (Partial(), Shard(0)))
+}
+
+
+def deep(me: Seat) -> None:
+    shapes = {name: shape for name, (shape, _, _) in DEEP.items()}
+    lay = {name: source if me.sends else target for name, (_, source, target) in DEEP.items()}
+    mine = {name: held(whole(shapes[name], 3), lay[name], me.rank) for name in DEEP}
+    tensors = mine if me.sends else {name: stale(tensor) for name, tensor in mine.items()}
+    for number, options in enumerate(({}, {"verify": "full", "atomic": True}, {"bucket_size": 16})):
+        options = {"placements": {name: [p] for name, p in lay.items()}, "shapes": shapes, **options}
+        me.move(f"deep_{number}", tensors, **options)
+        for name, (_, source, _) in DEEP.items():
+            factor = 2 if isinstance(source, Partial) and not me.sends else 1
+            assert torch.equal(tensors[name], mine[name] * factor), (name, options)
+
+
+def test_tensors_of_more_dims_than_numpy_broadcasts(team: Team) -> None:
+    team.run(deep)
+
+
 def unsaid(me: Seat) -> None:
     full = whole((13, 7))
     mine = cut(full, 0 if me.sends else 1, 2, me.rank)
