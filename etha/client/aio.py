@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, Unpack, overload
 from weakref import WeakMethod, finalize
 
 import torch
@@ -47,6 +47,7 @@ from etha.client.future import TransferFuture
 from etha.client.manifest import PairDefaults, Runs, build_manifest
 from etha.client.memory.base import Mark
 from etha.client.memory.select import agent_of
+from etha.client.one_process import OfOneProcess
 from etha.client.registration import Registration, check_options, register
 from etha.client.results import (
     AsyncPair,
@@ -67,15 +68,11 @@ from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
 from etha.memory.room import check_staging
 
-if TYPE_CHECKING:
-    from etha.client.registration import Registration
-
-
 #: Seconds within which the kernel reports a process's death.
 _NEWS = 1.0
 
 
-class AsyncTensorBusClient:
+class AsyncTensorBusClient(OfOneProcess):
     """A worker's client, for the event loop on which it is first used.
 
     ``agent``: address of a running agent (default: $ETHA_AGENT, else the device's). ``device``: the device whose agent
@@ -767,7 +764,7 @@ def _call(method: WeakMethod[Any], argument: Any) -> None:
         found(argument)
 
 
-class AsyncBatchHandle:
+class AsyncBatchHandle(OfOneProcess):
     """A registered batch; ``async with`` closes it. Returned by ``register_tensors``."""
 
     def __init__(self, client: AsyncTensorBusClient, registration: Registration) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from etha.bus.process import check_not_forked
 from etha.client.loop_end import LoopEnd
+from etha.client.one_process import OfOneProcess
 from etha.client.results import TransferResult
 from etha.client.tasks import error_of
 from etha.errors import AgentLostError, ConfigError
@@ -20,7 +21,7 @@ from etha.errors import AgentLostError, ConfigError
 log = logging.getLogger(__name__)
 
 
-class TransferFuture:
+class TransferFuture(OfOneProcess):
     """A running transfer of either client. Use it from any thread, or ``await`` it on any event loop.
 
     Cancelling a task that awaits it does not end the transfer; ``cancel`` does. The future is done once nothing writes

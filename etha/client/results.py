@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, TypedDict, cast
 
 from etha.bus.process import check_not_forked
 from etha.client.arguments.checks import shown
+from etha.client.one_process import OfOneProcess
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, PeerLostError, TransferError
 
 Version = int | str | None
@@ -76,11 +77,11 @@ class Offer:
     bytes: int
 
 
-class AsyncLossEvent:
+class AsyncLossEvent(OfOneProcess):
     """Set once a pair's epoch is over: ``await pair.lost`` returns the reason, ``is_set()`` asks.
 
-    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch lasts. A forked child
-    receives no losses, so it gets ConfigError.
+    ``reason`` is "relaunched", "closed" or "died" (see PeerLostError), None while the epoch lasts. It is "closed" once
+    the own client is closed. A forked child receives no losses, so it gets ConfigError.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class AsyncLossEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncPair:
+class AsyncPair(OfOneProcess):
     """A formed pair. ``epoch`` counts how often it was formed, from 1. Form it again once ``lost`` is set."""
 
     name: str
@@ -140,8 +141,10 @@ class AsyncPair:
         """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None if there is
         none.
 
-        With ``on_error="report"`` transfers are skipped while there is one.
+        With ``on_error="report"`` transfers are skipped while there is one. A forked child receives no errors, so it
+        gets ConfigError.
         """
+        self.lost.check_process()
         return self._errors[0] if self._errors else None
 
     def fail(self, error: EthaError) -> None:

@@ -27,6 +27,7 @@ from etha.client.future import TransferFuture
 from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
+from etha.client.one_process import OfOneProcess
 from etha.client.results import (
     AsyncLossEvent,
     AsyncPair,
@@ -43,7 +44,7 @@ from etha.errors import AgentLostError, ConfigError, EthaError
 T = TypeVar("T")
 
 
-class TensorBusClient:
+class TensorBusClient(OfOneProcess):
     """A worker's client for blocking code. Its constructor and methods are those of AsyncTensorBusClient.
 
     ``agent``: address of a running agent (default: $ETHA_AGENT, else the device's). ``device``: the device whose agent
@@ -328,7 +329,7 @@ class TensorBusClient:
         return entered.submit(work)
 
 
-class BatchHandle:
+class BatchHandle(OfOneProcess):
     """A registered batch; ``with`` closes it. Returned by ``register_tensors``."""
 
     def __init__(self, client: TensorBusClient, inner: AsyncBatchHandle) -> None:
@@ -429,7 +430,7 @@ class BatchHandle:
         self.close()
 
 
-class LossEvent:
+class LossEvent(OfOneProcess):
     """Set once a pair's epoch is over. Like ``threading.Event``, with a ``reason``."""
 
     def __init__(self, inner: AsyncLossEvent, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
@@ -445,13 +446,15 @@ class LossEvent:
         return self._inner.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the epoch is over, at most ``timeout`` seconds; returns whether it is."""
-        self._inner.check_process()
-        return bool(self._run(self._inner.heard(timeout)))
+        """Block until the epoch is over, at most ``timeout`` seconds; returns whether it is.
+
+        ``close`` of the client ends the epoch for this worker, so after it this is True at once.
+        """
+        return self._inner.is_set() or bool(self._run(self._inner.heard(timeout)))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
-class Pair:
+class Pair(OfOneProcess):
     """A formed pair. ``epoch`` counts how often it was formed, from 1. Form it again once ``lost`` is set."""
 
     name: str
@@ -468,6 +471,7 @@ class Pair:
         """The first error since ``init_pair`` has returned, of a transfer or the loss of the pair; None if there is
         none.
 
-        With ``on_error="report"`` transfers are skipped while there is one.
+        With ``on_error="report"`` transfers are skipped while there is one. A forked child receives no errors, so it
+        gets ConfigError.
         """
         return self._inner.errored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -101,14 +102,50 @@ def test_it_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
 def test_a_forked_child_does_not_hear_of_losses_and_is_refused(
     client: DummyTensorBusClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = meet(client).lost
+    pair = meet(client)
+    lost = pair.lost
     assert not lost.is_set()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
-        for ask in (lost.is_set, lost.wait, lambda: lost.reason):
+        for ask in (lost.is_set, lost.wait, lambda: lost.reason, lambda: pair.errored):
             with pytest.raises(etha.ConfigError, match="this pair belongs to process"):
                 ask()
-    assert not lost.is_set() and lost.reason is None
+    assert not lost.is_set() and lost.reason is None and pair.errored is None
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 30])
+def test_a_closed_client_has_lost_its_pairs(client: DummyTensorBusClient, timeout: float | None) -> None:
+    pair = meet(client)
+    client.close()
+    assert pair.lost.wait(timeout) and pair.lost.is_set() and pair.lost.reason == "closed"
+    assert isinstance(pair.errored, etha.PeerLostError)
+
+
+async def test_a_closed_async_client_has_lost_its_pairs() -> None:
+    async with AsyncDummyTensorBusClient(device="cpu") as client:
+        pair = await client.init_pair("weights", "trainer", "inference", **MESH)
+    assert await pair.lost == "closed" == pair.lost.reason and isinstance(pair.errored, etha.PeerLostError)
+
+
+def test_what_belongs_to_a_process_is_not_pickled(client: DummyTensorBusClient) -> None:
+    unused = DummyTensorBusClient(device="cpu")
+    pair, handle = meet(client), register(client)[0]
+    future = handle.transfer("send", blocking=False)
+    for one in (client, unused, pair, pair.lost, handle, future, {"client": client}):
+        with pytest.raises(TypeError, match=r"\w+ cannot be pickled: make a client in the process that uses it$"):
+            pickle.dumps(one)
+    future.result(10)
+
+
+async def test_what_belongs_to_an_event_loop_is_not_pickled() -> None:
+    async with AsyncDummyTensorBusClient(device="cpu") as client:
+        pair = await client.init_pair("weights", "trainer", "inference", **MESH)
+        handle = await client.register_tensors("policy", {"w": torch.zeros(4)}, pair_name="weights")
+        for one in (client, pair, pair.lost, handle):
+            with pytest.raises(
+                TypeError, match=rf"{type(one).__name__} cannot be pickled: make a client in the process"
+            ):
+                pickle.dumps(one)
 
 
 def test_snapshots(careful: DummyTensorBusClient) -> None:
