@@ -90,13 +90,13 @@ class VerificationPlan:
             )
 
     def book(self, seq: int) -> VerificationBook:
-        """The chunks of transfer ``seq``. It also tells the witness which sums will be asked for. May take long."""
+        """The chunks of transfer ``seq``. Tells ``reduction_sums`` which sums will be asked for. May take long."""
         near = [Line(chunk, True, True) for chunk in self._scheme.near.choose(seq)]
         gives = {a: [Line(c, True, False) for c in course.choose(seq)] for a, course in self._scheme.gives.items()}
         takes = {a: [Line(c, False, True) for c in course.choose(seq)] for a, course in self._scheme.takes.items()}
         lines = [*near, *(x for some in gives.values() for x in some), *(x for some in takes.values() for x in some)]
         self.reduction_sums.start(
-            [key_of(x.chunk) for x in lines if (x.gives, x.chunk.subject.kind) in _OF_WITNESS or _both(x)]
+            [key_of(x.chunk) for x in lines if (x.gives, x.chunk.subject.kind) in _OF_REDUCTION_SUMS or _both(x)]
         )
         early = [x for x in lines if x.gives and self._reads.shares and self._early(x.chunk)]
         done = set(map(id, early))
@@ -171,8 +171,8 @@ class VerificationPlan:
         )
 
 
-#: (whether this agent is the source's, kind) of lines whose sum comes from the witness.
-_OF_WITNESS = {(True, Kind.RESULT), (False, Kind.GIVEN)}
+#: (whether this agent is the source's, kind) of lines whose sum ``reduction_sums`` has.
+_OF_REDUCTION_SUMS = {(True, Kind.RESULT), (False, Kind.GIVEN)}
 
 
 def _both(line: Line) -> bool:
