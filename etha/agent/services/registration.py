@@ -289,16 +289,22 @@ class RegistrationService:
     async def _expire(self, registration: LocalRegistration, key: CallKey, *, cancelled: bool) -> None:
         """End a call that was cancelled, or whose deadline has passed, unless it has been answered meanwhile.
 
-        Its worker hears it last: once it registers again, no other rank counts on this registration any more.
+        Its worker hears it last: once it registers again, no other rank counts on this registration any more. But the
+        call has left the registration before anything is awaited, because others may close and begin it meanwhile.
         """
         hint = ""
         if not cancelled and registration.machine.absent:
             hint = await self._hints.of_batch(registration.pairs[0], registration.name)
         effects = registration.machine.expire(key, cancelled=cancelled, hint=hint)
+        fails = [effect for effect in effects if isinstance(effect, Fail)]
+        for fail in fails:
+            registration.drop(fail.call)
+        self._perform(registration, [])
         for effect in effects:
             if isinstance(effect, Unenroll):
                 await self._take_back(registration.scope, registration.agents, effect.member)
-        self._perform(registration, [effect for effect in effects if not isinstance(effect, Unenroll)])
+        for fail in fails:
+            self._calls.fail(fail.call, fail.error)
 
     async def _take_back(self, scope: Scope, agents: Collection[str], member: Member) -> None:
         """Take back the entry of a rank whose call has ended early.
