@@ -56,6 +56,9 @@ _PATIENCE = 1.0
 #: Least seconds that Redis is given to take an entry, whatever the call's deadline: an entry whose answer nobody waited
 #: for would count as a rank that has come.
 _ENROLL = 10.0
+#: Most seconds that a call which has ended early waits until its entry is taken back. Looking for hints comes before
+#: that, and the worker waits one second in all.
+_TAKEN_BACK = 0.25
 
 
 class RegistrationService:
@@ -289,8 +292,8 @@ class RegistrationService:
     async def _expire(self, registration: LocalRegistration, key: CallKey, *, cancelled: bool) -> None:
         """End a call that was cancelled, or whose deadline has passed, unless it has been answered meanwhile.
 
-        Its worker hears it last: once it registers again, no other rank counts on this registration any more. But the
-        call has left the registration before anything is awaited, because others may close and begin it meanwhile.
+        The worker gets its error last, so that no other rank counts on this registration when the worker registers
+        again. The call leaves the registration before the first await, because other ranks may begin it anew meanwhile.
         """
         hint = ""
         if not cancelled and registration.machine.absent:
@@ -300,11 +303,23 @@ class RegistrationService:
         for fail in fails:
             registration.drop(fail.call)
         self._perform(registration, [])
-        for effect in effects:
-            if isinstance(effect, Unenroll):
-                await self._take_back(registration.scope, registration.agents, effect.member)
+        taken_back = asyncio.Event()
+        self._spawn(self._take_back_all(registration, effects, taken_back))
+        with suppress(TimeoutError):  # without Redis this takes longer than the worker waits for its answer
+            async with asyncio.timeout(_TAKEN_BACK):
+                await taken_back.wait()
         for fail in fails:
             self._calls.fail(fail.call, fail.error)
+
+    async def _take_back_all(
+        self, registration: LocalRegistration, effects: list[BatchEffect], taken_back: asyncio.Event
+    ) -> None:
+        try:
+            for effect in effects:
+                if isinstance(effect, Unenroll):
+                    await self._take_back(registration.scope, registration.agents, effect.member)
+        finally:
+            taken_back.set()
 
     async def _take_back(self, scope: Scope, agents: Collection[str], member: Member) -> None:
         """Take back the entry of a rank whose call has ended early.

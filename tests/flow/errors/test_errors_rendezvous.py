@@ -232,6 +232,25 @@ async def test_redis_that_goes_away_and_comes_back(way: Way, tmp_path: Path) -> 
                 assert all(h.plan["tensors"] == 1 for h in again.values())
 
 
+async def test_a_deadline_without_redis_still_says_who_is_missing(way: Way, tmp_path: Path) -> None:
+    """Redis went away while a rank waited: its entry cannot be taken back, and nobody waits for that."""
+    port = free_port()
+    with served(tmp_path, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path)) as server:
+        with open_site(way, redis=f"redis://127.0.0.1:{port}") as site:
+            async with Sides(site, "p") as sides:
+                await sides.meet(device_mesh=(1,), placements=[Replicate()])
+                client = sides.clients["trainer", 0]
+                waits = asyncio.ensure_future(
+                    client.register_tensors("b", {"w": torch.zeros(2)}, pair_name="p", timeout=3)
+                )
+                while not any(b["batch"] == "b" for b in (await client.status())["batches"]):
+                    pass
+                server.stop()
+                with pytest.raises(RendezvousTimeoutError, match="inference rank 0"):
+                    await waits
+                server.start()
+
+
 async def test_what_somebody_else_wrote_into_redis_is_a_protocol_error(runtime: Path) -> None:
     async with etha.AsyncTensorBusClient(timeout=30) as client:
         await client.status()
