@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from etha import TensorBusClient
+from etha.agent_session import addresses, open_session
 from etha.bus.messages import LetGo, WaitOffer
 from etha.cli import main
 from etha.config import ENVIRONMENT, Settings
 from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
-from etha.observer import addresses, observe
 from tests.flow.sites import Site, started_in
 
 COMMANDS = ("agent", "status", "stop", "plan", "demo", "doctor")
@@ -327,12 +327,12 @@ def test_an_idle_agent_leaves_while_somebody_watches(runtime: Path, monkeypatch:
 def test_an_observer_may_only_look(runtime: Path) -> None:
     async def ask() -> None:
         settings = Settings.from_env()
-        async with observe(addresses(settings)[0], settings, timeout=SECONDS) as observer:
-            assert (await observer.status())["agent"]["workers"] == []
-            assert [event["kind"] for event in await observer.events()] == ["agent_came"]
+        async with open_session(addresses(settings)[0], settings, timeout=SECONDS) as session:
+            assert (await session.status())["agent"]["workers"] == []
+            assert [event["kind"] for event in await session.events()] == ["agent_came"]
             for request in (LetGo(all=True, segments=()), WaitOffer(batch="b", epoch=1)):
                 with pytest.raises(ProtocolError, match="not an observer's"):
-                    await observer._link.request(request, timeout=SECONDS)
+                    await session._link.request(request, timeout=SECONDS)
 
     with agent():
         asyncio.run(ask())
@@ -390,7 +390,7 @@ def test_an_agent_with_clients_is_not_replaced_and_errors_say_so(
                 other.init_pair("p", "a", "b", 1, rank=0, timeout=0.3)
         with pytest.raises(ConfigError, match="agent runs with Redis the embedded server"):
             TensorBusClient(redis_url="redis://127.0.0.1:1", timeout=SECONDS).status()
-        monkeypatch.setattr("etha.observer.HURRY", 0.3)
+        monkeypatch.setattr("etha.agent_session.HURRY", 0.3)
         os.kill(first, signal.SIGSTOP)
         assert here(monkeypatch, "stop", "--now") == 0
         assert not agents_in(runtime)

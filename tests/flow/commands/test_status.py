@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from etha.agent_session import look
 from etha.config import Settings
 from etha.errors import RendezvousTimeoutError
-from etha.observer import look
 from tests.flow.sites import Site, environment
 from tests.flow.ways import Way
 

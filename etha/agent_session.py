@@ -1,8 +1,9 @@
-"""A look at an agent from outside: its status, and what happened. For the command line.
+"""A session of the command line with an agent: its status, what happened, and how to end it.
 
-    etha status --> Observer --bus--> agent --> its report; events from Redis
+    etha status --> AgentSession --bus--> agent --> its report; events from Redis
 
-An agent neither lists an observer as a worker nor stays alive for it. Nothing here imports torch, which takes seconds.
+An agent neither lists such an observer as a worker nor stays alive for it. Nothing here imports torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from etha.version import __version__
 HURRY = 5.0
 
 
-class Observer:
-    """One session with an agent; made by ``observe``."""
+class AgentSession:
+    """One session with an agent; made by ``open_session``."""
 
     def __init__(self, link: AgentLink, timeout: float) -> None:
         self._link, self._timeout = link, timeout
@@ -49,8 +50,8 @@ class Observer:
 
 
 @asynccontextmanager
-async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[Observer]:
-    """Observe the agent at ``address`` in this context. AgentUnavailableError if none listens."""
+async def open_session(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[AgentSession]:
+    """A session with the agent at ``address``. AgentUnavailableError if none listens."""
     hello = WorkerHello(
         version=__version__,
         namespace=settings.namespace,
@@ -62,7 +63,7 @@ async def observe(address: str, settings: Settings, *, timeout: float) -> AsyncI
     )
     link = await AgentLink.connect(agent_path(address), hello, timeout=timeout)
     try:
-        yield Observer(link, timeout)
+        yield AgentSession(link, timeout)
     finally:
         await link.close()
 
@@ -79,8 +80,8 @@ async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
     found = []
     for address in addresses(settings):
         try:
-            async with observe(address, settings, timeout=timeout) as observer:
-                found.append(await observer.status())
+            async with open_session(address, settings, timeout=timeout) as session:
+                found.append(await session.status())
         except (AgentUnavailableError, AgentLostError):
             continue  # a socket that its agent left behind, or an agent that is just leaving
     return found
@@ -153,10 +154,10 @@ class Watch:
         found, events, why = [], [], ""
         for address in addresses(self._settings):
             try:
-                async with observe(address, self._settings, timeout=self._timeout) as observer:
-                    found.append(await observer.status())
+                async with open_session(address, self._settings, timeout=self._timeout) as session:
+                    found.append(await session.status())
                     try:
-                        news = await observer.events(self._last, 1000 if self._last else before)
+                        news = await session.events(self._last, 1000 if self._last else before)
                     except RedisUnavailableError as error:
                         why = error.message
                         continue

@@ -1,0 +1,1 @@
+"""The commands of the ``etha`` command line, one file per theme; ``etha/cli.py`` lists them."""

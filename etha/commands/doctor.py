@@ -1,0 +1,48 @@
+"""``etha doctor``: what this machine can do for Etha, and how to mend what it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etha.commands.terminal import out
+from etha.config import Settings, check_name
+
+#: Colours of the doctor's verdicts.
+COLOURS = {"ok": "green", "note": "yellow", "fails": "red"}
+
+
+def doctor(
+    redis: Annotated[
+        str | None, typer.Option(help="URL of Redis: also try whether its agents can be reached from this host")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
+) -> None:
+    """Try what this machine must be able to do, and say how to mend what fails; exit status 1 if anything does.
+
+    With --redis: would another host and this one reach each other? It connects to every live agent of the namespace
+    and says which address of this host an agent could listen on. Run it on both hosts.
+    """
+    from etha.doctor import examine
+
+    settings = Settings.from_env()
+    if redis is not None:
+        settings = replace(settings, redis_url=redis)
+    if namespace is not None:
+        settings = replace(settings, namespace=check_name("namespace", namespace))
+    findings = examine(settings, between_hosts=redis is not None)
+    table = Table()
+    for heading in ("check", "", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.name, Text(finding.verdict, COLOURS[finding.verdict]), Text(finding.text))
+    out.print(table)
+    for finding in findings:
+        if finding.mend:
+            out.print(Text(f"{finding.name}: {finding.mend}", COLOURS[finding.verdict]))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
