@@ -23,6 +23,9 @@ from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError
 from etha.memory.handles import span_nbytes
 from etha.plan import Layout
 
+#: Of a worker that cannot copy what it has received into its own tensors.
+COMMITTED_ALL_THE_SAME = "The transfer is committed, and this worker alone has not received it. "
+
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
@@ -107,34 +110,30 @@ class Registration:
 
     def check_backed(self, stage: StagedTensors, *, committed: bool) -> None:
         """RegistrationError that names every tensor of ``stage`` whose own memory was taken away."""
-        items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
-        freed = [item.name for item in items if not stage.home.backed(item.local)]
-        if freed:
-            names = ", ".join(repr(name) for name in freed[:10])
+        if freed := self._failing(stage, stage.home.backed):
             raise RegistrationError(
-                f"batch {self.batch!r}: {len(freed)} registered tensors have no memory now: {names}; it was freed, or "
-                f"unmapped as a sleep mode does. "
-                + ("The transfer is committed, and this worker alone has not received it. " if committed else "")
-                + "Give the memory back (wake the engine up), then transfer again"
+                f"batch {self.batch!r}: {len(freed)} registered tensors have no memory now: {', '.join(freed[:10])}; "
+                f"it was freed, or unmapped as a sleep mode does. {COMMITTED_ALL_THE_SAME if committed else ''}"
+                f"Give the memory back (wake the engine up), then transfer again"
             )
 
     def check_writable(self, stage: StagedTensors, *, committed: bool) -> None:
         """RegistrationError that names every tensor of ``stage`` into which this worker could not copy what it
         received."""
-        items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
-        refused = [item.name for item in items if not stage.home.writable(item.local)]
-        if refused:
-            names = ", ".join(repr(name) for name in refused[:10])
+        if refused := self._failing(stage, stage.home.writable):
+            way_out = "Receive into other tensors (clones): register them under these names"
+            if committed:
+                way_out = f"{COMMITTED_ALL_THE_SAME}Make the memory writable, then transfer again"
             raise RegistrationError(
-                f"batch {self.batch!r}: {len(refused)} registered tensors cannot be written: {names}; their memory is "
-                f"read-only, as that of a file mapped with PROT_READ, or was unmapped. "
-                + (
-                    "The transfer is committed, and this worker alone has not received it. Make the memory writable, "
-                    "then transfer again"
-                    if committed
-                    else "Receive into other tensors (clones): register them under these names"
-                )
+                f"batch {self.batch!r}: {len(refused)} registered tensors cannot be written: "
+                f"{', '.join(refused[:10])}; their memory is read-only, as that of a file mapped with PROT_READ, or "
+                f"was unmapped. {way_out}"
             )
+
+    def _failing(self, stage: StagedTensors, usable: Callable[[torch.Tensor], bool]) -> list[str]:
+        """The names of the staged tensors that are not ``usable``."""
+        items = [item for item, staged in zip(self.manifest.items, stage.tensors, strict=True) if staged is not None]
+        return [repr(item.name) for item in items if not usable(item.local)]
 
     def lost(self) -> PeerLostError | None:
         """Why no transfer of it can begin any more: the epoch of one of its pairs is over, or a rank cannot take part.

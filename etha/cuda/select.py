@@ -9,9 +9,10 @@ import importlib.util
 import logging
 import shutil
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from etha.cuda.driver import Driver
 from etha.cuda.nccl import Nccl
@@ -21,51 +22,66 @@ if TYPE_CHECKING:  # kernels.py imports torch
 
 log = logging.getLogger(__name__)
 
-_driver: Driver | None = None
-_nccl: Nccl | None = None
+T = TypeVar("T")
+
+
+class _Choice(Generic[T]):
+    """One object that the whole process uses: the one that was installed, or else the real one, made when it is first
+    asked for."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self.one = make, cast("T | None", None)
+
+    def get(self) -> T:
+        if self.one is None:
+            self.one = self._make()
+        return self.one
+
+
+def _runtime() -> Driver:
+    from etha.cuda.runtime import Runtime
+
+    return Runtime()
+
+
+def _bindings() -> Nccl:
+    from etha.cuda.nccl4py import Bindings
+
+    return Bindings()
+
+
+_driver, _nccl = _Choice(_runtime), _Choice(_bindings)
 
 
 def driver() -> Driver:
     """This process's driver: the installed one, or else the real one, which is made by the first call."""
-    global _driver
-    if _driver is None:
-        from etha.cuda.runtime import Runtime
-
-        _driver = Runtime()
-    return _driver
+    return _driver.get()
 
 
 def install_driver(one: Driver | None) -> None:
     """Use ``one`` from now on in this process; None: the real one again."""
-    global _driver
-    _driver = one
+    _driver.one = one
 
 
 def installed_driver() -> Driver | None:
     """The driver in use, if any. Asking loads nothing."""
-    return _driver
+    return _driver.one
 
 
 def nccl() -> Nccl:
     """This process's NCCL: the installed one, or else the real one, which the first call makes. ConfigError without
     it."""
-    global _nccl
-    if _nccl is None:
-        from etha.cuda.nccl4py import Bindings
-
-        _nccl = Bindings()
-    return _nccl
+    return _nccl.get()
 
 
 def install_nccl(one: Nccl | None) -> None:
     """Use ``one`` from now on in this process; None: the real one again."""
-    global _nccl
-    _nccl = one
+    _nccl.one = one
 
 
 def installed_nccl() -> Nccl | None:
     """The NCCL in use, if any. Asking loads nothing."""
-    return _nccl
+    return _nccl.one
 
 
 def choose_kernels(driver: Driver, uuid: str) -> Kernels:

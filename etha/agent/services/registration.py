@@ -358,74 +358,62 @@ class RegistrationService:
     ) -> None:
         turn = self._enrolling.setdefault((message.pairs[0], message.batch, member), asyncio.Lock())
         async with turn:
-            await self._enroll_in_turn(session, key, member, epochs, message, deadline, box)
-
-    async def _enroll_in_turn(
-        self,
-        session: WorkerSession,
-        key: CallKey,
-        member: Member,
-        epochs: Mapping[str, int],
-        message: Register,
-        deadline: float,
-        box: list[LocalRegistration],
-    ) -> None:
-        try:
-            manifest = await asyncio.to_thread(Manifest.of, message, member[1])
-            timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
-            digest = await self._manifests.publish(manifest, timeout=timeout)
-            primary = message.pairs[0]
-            if (lost := lost_since(self._rendezvous, session, epochs)) is not None:
-                raise lost
-            if key not in self._calls:
+            try:
+                manifest = await asyncio.to_thread(Manifest.of, message, member[1])
+                timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
+                digest = await self._manifests.publish(manifest, timeout=timeout)
+                primary = message.pairs[0]
+                if (lost := lost_since(self._rendezvous, session, epochs)) is not None:
+                    raise lost
+                if key not in self._calls:
+                    return
+                view = self._rendezvous.view(primary)
+                expected = sum(len(side.members) for side in view.sides.values())
+                generation = await self._store.batches.enroll(
+                    primary,
+                    message.batch,
+                    message.epoch,
+                    member[0],
+                    member[1],
+                    Record.of(message, digest).to_json(),
+                    expected=expected,
+                    timeout=max(timeout, _ENROLL),
+                )
+                lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
+                    (primary, message.batch, generation)
+                )
+                if lost is not None:
+                    await self._store.batches.unenroll(primary, message.batch, generation, *member)
+                    raise lost  # the batch is not registered yet, so nothing else informs this call
+                if key not in self._calls:  # the call was given up, or its worker is gone
+                    scope = Scope(pair=primary, epoch=message.epoch, batch=message.batch, generation=generation)
+                    agents = {holder.agent for side in view.sides.values() for holder in side.members.values()}
+                    await self._take_back(scope, agents, member)
+                    return
+            except EthaError as error:
+                self._calls.fail(key, error)
                 return
-            view = self._rendezvous.view(primary)
-            expected = sum(len(side.members) for side in view.sides.values())
-            generation = await self._store.batches.enroll(
-                primary,
-                message.batch,
-                message.epoch,
-                member[0],
-                member[1],
-                Record.of(message, digest).to_json(),
-                expected=expected,
-                timeout=max(timeout, _ENROLL),
-            )
-            lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
-                (primary, message.batch, generation)
-            )
-            if lost is not None:
-                await self._store.batches.unenroll(primary, message.batch, generation, *member)
-                raise lost  # the batch is not registered yet, so nothing else informs this call
-            if key not in self._calls:  # the call was given up, or its worker is gone
-                scope = Scope(pair=primary, epoch=message.epoch, batch=message.batch, generation=generation)
-                agents = {holder.agent for side in view.sides.values() for holder in side.members.values()}
-                await self._take_back(scope, agents, member)
+            except Exception as error:
+                log.exception("batch %s: registering failed", message.batch)
+                self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
                 return
-        except EthaError as error:
-            self._calls.fail(key, error)
-            return
-        except Exception as error:
-            log.exception("batch %s: registering failed", message.batch)
-            self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
-            return
-        registration = self.known.get((primary, message.batch, generation))
-        if registration is None:
-            registration = LocalRegistration.begin(
-                self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings
+            registration = self.known.get((primary, message.batch, generation))
+            if registration is None:
+                registration = LocalRegistration.begin(
+                    self._me, message.batch, message.pairs, epochs, generation, view, self._links.mappings
+                )
+                self.known[registration.key] = registration
+                for agent, said in self._memory.held(registration.key):
+                    self.hear(agent, registration.scope, said)
+                self._spawn(self._follow(registration))
+            box.append(registration)
+            registration.tensors[member] = Tensors(
+                session,
+                {entry.name: entry.handle for entry in message.entries},
+                tuple(entry.name for entry in message.entries),
             )
-            self.known[registration.key] = registration
-            for agent, said in self._memory.held(registration.key):
-                self.hear(agent, registration.scope, said)
-            self._spawn(self._follow(registration))
-        box.append(registration)
-        registration.tensors[member] = Tensors(
-            session,
-            {entry.name: entry.handle for entry in message.entries},
-            tuple(entry.name for entry in message.entries),
-        )
-        session.batches[message.batch] = (primary, generation)
-        self._perform(registration, registration.machine.enrolled(key, member))
+            session.batches[message.batch] = (primary, generation)
+            self._perform(registration, registration.machine.enrolled(key, member))
 
     async def _follow(self, registration: LocalRegistration) -> None:
         """Read the roster after every wake-up until this agent's part is decided."""
