@@ -19,7 +19,7 @@ from typing import Any
 from etha.bus.channel import dial
 from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
-from etha.bus.messages import Events, GetEvents, GetStatus, Status
+from etha.bus.messages import Events, GetEvents, GetRecords, GetStatus, Records, Status
 from etha.bus.process import Credentials, start_time
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError
@@ -41,10 +41,16 @@ class AgentSession:
         assert isinstance(status, Status)
         return status.report
 
-    async def events(self, after: str = "", count: int = 100) -> list[dict[str, Any]]:
+    async def records(self, since: float, *, failed: bool = False) -> list[dict[str, Any]]:
+        """What the files of agents elsewhere say: see ``bus.messages.Records``."""
+        records = await self._link.request(GetRecords(since=since, failed=failed), timeout=self._timeout)
+        assert isinstance(records, Records)
+        return list(records.agents)
+
+    async def events(self, after: str = "", count: int = 100, *, wait: bool = False) -> list[dict[str, Any]]:
         """The last ``count`` events after the one with id ``after``, oldest first. RedisUnavailableError if Redis is
-        away."""
-        events = await self._link.request(GetEvents(after=after, count=count), timeout=self._timeout)
+        away. ``wait``: not before there is one, however long Redis is away."""
+        events = await self._link.request(GetEvents(after=after, count=count, wait=wait), timeout=self._timeout)
         assert isinstance(events, Events)
         return list(events.events)
 

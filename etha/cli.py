@@ -12,7 +12,7 @@ import typer
 from rich.logging import RichHandler
 from rich.text import Text
 
-from etha.commands import agents, demo, doctor, plans
+from etha.commands import agents, demo, doctor, events, plans
 from etha.commands.terminal import err
 from etha.config import ENVIRONMENT
 from etha.errors import EthaError
@@ -66,5 +66,5 @@ def configure(
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(message)s", handlers=[handler])
 
 
-for command in (agents.agent, agents.status, agents.stop, plans.plan, demo.demo, doctor.doctor):
+for command in (agents.agent, agents.status, agents.stop, events.events, plans.plan, demo.demo, doctor.doctor):
     app.command(epilog=EPILOG)(command)

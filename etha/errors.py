@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from etha.phases import Phases
+
 #: Part of the error of ``init_pair`` for a rank that another client of the same process has.
 HELD_HERE = "is held by another client of this process"
 
@@ -157,20 +159,32 @@ class TransferError(EthaError):
     ``"withdrawn"`` (the call ended before GO and consumed nothing) or ``"committed"`` (this worker's tensors hold the
     new version as all others' do, but its ``on_commit`` did not return by the deadline). ``torn``: this worker's target
     may be half-written. ``quiesced`` False: a frozen agent could not confirm that it will not write any more.
+    ``culprits`` are the (side, rank) that ended or held up the transfer, as far as is known. ``phases`` are the seconds
+    of the phases that it reached here; None if no agent heard of the call.
     """
 
     code = "transfer"
     outcome: str
     torn: bool
     quiesced: bool
+    culprits: tuple[tuple[str, int], ...]
+    phases: Phases | None
 
     def _set(self, data: Mapping[str, Any]) -> None:
         self.outcome = str(data.get("outcome", "aborted"))
         self.torn = bool(data.get("torn", False))
         self.quiesced = bool(data.get("quiesced", True))
+        self.culprits = tuple((str(side), int(rank)) for side, rank in data.get("culprits", ()))
+        phases = data.get("phases")
+        self.phases = Phases(**{name: float(phases[name]) for name in phases}) if isinstance(phases, Mapping) else None
 
     def data(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
+        found: dict[str, Any] = {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
+        if self.culprits:
+            found["culprits"] = [list(member) for member in self.culprits]
+        if self.phases is not None:
+            found["phases"] = dict(self.phases)
+        return found
 
 
 class PeerLostError(TransferError):

@@ -19,13 +19,16 @@ PACKAGE = ROOT / "etha"
 #: part -> parts that it may import, itself apart. A module named with a dot is allowed where its whole part is not.
 EDGES: dict[str, set[str]] = {
     "version": set(),
-    "errors": set(),
+    "phases": set(),
+    "errors": {"phases"},
+    # What agents record, and where it is kept.
+    "observe": {"errors", "config", "phases"},
     "addresses": {"errors"},
     "config": {"errors", "addresses"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
     "plan": {"errors"},
-    "bus": {"errors", "config", "limits", "memory.handles"},
+    "bus": {"errors", "config", "limits", "phases", "memory.handles"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {
@@ -56,8 +59,10 @@ EDGES: dict[str, set[str]] = {
         "memory",
         "transport",
         "cuda",
+        "phases",
+        "observe",
     },
-    "client": {"errors", "config", "version", "bus", "memory", "plan", "cuda"},
+    "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
@@ -69,12 +74,15 @@ EDGES: dict[str, set[str]] = {
     "planfile": {"errors", "plan"},
     "status": set(),
     "agent_session": {"errors", "config", "version", "bus"},
+    # What `etha events` shows: from files, agents and Redis.
+    "events": {"errors", "config", "bus", "observe", "agent_session"},
     "tensor_bus": set(),
     "__main__": {"cli"},
     "cli": {"version", "errors", "config", "commands"},
     "commands": {
         "",
         "status",
+        "events",
         "agent_session",
         "errors",
         "config",
@@ -100,6 +108,8 @@ PURE_FOLDERS = (
 #: Single files that are pure, of packages that have no folder for them.
 PURE_FILES = {
     "errors.py",
+    "phases.py",
+    *(f"observe/{name}.py" for name in ("records", "sentences", "history")),
     "addresses.py",
     "config.py",
     "plan/__init__.py",

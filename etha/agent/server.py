@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import uuid
@@ -22,14 +23,17 @@ import msgspec
 
 from etha.addresses import redact
 from etha.agent.runtime.device import GpuDevice
+from etha.agent.runtime.event_writer import EventWriter
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.services.hints import Hints
+from etha.agent.services.record_queries import RecordQueries
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.stream_order import StreamOrder
+from etha.agent.services.transfer_records import failed_request
 from etha.agent.services.transfers import TransferService
 from etha.agent.status import report
 from etha.bus.codec import Request
@@ -42,12 +46,14 @@ from etha.bus.messages import (
     Confirm,
     Events,
     GetEvents,
+    GetRecords,
     GetStatus,
     InitPair,
     LetGo,
     Ok,
     Probe,
     Probed,
+    Records,
     Register,
     Released,
     Status,
@@ -59,6 +65,11 @@ from etha.bus.sessions import Peer
 from etha.config import Settings
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from etha.memory.mapping import WorkerMemory
+from etha.observe.recorder import Recorder
+from etha.observe.records import Culprit, Incident
+from etha.observe.ring import RingWriter
+from etha.peer.introductions import AskRecords, TellRecords
+from etha.peer.wire import Said, Scope
 from etha.store.records import AgentRecord, Reason
 from etha.store.records import RankHolder as Holder
 from etha.store.registry import Store
@@ -96,7 +107,12 @@ class Agent:
         self.done = asyncio.Event()
         self.sessions: dict[str, WorkerSession] = {}
         self._observers: set[str] = set()
-        self.calls = OpenCalls()
+        self.recorder = Recorder()
+        self.ring = RingWriter(settings.runtime_dir / settings.namespace, settings.socket_path(device).stem)
+        self.events = EventWriter(store, self.spawn, host=settings.host_name, device=device)
+        self.recorder.subscribe(self.ring.take)
+        self.recorder.subscribe(self.events.take)
+        self.calls = OpenCalls(self._record)
         self.lane = lane
         self._idle = idle
         self._timer: asyncio.TimerHandle | None = None
@@ -114,13 +130,20 @@ class Agent:
             advertise=settings.advertise,
             encrypt=settings.encrypt,
             staging=settings.staging,
-            said=lambda *said: self.registrations.hear(*said),
+            said=self._said,
             on_agent_lost=self.on_agent_lost,
             card=card,
         )
+        self.record_queries = RecordQueries(self.links, store, settings, self.recorder, self.spawn)
         stream_order = StreamOrder(card, self.calls)
         self.transfers = TransferService(
-            store=store, links=self.links, calls=self.calls, lane=lane, spawn=self.spawn, stream_order=stream_order
+            store=store,
+            links=self.links,
+            calls=self.calls,
+            lane=lane,
+            spawn=self.spawn,
+            stream_order=stream_order,
+            recorder=self.recorder,
         )
         hints = Hints(store, settings, redis)
         self.rendezvous = RendezvousService(
@@ -169,6 +192,7 @@ class Agent:
         self._group = group
         await self.store.agents.publish(self.record)
         self._rest()
+        self._note("started", f"the agent of {self.device} started, version {__version__}")
         self.started.set()
         await self.done.wait()
 
@@ -202,6 +226,10 @@ class Agent:
             await self.store.agents.withdraw(timeout=2.0)
         except EthaError as error:
             log.warning("Redis still lists this agent until its lease ends: %s", error)
+        self._note("left", f"the agent of {self.device} left in order")
+        self.recorder.flush()
+        await asyncio.to_thread(self.ring.close)
+        await self.events.close()
         for task in self._tasks:
             task.cancel()
         self._gc.cancel()
@@ -418,6 +446,8 @@ class Agent:
                 self.spawn(self._status(peer, request.id))
             case GetEvents() as message:
                 self.spawn(self._events(peer, request.id, message))
+            case GetRecords() as message:
+                self.spawn(self._records(peer, request.id, message))
             case _:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
 
@@ -428,20 +458,47 @@ class Agent:
         peer.reply(request_id, Status(report=report(self, stale)))
 
     async def _events(self, peer: Peer, request_id: int, message: GetEvents) -> None:
+        count, after = max(1, min(message.count, MAX_EVENTS)), message.after or "-"
         try:
-            found = await self.store.events(
-                max(1, min(message.count, MAX_EVENTS)), after=message.after or "-", timeout=EVENTS_SECONDS
-            )
+            if not message.wait:
+                found = await self.store.events(count, after=after, timeout=EVENTS_SECONDS)
+            else:
+                async with self.store.changes(self.store.keys.events, ticks=False) as changed:
+                    while not (found := await self.store.events(count, after=after, timeout=math.inf)):
+                        await changed()
         except EthaError as error:
             peer.fail(request_id, error, None)
         else:
             peer.reply(request_id, Events(events=tuple({"id": at, **fields} for at, fields in found)))
+
+    async def _records(self, peer: Peer, request_id: int, message: GetRecords) -> None:
+        found = await self.record_queries.ask(message.since, failed=message.failed)
+        peer.reply(request_id, Records(agents=tuple(found)))
+
+    def _said(self, agent: str, scope: Scope, message: Said) -> None:
+        """Another agent says something that concerns no pair as a whole."""
+        if isinstance(message, AskRecords | TellRecords):
+            self.record_queries.hear(agent, scope, message)
+        else:
+            self.registrations.hear(agent, scope, message)
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
         if (key := (peer.key, request.id)) in self.calls:
             self.calls.fail(key, error)
         else:
             peer.fail(request.id, error, None)
+            self._record(peer, request.message, error)
+
+    def _note(self, what: str, reason: str) -> None:
+        """Record something that happened to this agent itself."""
+        me = Culprit(agent=self.id, host=self.settings.host_name, pid=os.getpid())
+        self.recorder.add(Incident(at=time.time(), what=what, reason=reason, culprits=(me,), failed=False))
+
+    def _record(self, peer: Peer, message: Any, error: EthaError) -> None:
+        """A worker's request ends with an error."""
+        session = self.sessions.get(peer.key)
+        if session is not None and (record := failed_request(session, message, error)) is not None:
+            self.recorder.add(record)
 
     def _rest(self) -> None:
         """Start the timer that ends this agent ``idle`` seconds after the last worker, if it has one."""

@@ -1,7 +1,7 @@
 """The messages between a worker and its agent, one struct each.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
-                      CloseBatch GetStatus GetEvents LetGo
+                      CloseBatch GetStatus GetEvents GetRecords LetGo
     agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost, BatchLost, Progress
 
@@ -17,6 +17,7 @@ from msgspec import Meta
 from etha.bus.codec import message
 from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
 from etha.memory.handles import TensorHandle
+from etha.phases import NO_PHASES, Phases
 
 #: Tensors one worker may register in one batch.
 MAX_TENSORS = 200_000
@@ -225,7 +226,10 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
 
 @message("moved")
 class Moved(StrictStruct, frozen=True, kw_only=True):
-    """A committed transfer. ``nbytes``: this worker's payload. ``seconds``: from GO to COMMIT."""
+    """A committed transfer. ``nbytes``: this worker's payload. ``seconds``: from GO to COMMIT.
+
+    ``phases``: those of the agent; the worker adds its own.
+    """
 
     seq: int
     version: int | Text | None
@@ -233,6 +237,7 @@ class Moved(StrictStruct, frozen=True, kw_only=True):
     seconds: float
     peers: Items[tuple[Text, int]]
     peak_staging: int
+    phases: Phases = NO_PHASES
 
 
 @message("progress")
@@ -308,10 +313,14 @@ MAX_EVENTS = 1000
 
 @message("get_events")
 class GetEvents(StrictStruct, frozen=True, kw_only=True):
-    """The last ``count`` events of the namespace after the one with id ``after`` ("": from the first). -> Events."""
+    """The last ``count`` events of the namespace after the one with id ``after`` ("": from the first). -> Events.
+
+    ``wait``: answer once there is one.
+    """
 
     after: Annotated[str, Meta(max_length=100)] = ""
     count: int = 100
+    wait: bool = False
 
 
 @message("events")
@@ -320,3 +329,22 @@ class Events(StrictStruct, frozen=True, kw_only=True):
     apply."""
 
     events: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_EVENTS)]
+
+
+@message("get_records")
+class GetRecords(StrictStruct, frozen=True, kw_only=True):
+    """What the files of other agents say since ``since`` (seconds since 1970). -> Records.
+
+    ``failed``: only what somebody should look at.
+    """
+
+    since: float
+    failed: bool = False
+
+
+@message("records")
+class Records(StrictStruct, frozen=True, kw_only=True):
+    """One entry for each other agent that Redis knows: ``agent``, ``host``, ``device``, ``name``, and ``lines``, or
+    ``why`` it told nothing."""
+
+    agents: Items[JsonObject]

@@ -18,6 +18,7 @@ from etha.bus.process import check_not_forked
 from etha.client.arguments.checks import shown
 from etha.client.one_process import OfOneProcess
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, PeerLostError, TransferError
+from etha.phases import NO_PHASES, Phases
 
 Version = int | str | None
 
@@ -27,10 +28,12 @@ class TransferResult:
     """One transfer as this worker saw it: committed, or failed if ``on_error="report"`` was asked for.
 
     ``bytes``: its payload at the wire dtype, including local copies. ``seconds``: from GO to COMMIT. ``peers``: sorted
-    (side, rank). ``peak_staging``: most bytes of staging that its agent used.
+    (side, rank). ``peak_staging``: most bytes of staging that its agent used. ``phases``: the seconds of the whole call
+    by phase.
 
     A failed one has an ``error``. ``skipped``: it was not tried, because of an earlier error of this pair, which is
-    ``error``. A failed result counts nothing (``seq`` 0, ``version`` None, ``peers`` empty).
+    ``error``. A failed result counts nothing (``seq`` 0, ``version`` None, ``peers`` empty), but has the ``phases`` it
+    reached.
     """
 
     seq: int
@@ -42,6 +45,7 @@ class TransferResult:
     peak_staging: int
     error: EthaError | None = None
     skipped: bool = False
+    phases: Phases = NO_PHASES
 
     @classmethod
     def failed(cls, direction: Literal["send", "recv"], error: EthaError, *, skipped: bool = False) -> Self:
@@ -56,6 +60,7 @@ class TransferResult:
             peak_staging=0,
             error=error,
             skipped=skipped,
+            phases=NO_PHASES if skipped else getattr(error, "phases", None) or NO_PHASES,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,9 +15,10 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The remaining seconds of a call that has several steps."""
+    """The remaining seconds of a call that has several steps. ``begun``: when it began, on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
+        self.begun = time.monotonic()
         self._at = math.inf if seconds == math.inf else asyncio.get_running_loop().time() + seconds
 
     @property

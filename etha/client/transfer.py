@@ -11,8 +11,10 @@ import inspect
 import logging
 import math
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from etha.client.registration import Registration, attach_shadows, leave, no_pla
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
+from etha.phases import Phases
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +232,7 @@ async def _once(
         edition=edition,
         mark=mark.handle,
     )
+    asked = time.monotonic()
     try:
         with call.asking(link):
             moved = await link.request(
@@ -257,12 +261,14 @@ async def _once(
         shield.release()
         raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
     except TransferError as error:
+        error.phases = replace(error.phases or Phases(), copy_in=asked - deadline.begun)
         error.torn = error.torn and registration.in_place
         registration.torn = registration.torn or error.torn
         raise
     finally:
         page.revoke(word)
     assert isinstance(moved, Moved)
+    answered = time.monotonic()
     call.committed = True
     if shield.cancelled is None:
         progress.tell(moved.nbytes, moved.nbytes)
@@ -288,6 +294,7 @@ async def _once(
         direction=verb,
         peers=moved.peers,
         peak_staging=moved.peak_staging,
+        phases=replace(moved.phases, copy_in=asked - deadline.begun, copy_out=time.monotonic() - answered),
     )
 
 

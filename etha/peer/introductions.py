@@ -5,6 +5,7 @@ Meet  -->  I am in this epoch; find this token in my memory if you can
 Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: tokens that open data connections
 Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers know
+AskRecords, TellRecords: lines of the other agent's files, for `etha events`
 Copied, Sums: how far a copy is, and checksums of what was copied or sent, for verification
 """
 
@@ -150,6 +151,23 @@ class Noted(StrictStruct, frozen=True, kw_only=True):
     request: int
 
 
+@message("ask_records")
+class AskRecords(StrictStruct, frozen=True, kw_only=True):
+    """What do the files of your directory say since ``since`` (seconds since 1970)? ``failed``: failures only."""
+
+    request: int
+    since: float
+    failed: bool = False
+
+
+@message("tell_records")
+class TellRecords(StrictStruct, frozen=True, kw_only=True):
+    """Lines of JSON, oldest first; if there are too many, the newest of them."""
+
+    request: int
+    lines: Annotated[bytes, Meta(max_length=1 << 22)]
+
+
 Introduction = (
     Meet
     | Met
@@ -163,4 +181,6 @@ Introduction = (
     | UniqueId
     | AskMissing
     | TellMissing
+    | AskRecords
+    | TellRecords
 )

@@ -139,13 +139,14 @@ class Go(StrictStruct, frozen=True, kw_only=True):
 
     ``snapshot``: read the snapshots that the source ranks have taken instead of their tensors. ``attempts`` names the
     READYs that it consumes, (agent, side, attempt) each, so that the other direction's coordinator can forget exactly
-    these.
+    these. ``booking``: seconds that it took to book.
     """
 
     seq: int
     side: Text
     version: Version
     snapshot: bool = False
+    booking: float = 0.0
     attempts: Items[tuple[Text, Text, int]]
 
 

@@ -36,6 +36,7 @@ end
 local function event(kind, ...)
   redis.call('XADD', PREFIX .. 'events', 'MAXLEN', '~', req.max_events, '*', 'kind', kind, ...)
   redis.call('PEXPIRE', PREFIX .. 'events', req.history)
+  redis.call('PUBLISH', PREFIX .. 'events', kind)
 end
 
 local function changed(key, what) redis.call('PUBLISH', key, what) end

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -113,22 +113,30 @@ class Store:
         """In this context, call ``callback()`` once subscribed, when ``key`` changes, and every 2 s if ``ticks()``."""
         return self._session.watches.watch(key, callback, ticks=ticks)
 
-    def changes(self, key: str) -> AbstractAsyncContextManager[Callable[[], Any]]:
+    def changes(self, key: str, *, ticks: bool = True) -> AbstractAsyncContextManager[Callable[[], Any]]:
         """``async with store.changes(key) as changed:`` read, decide, ``await changed()``, read again."""
-        return self._session.watches.changes(key)
+        return self._session.watches.changes(key, ticks=ticks)
 
     async def event(self, kind: str, *, timeout: float | None = None, **fields: object) -> None:
         """Add an entry to the stream of events."""
+        await self._add({"kind": kind, **fields}, self._session.connection, timeout)
+
+    async def report_event(self, fields: Mapping[str, object], *, timeout: float) -> None:
+        """Like ``event``, over the connection for reports, which nothing else waits for."""
+        await self._add(fields, self._session.reporter, timeout)
+
+    async def _add(self, fields: Mapping[str, object], connection: RedisConnection, timeout: float | None) -> None:
         key = self.keys.events
-        line: dict[Any, Any] = {"kind": kind, **{name: str(value) for name, value in fields.items()}}
+        line: dict[Any, Any] = {name: str(value) for name, value in fields.items()}
 
         async def write(client: Client) -> None:
             pipe = client.pipeline(transaction=False)
             pipe.xadd(key, line, maxlen=MAX_EVENTS, approximate=True)
             pipe.pexpire(key, int(HISTORY_LEASE * 1000))
+            pipe.publish(key, "event")
             await pipe.execute()
 
-        await self._session.connection.call(f"write {key}", write, self._session.limit(timeout))
+        await connection.call(f"write {key}", write, self._session.limit(timeout))
 
     async def events(
         self, count: int = 100, *, after: str = "-", timeout: float | None = None

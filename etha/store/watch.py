@@ -61,10 +61,11 @@ class Watches:
                 self._wanted.set()
 
     @asynccontextmanager
-    async def changes(self, key: str) -> AsyncIterator[Callable[[], Any]]:
+    async def changes(self, key: str, *, ticks: bool = True) -> AsyncIterator[Callable[[], Any]]:
         """``async with changes(key) as changed:`` read, decide, ``await changed()``, read again.
 
-        The first ``await changed()`` returns when the subscription is acknowledged.
+        The first ``await changed()`` returns when the subscription is acknowledged. Without ``ticks``, the next ones
+        return at changes only.
         """
         event = asyncio.Event()
 
@@ -72,7 +73,7 @@ class Watches:
             await event.wait()
             event.clear()
 
-        with self.watch(key, event.set):
+        with self.watch(key, event.set, ticks=lambda: ticks):
             yield changed
 
     async def run(self) -> None:

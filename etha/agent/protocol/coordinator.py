@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from etha.agent.protocol.effects import name_agents
+from etha.agent.protocol.effects import members_of, name_agents
 from etha.agent.protocol.machine import Machine
 from etha.agent.protocol.termination import Outcome
 from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
@@ -333,7 +333,15 @@ class Coordinator(Machine[Phase]):
         self.seq += 1
         attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready.items()))
         snapshot = bool(self._edition())
-        go = Go(seq=self.seq, side=self.source, version=self._label(), snapshot=snapshot, attempts=attempts)
+        ticket = self.reservation.ticket
+        go = Go(
+            seq=self.seq,
+            side=self.source,
+            version=self._label(),
+            snapshot=snapshot,
+            attempts=attempts,
+            booking=0.0 if ticket is None else max(0, self.now() - ticket[0]) / 1e9,
+        )
         self.ready.clear()
         self.votes.clear()
         self.declined.clear()
@@ -390,4 +398,5 @@ class Coordinator(Machine[Phase]):
         return [*letters, *self._next()]
 
     def _agent_lost_error(self, agents: set[str]) -> PeerLostError:
-        return PeerLostError(f"{name_agents(self.agents, agents)} gone", reason="died")
+        text = f"{name_agents(self.agents, agents)} gone"
+        return PeerLostError(text, reason="died", culprits=members_of(self.agents, agents))

@@ -47,6 +47,11 @@ def name_agents(agents: Mapping[str, tuple[str, ...]], which: Collection[str]) -
     return f"the agents of {named} are" if len(which) > 1 else f"the agent of {named} is"
 
 
+def members_of(agents: Mapping[str, tuple[str, ...]], which: Collection[str]) -> tuple[Member, ...]:
+    """The (side, rank) whose agent is one of ``which``."""
+    return tuple((side, rank) for side, all_of in agents.items() for rank, a in enumerate(all_of) if a in which)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Reply to a worker's call."""
@@ -57,10 +62,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """Refuse or end a worker's call with an error."""
+    """Refuse or end a worker's call with an error.
+
+    ``seq``: that of its transfer, if GO was said. ``superseded``: its worker takes a newer snapshot.
+    """
 
     call: CallKey
     error: EthaError
+    seq: int | None = None
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +85,15 @@ class Tell:
 class StartMove:
     """Run this agent's program of transfer ``seq`` from side ``source`` for these calls.
 
-    ``snapshot``: read the snapshots of the source ranks instead of their tensors.
+    ``snapshot``: read the snapshots of the source ranks instead of their tensors. ``booking``: seconds for which the
+    coordinator booked.
     """
 
     seq: int
     source: str
     snapshot: bool
     calls: Mapping[Member, CallKey]
+    booking: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +105,17 @@ class StopMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """Transfer ``seq``, which a StartMove began, is over here: committed (``error`` None), aborted or unknown."""
+    """Transfer ``seq``, which a StartMove began, is over here: committed (``error`` None), aborted or unknown.
+
+    ``torn``: targets of this agent's workers may be half-written.
+    """
 
     seq: int
     source: str
     version: Version
     error: EthaError | None
     calls: Mapping[Member, CallKey]
+    torn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from etha.agent.protocol.effects import (
     StopMove,
     Tell,
     WantLane,
+    members_of,
     name_agents,
     name_members,
 )
@@ -183,7 +184,7 @@ class Queues:
         text = f"{cause.message}; not ready: {name_members(missing)}"
         same = [m for m in missing if m[0] != call.member[0] and self.waits(m, call.verb)]
         text += f" ({name_members(same)} wait to {call.verb}, too)" if same else ""
-        return TransferTimeoutError(text, **cause.data())
+        return TransferTimeoutError(text, **(cause.data() | {"culprits": missing}))
 
     def take(self) -> dict[Member, Call]:
         """Handle GO: take each rank's oldest call out of its queue. Every READY is used up."""
@@ -216,13 +217,17 @@ def verdict(name: str, seq: int, own: EthaError | None, first: EthaError, torn: 
     text = with_again(text) if isinstance(error, PeerLostError) else text
     if isinstance(error, PeerLostError) or own is not None:
         return (type(error) if isinstance(error, TransferError) else TransferAbortedError)(text, **data)
-    return TransferAbortedError(text, outcome="aborted", torn=torn)
+    return TransferAbortedError(text, outcome="aborted", torn=torn, culprits=_culprits(first))
+
+
+def _culprits(error: EthaError) -> tuple[Member, ...]:
+    return error.culprits if isinstance(error, TransferError) else ()
 
 
 def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
     """The error of every worker here for a transfer whose end no reachable agent knows."""
     text = f"{name} seq {seq} was committed or aborted, which of them is unknown here: {cause.message}"
-    return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn)
+    return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn, culprits=_culprits(cause))
 
 
 LaneEffect = HoldLane | WantLane | BeginLane | FreeLane
@@ -339,7 +344,7 @@ class Participant(Machine[Moving]):
             kind = TransferTimeoutError if expired else TransferAbortedError
             running = self.current is not None and call is self.current.calls.get(call.member)
             text = f"{self.name}: {call.verb} of {side} rank {rank} ended: {what}"
-            error = kind(text, outcome="aborted" if running else "withdrawn")
+            error = kind(text, outcome="aborted" if running else "withdrawn", culprits=[call.member])
             if running:
                 call.cause = error
                 self._spoil(call.member, error)
@@ -542,7 +547,11 @@ class Participant(Machine[Moving]):
         self.current.begun = True
         self.move(Moving.MOVING)
         keys = {member: call.key for member, call in calls.items()}
-        self._out.append(StartMove(seq=seq, source=message.side, snapshot=message.snapshot, calls=keys))
+        self._out.append(
+            StartMove(
+                seq=seq, source=message.side, snapshot=message.snapshot, calls=keys, booking=max(0.0, message.booking)
+            )
+        )
         for member, call in calls.items():
             if call.cause is not None:  # withdrawn too late, because GO has overtaken it
                 self._spoil(member, call.cause)
@@ -580,7 +589,7 @@ class Participant(Machine[Moving]):
             if member not in current.answered:
                 current.answered.add(member)
                 error = verdict(self.name, current.seq, cause, cause, self._torn(member))
-                self._out.append(Fail(call=current.calls[member].key, error=error))
+                self._out.append(Fail(call=current.calls[member].key, error=error, seq=current.seq))
 
     def _abort(self, cause: EthaError) -> None:
         assert self.current is not None
@@ -599,7 +608,7 @@ class Participant(Machine[Moving]):
                 continue
             own = current.causes.get(member)
             error = verdict(self.name, current.seq, own, current.abort, self._torn(member))
-            self._out.append(Fail(call=call.key, error=error))
+            self._out.append(Fail(call=call.key, error=error, seq=current.seq))
         self._finish("aborted", current.abort)
 
     def _unknown(self, cause: EthaError) -> None:
@@ -607,7 +616,7 @@ class Participant(Machine[Moving]):
         assert current is not None
         for member, call in current.calls.items():
             error = unknown(self.name, current.seq, cause, self._torn(member))
-            self._out.append(Fail(call=call.key, error=error))
+            self._out.append(Fail(call=call.key, error=error, seq=current.seq))
         self._finish("unknown", unknown(self.name, current.seq, cause, False))
 
     def _torn(self, member: Member) -> bool:
@@ -692,8 +701,16 @@ class Participant(Machine[Moving]):
         assert current is not None
         keys = {member: call.key for member, call in current.calls.items()}
         if current.begun:
+            torn = error is not None and any(map(self._torn, keys))
             self._out.append(
-                Settled(seq=current.seq, source=current.source, version=current.version, error=error, calls=keys)
+                Settled(
+                    seq=current.seq,
+                    source=current.source,
+                    version=current.version,
+                    error=error,
+                    calls=keys,
+                    torn=torn,
+                )
             )
         self.memory.keep(current.seq, outcome)
         self.current = None
@@ -725,7 +742,8 @@ class Participant(Machine[Moving]):
 
     def _drop(self, call: Call, error: EthaError) -> None:
         self.queues.calls[call.member].remove(call)
-        self._out.append(Fail(call=call.key, error=error))
+        superseded = call.yields and isinstance(error, TransferAbortedError)
+        self._out.append(Fail(call=call.key, error=error, superseded=superseded))
 
     def _drop_all(self, calls: list[Call], text: str) -> None:
         for call in calls:
@@ -739,12 +757,13 @@ class Participant(Machine[Moving]):
         return coordinator.missing() if coordinator is not None else self._heard.get(source, ())
 
     def _withdrawn_error(self, error: PeerLostError) -> PeerLostError:
-        return PeerLostError(f"{self.name}: {error.message}", reason=error.reason, outcome="withdrawn")
+        text = f"{self.name}: {error.message}"
+        return PeerLostError(text, reason=error.reason, outcome="withdrawn", culprits=error.culprits)
 
     def _agent_lost_error(self, *agents: str, to_others: bool = False) -> PeerLostError:
         """``to_others``: other agents of the batch have lost it, whatever this agent's own link says."""
         text = f"{name_agents(self.agents, agents)} {'lost to other agents of the batch' if to_others else 'gone'}"
-        return PeerLostError(text, reason="died")
+        return PeerLostError(text, reason="died", culprits=members_of(self.agents, agents))
 
     def note_missing(self, source: str, missing: tuple[Member, ...]) -> None:
         """Note who is not ready in the direction from ``source``, as its coordinator, another agent, says."""

@@ -9,6 +9,7 @@ TransferProgress  how far a transfer has come, here and in the agents that copy 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from etha.agent.runtime.verification import TransferVerification
 from etha.errors import TransferError
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
+from etha.observe.records import NO_PAYLOAD, Payload
 from etha.transport.base import WireRun
 from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.copy.staging import Peak
@@ -37,7 +39,7 @@ Over = Callable[[BaseException | None, bool], None]
 class DirectionProgram:
     """``nbytes`` and ``peers`` are those of each ("source" | "target", rank) of this agent, however they travel.
 
-    ``verification_plan`` is None if nothing is verified.
+    ``verification_plan`` is None if nothing is verified. ``payload`` is what records say of it.
     """
 
     near: Program
@@ -48,6 +50,7 @@ class DirectionProgram:
     #: Whether this agent takes part in the wire even if it has nothing to exchange.
     joins: bool = False
     verification_plan: VerificationPlan | None = None
+    payload: Payload = NO_PAYLOAD
 
     @property
     def work(self) -> int:
@@ -86,6 +89,8 @@ class TransferRun:
         self._verified = verification is None
         self._peak: Peak | None = None
         self.peak_staging = 0
+        #: Seconds of checks before and after the bytes moved.
+        self.verify_seconds = 0.0
 
     def start(self) -> None:
         """Begin. Returns at once."""
@@ -101,10 +106,12 @@ class TransferRun:
     # ---- inside -------------------------------------------------------------------------------
 
     async def _after_reading(self, verification: TransferVerification) -> None:
+        begun = time.monotonic()
         try:
             await verification.before()
         except Exception as raised:
             self._fail(raised)
+        self.verify_seconds += time.monotonic() - begun
         if self._error is None:
             self._begin()
         else:
@@ -112,10 +119,12 @@ class TransferRun:
 
     async def _inspect(self, verification: TransferVerification) -> None:
         error: BaseException | None = None
+        begun = time.monotonic()
         try:
             await verification.after()
         except Exception as raised:
             error = raised
+        self.verify_seconds += time.monotonic() - begun
         self._half(error)
 
     def _begin(self) -> None:

@@ -104,15 +104,20 @@ End = Callable[[CallKey, bool], None]
 class _Open:
     peer: Peer
     id: int
+    message: Any
     timer: asyncio.TimerHandle | None = None
     end: End | None = None
 
 
 class OpenCalls:
-    """The open calls of all workers of this agent."""
+    """The open calls of all workers of this agent.
 
-    def __init__(self) -> None:
+    ``on_failed(peer, message, error)`` is called for each that ends with an error and is not recorded elsewhere.
+    """
+
+    def __init__(self, on_failed: Callable[[Peer, Any, EthaError], None] = lambda *_: None) -> None:
         self._open: dict[CallKey, _Open] = {}
+        self._on_failed = on_failed
 
     def __contains__(self, key: CallKey) -> bool:
         return key in self._open
@@ -123,7 +128,7 @@ class OpenCalls:
     def open(self, peer: Peer, request: Request, end: End) -> CallKey:
         """Open a request. ``end`` is called at its deadline and when it is cancelled, at most once."""
         key = (peer.key, request.id)
-        call = self._open[key] = _Open(peer, request.id, end=end)
+        call = self._open[key] = _Open(peer, request.id, request.message, end=end)
         if request.deadline < math.inf:
             call.timer = asyncio.get_running_loop().call_at(request.deadline, self._ended, key, True)
         return key
@@ -137,10 +142,12 @@ class OpenCalls:
         if (call := self._close(key)) is not None:
             call.peer.reply(call.id, message)
 
-    def fail(self, key: CallKey, error: EthaError) -> None:
-        """Reply with an error."""
+    def fail(self, key: CallKey, error: EthaError, *, recorded: bool = False) -> None:
+        """Reply with an error. ``recorded``: the caller has made a record of it, or will."""
         if (call := self._close(key)) is not None:
             call.peer.fail(call.id, error)
+            if not recorded:
+                self._on_failed(call.peer, call.message, error)
 
     def push(self, key: CallKey, message: Any) -> None:
         """Send news about a call that is still open."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +26,9 @@ from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
 from etha.peer.introductions import Exhibits, Sums, UniqueId
-from etha.peer.messages import Message, Version
+from etha.peer.messages import Message, Verb, Version
 from etha.peer.wire import Scope
+from etha.phases import Phases
 from etha.store.records import PairView
 from etha.transport.wire.routing import Routing
 
@@ -77,22 +79,34 @@ Field = int | float | str | None
 
 @dataclass(slots=True)
 class Ask:
-    """A local rank's waiting transfer call: the data that the machines do not need."""
+    """A local rank's waiting transfer call: the data that the machines do not need. ``since`` is when it came."""
 
     session: WorkerSession
     slot: int
     progress: bool
+    member: Member
+    verb: Verb
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningProgram:
-    """The transfer that moves now. ``program``, ``run`` and ``progress`` are None until the program is compiled."""
+    """The transfer that moves now. ``program``, ``run`` and ``progress`` are None until the program is compiled.
+
+    ``booking``: seconds for which the coordinator booked. ``started``, ``submitted``, ``moved``: when GO was heard, the
+    program was submitted, and this agent's part was over; 0 until then.
+    """
 
     seq: int
     source: str
     snapshot: bool
     calls: Mapping[Member, CallKey]
     started: float
+    booking: float = 0.0
+    submitted: float = 0.0
+    moved: float = 0.0
+    #: When each call came; kept because the calls are forgotten one by one.
+    asked: Mapping[Member, float] = field(default_factory=dict)
     program: DirectionProgram | None = None
     run: TransferRun | None = None
     progress: TransferProgress | None = None
@@ -100,6 +114,20 @@ class RunningProgram:
     #: Set while a finished move waits for a better error.
     late: asyncio.TimerHandle | None = None
     touched: bool = False
+
+    def phases(self, member: Member, now: float) -> Phases:
+        """The seconds of the phases that this transfer has reached for the call of a local rank."""
+        compiled = self.submitted or now
+        moved = self.moved or now
+        verify = self.run.verify_seconds if self.run is not None else 0.0
+        return Phases(
+            wait=max(0.0, self.started - self.asked[member] - self.booking),
+            book=self.booking,
+            compile=compiled - self.started,
+            move=max(0.0, moved - compiled - verify),
+            verify=verify,
+            commit=now - moved,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

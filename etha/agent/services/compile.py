@@ -19,12 +19,13 @@ from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
 from etha.memory.views import View
+from etha.observe.records import Payload
 from etha.transport.base import TransportPeer
 from etha.transport.copy.local import compile_local
-from etha.transport.copy.program import Member
+from etha.transport.copy.program import Member, Program
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
-from etha.transport.wire.flows import BUCKET
+from etha.transport.wire.flows import BUCKET, WireProgram
 from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.nccl_messages import device_cut
 from etha.transport.wire.routing import account
@@ -132,7 +133,13 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
     verification_plan = _verification_plan(batch, source, sources, targets)
     if batch.registration.machine.alone:
         near = compile_local(plan, sources, targets)
-        return DirectionProgram(near=near, nbytes=near.nbytes, peers=near.peers, verification_plan=verification_plan)
+        return DirectionProgram(
+            near=near,
+            nbytes=near.nbytes,
+            peers=near.peers,
+            verification_plan=verification_plan,
+            payload=_payload(batch, source, near.nbytes, near, None),
+        )
     routing = batch.routing(source)
     nbytes, peers = account(plan, routing)
     name = f"{batch.scope} from {source}"
@@ -146,15 +153,34 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         streams=batch.terms.streams,
         cut=device_cut(sorted(batch.agents), batch.terms.staging) if batch.over_nccl else None,
     )
+    near = compile_host(plan, routing, sources, targets)
     return DirectionProgram(
-        near=compile_host(plan, routing, sources, targets),
+        near=near,
         nbytes=nbytes,
         peers=peers,
         wire=wire if verification_plan is None else replace(wire, observer=verification_plan.reduction_sums),
         key=hashlib.sha256(name.encode()).digest(),
         joins=batch.over_nccl,
         verification_plan=verification_plan,
+        payload=_payload(batch, source, nbytes, near, wire),
     )
+
+
+def _payload(
+    batch: RegisteredBatch, source: str, nbytes: Mapping[Member, int], near: Program, wire: WireProgram | None
+) -> Payload:
+    """What records say of a program."""
+    ways: dict[str, int] = {}
+    whole = batch.evaluation.nbytes(source)
+    for pair, moved in enumerate(near.bytes_of_pairs()):
+        ends = near.pairs[pair].source, near.pairs[pair].target
+        way = "device" if any(v.device for v in ends) else "process_vm" if any(v.private for v in ends) else "mapped"
+        ways[way] = ways.get(way, 0) + moved
+    if wire is not None and (crossing := sum(f.nbytes for f in (*wire.sends.values(), *wire.receives.values()))):
+        ways["nccl" if batch.over_nccl else "tcp"] = crossing
+    shares = {role: sum(n for (r, _), n in nbytes.items() if r == role) for role in ("source", "target")}
+    staged = any(tensors.session.staged for tensors in batch.tensors.values())
+    return Payload(sent=shares["source"], received=shares["target"], ways=ways, staged=staged, whole=whole)
 
 
 def _verification_plan(batch: RegisteredBatch, source: str, sources: Views, targets: Views) -> VerificationPlan | None:

@@ -35,14 +35,17 @@ from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
 from etha.agent.services.stragglers import StragglerQueries
 from etha.agent.services.stream_order import StreamOrder
+from etha.agent.services.transfer_records import failed_call, settled_transfer
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError
 from etha.memory.handles import span_nbytes
 from etha.memory.mapping import DTYPES
 from etha.memory.reach import FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.observe.recorder import Recorder
 from etha.peer.introductions import Copied, Sums, UniqueId
 from etha.peer.messages import Message
+from etha.phases import Phases
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
 
@@ -58,9 +61,17 @@ class TransferService:
     """All transfers of this agent; their copies share one lane."""
 
     def __init__(
-        self, *, store: Store, links: PeerLinks, calls: OpenCalls, lane: Lane, spawn: Spawn, stream_order: StreamOrder
+        self,
+        *,
+        store: Store,
+        links: PeerLinks,
+        calls: OpenCalls,
+        lane: Lane,
+        spawn: Spawn,
+        stream_order: StreamOrder,
+        recorder: Recorder,
     ) -> None:
-        self._stream_order = stream_order
+        self._stream_order, self._recorder = stream_order, recorder
         self._links, self._calls, self._lane, self._spawn = links, calls, lane, spawn
         self.compiler = TransferCompiler(links)
         self.offers = Offers(calls)
@@ -91,7 +102,9 @@ class TransferService:
         if message.edition and (message.verb == "recv" or batch.tensors[member].snapshot is None):
             raise ProtocolError(f"batch {batch.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(batch, key, expired))
-        batch.asks[key] = Ask(session=session, slot=message.slot, progress=message.progress)
+        batch.asks[key] = Ask(
+            session=session, slot=message.slot, progress=message.progress, member=member, verb=message.verb
+        )
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         self._stream_order.pass_on(
             batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
@@ -149,9 +162,8 @@ class TransferService:
                 case StopMove():
                     assert batch.current is not None
                     self._stop(batch, batch.current)
-                case Fail(call=key, error=error):
-                    batch.asks.pop(key, None)
-                    self._calls.fail(key, error)
+                case Fail():
+                    self._fail(batch, effect)
                 case Settled():
                     self._settled(batch, effect)
                 case OfferChanged():
@@ -169,6 +181,19 @@ class TransferService:
                 case FreeLane():
                     self.lane_scheduler.free(batch)
 
+    def _fail(self, batch: RegisteredBatch, effect: Fail) -> None:
+        """Give a worker the error of its call. A call that is part of no transfer here has a record of its own."""
+        error, ask, now = effect.error, batch.asks.pop(effect.call, None), time.monotonic()
+        current = batch.current if effect.seq is not None else None
+        phases = Phases()
+        if ask is not None:
+            phases = Phases(wait=now - ask.since) if current is None else current.phases(ask.member, now)
+        if isinstance(error, TransferError):
+            error.phases = phases
+        self._calls.fail(effect.call, error, recorded=True)
+        if current is None and ask is not None:
+            self._recorder.add(failed_call(batch, ask, effect, phases))
+
     def _needs(self) -> Needs:
         if self._known_needs is None:  # its links are opened after this object was made
             self._known_needs = Needs(self._links.plane, self._lane.threads)
@@ -180,13 +205,19 @@ class TransferService:
     def _begin(self, batch: RegisteredBatch, start: StartMove) -> None:
         self.idle_tracker.begin(batch)
         current = batch.current = RunningProgram(
-            seq=start.seq, source=start.source, snapshot=start.snapshot, calls=start.calls, started=time.monotonic()
+            seq=start.seq,
+            source=start.source,
+            snapshot=start.snapshot,
+            calls=start.calls,
+            started=time.monotonic(),
+            booking=start.booking,
+            asked={member: batch.asks[key].since for member, key in start.calls.items()},
         )
         if batch.offers:  # workers wait for this side's offer
             self.offers.tell(batch, going=start.source)
         program = batch.programs.get((start.source, start.snapshot))
         if program is not None:
-            self._submit(batch, current, program)
+            self._submit(batch, current, program, known=True)
         else:
             self._spawn(self._compile(batch, current))
 
@@ -220,7 +251,14 @@ class TransferService:
             batch.programs[current.source, current.snapshot] = program
         self._submit(batch, current, program)
 
-    def _submit(self, batch: RegisteredBatch, current: RunningProgram, program: DirectionProgram | None) -> None:
+    def _submit(
+        self,
+        batch: RegisteredBatch,
+        current: RunningProgram,
+        program: DirectionProgram | None,
+        known: bool = False,
+    ) -> None:
+        """Run the program. ``known``: an earlier transfer has compiled it."""
         if current.stopped or program is None:
             self._over(batch, current, None, False)
             return
@@ -248,6 +286,7 @@ class TransferService:
             over=lambda error, touched: self._moved(batch, current, error, touched),
             verification=verification,
         )
+        current.submitted = current.started if known else time.monotonic()
         current.run.start()
 
     def _moved(
@@ -264,7 +303,7 @@ class TransferService:
         self._over(batch, current, None if error is None else translate(batch, error), touched)
 
     def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
-        current.late = None
+        current.late, current.moved = None, time.monotonic()
         self._perform(batch, batch.participant.moved(current.seq, error, touched=touched))
 
     def _settled(self, batch: RegisteredBatch, effect: Settled) -> None:
@@ -272,26 +311,28 @@ class TransferService:
         assert current is not None
         if effect.error is not None:
             batch.fail(effect.seq, effect.error)
-        seconds = time.monotonic() - current.started
+        now = time.monotonic()
+        seconds = now - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             batch.version, batch.last_seconds, batch.last_error = effect.version, seconds, None
             if batch.transport is not None:
                 batch.transport.settled()
-            self._answer(batch, effect, current, seconds)
+            self._answer(batch, effect, current, now)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
         else:
             batch.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
         for pair in batch.pairs:
             self.status_writer.tell(pair, batch.name, fields)
+        self._recorder.add(settled_transfer(batch, effect, current, now))
         # The run and its callbacks form a cycle. It is broken here, so that workers' memory is freed without the
         # collector.
         current.program = current.run = current.progress = None
         self.idle_tracker.end(batch)
 
-    def _answer(self, batch: RegisteredBatch, effect: Settled, current: RunningProgram, seconds: float) -> None:
-        program = current.program
+    def _answer(self, batch: RegisteredBatch, effect: Settled, current: RunningProgram, now: float) -> None:
+        program, seconds = current.program, now - current.started
         assert program is not None
         for (side, rank), key in effect.calls.items():
             batch.asks.pop(key, None)
@@ -305,6 +346,7 @@ class TransferService:
                 seconds=seconds,
                 peers=peers,
                 peak_staging=current.run.peak_staging if current.run is not None else 0,
+                phases=current.phases((side, rank), now),
             )
             self._calls.answer(key, moved)
 
@@ -315,21 +357,23 @@ def translate(batch: RegisteredBatch, error: BaseException) -> EthaError:
         return error
     if isinstance(error, asyncio.CancelledError):
         return TransferError("stopped")
-    who = "a worker"
+    who, members = "a worker", list[Member]()
     if isinstance(error, ReachError) and error.owner is not None:
         role, rank = error.owner
         source = batch.current.source if batch.current is not None else ""
-        who = f"{source if role == 'source' else batch.other(source)} rank {rank}"
+        members = [(source if role == "source" else batch.other(source), rank)]
+        who = f"{members[0][0]} rank {rank}"
     if isinstance(error, FaultError) and (found := _tensor_at(batch, error)) is not None:
         (side, rank), name = found
+        members = [(side, rank)]
         who = f"{side} rank {rank} at its tensor {name!r}"
     match error:
         case WorkerGoneError():
-            return PeerLostError(f"{who} died in the transfer", reason="died")
+            return PeerLostError(f"{who} died in the transfer", reason="died", culprits=members)
         case RevokedError():
-            return TransferError(f"the call of {who} has ended and taken its memory back")
+            return TransferError(f"the call of {who} has ended and taken its memory back", culprits=members)
         case ReachError():
-            return TransferError(f"the memory of {who} could not be reached: {error}")
+            return TransferError(f"the memory of {who} could not be reached: {error}", culprits=members)
     log.error("batch %s: a lane failed", batch.name, exc_info=error)
     return TransferError(f"the agent's lane failed, a bug of Etha: {type(error).__name__}: {error}")
 

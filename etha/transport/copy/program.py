@@ -128,6 +128,11 @@ class Program:
         """Most bytes of scratch memory that a run on ``threads`` lane threads holds."""
         return self.staged + min(threads, len(self.pieces)) * self.scratch
 
+    def bytes_of_pairs(self) -> list[int]:
+        """Bytes that plain operations write, by the number of their pair of views."""
+        nbytes = np.array([tile.nbytes for tile in self.tiles] or [0], np.int64)[self.tile]
+        return [int(n) for n in np.bincount(self.pair, weights=nbytes, minlength=len(self.pairs))]
+
     def ops(self, piece: CopyPiece) -> list[Op]:
         rows = slice(piece.first, piece.last)
         tiles, pairs = self.tiles, self.pairs

@@ -36,7 +36,13 @@ def begin() -> tuple[RegistrationService, TransferService, LocalRegistration]:
     registration = LocalRegistration.begin("A", "b", ("weights",), {"weights": 1}, 1, view, None)
     calls = OpenCalls()
     transfers = TransferService(
-        store=UNUSED, links=UNUSED, calls=calls, lane=UNUSED, spawn=never, stream_order=StreamOrder(None, calls)
+        store=UNUSED,
+        links=UNUSED,
+        calls=calls,
+        lane=UNUSED,
+        spawn=never,
+        stream_order=StreamOrder(None, calls),
+        recorder=UNUSED,
     )
     service = RegistrationService(
         me="A",

@@ -20,15 +20,17 @@ from etha.peer.wire import Control, Said, Scope, encode
 #: Between a worker and its agent.
 BUS = {
     "attach", "attach_shadows", "attach_snapshot", "batch_lost", "close_batch", "confirm", "descriptors", "done",
-    "events", "get_events", "get_status", "goodbye", "hello", "init_pair", "let_go", "moved", "offered", "ok",
+    "events", "get_events", "get_records", "get_status", "goodbye", "hello", "init_pair", "let_go", "moved", "offered",
+    "ok", "records",
     "pair_formed", "pair_lost", "probe", "probed", "progress", "register", "registered", "released", "status",
     "supersede", "transfer", "wait_offer", "welcome",
 }  # fmt: skip
 #: Between agents: about a pair or a batch, and about the link itself.
 LINK = {
-    "abort", "answer", "ask_missing", "ask_tokens", "book", "booked", "commit", "committed", "copied", "declined",
+    "abort", "answer", "ask_missing", "ask_records", "ask_tokens", "book", "booked", "commit", "committed", "copied",
+    "declined",
     "done", "exhibits", "failed", "forsaken", "give_tokens", "go", "meet", "met", "noted", "offer", "question", "ready",
-    "recall", "refused", "stood", "sums", "tell_missing", "unbook", "unique_id", "unready",
+    "recall", "refused", "stood", "sums", "tell_missing", "tell_records", "unbook", "unique_id", "unready",
 }  # fmt: skip
 LINK_ITSELF = {"hello", "welcome", "beat", "bye"}
 

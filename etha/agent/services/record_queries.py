@@ -1,0 +1,113 @@
+"""Asks agents elsewhere for lines of their files, and answers them: ``etha events`` on any host shows all hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.tasks import Spawn
+from etha.config import Settings
+from etha.errors import EthaError
+from etha.observe.recorder import Recorder
+from etha.observe.records import to_line
+from etha.observe.ring import read_ring
+from etha.peer.introductions import AskRecords, TellRecords
+from etha.peer.wire import Scope
+from etha.store.records import AgentRecord
+from etha.store.registry import Store
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Seconds that other agents, and Redis, have to answer.
+PATIENCE = 3.0
+#: Bytes of lines that one agent tells, the newest ones. An answer has to fit one message on a link.
+MAX_LINES = 2 << 20
+#: These messages are about no pair, but every message on a link has a scope.
+_SCOPE = Scope(pair="records", epoch=0)
+
+
+class RecordQueries:
+    """Questions to linked agents of the same version, and answers to theirs."""
+
+    def __init__(self, links: PeerLinks, store: Store, settings: Settings, recorder: Recorder, spawn: Spawn) -> None:
+        self._links, self._store, self._settings = links, store, settings
+        self._recorder, self._spawn = recorder, spawn
+        self._asked: dict[int, tuple[str, asyncio.Future[TellRecords]]] = {}
+        self._requests = 0
+        self._reading = asyncio.Lock()
+
+    async def ask(self, since: float, *, failed: bool) -> list[dict[str, Any]]:
+        """One entry for each agent that Redis knows and whose files are not beside this one's."""
+        self._recorder.flush()
+        try:
+            known = await self._store.agents.all(timeout=PATIENCE)
+        except EthaError:
+            linked = [peer.agent for peer in self._links.hub.peers()]
+            known = [record for agent in linked if (record := self._links.record(agent)) is not None]
+        others = [record for record in known if record.id != self._links.me]
+        return list(await asyncio.gather(*(self._ask(record, since, failed) for record in others)))
+
+    async def _ask(self, record: AgentRecord, since: float, failed: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "agent": record.id,
+            "host": record.shown_host,
+            "device": record.device,
+            "name": f"agent {record.id} of {record.device} on host {record.shown_host}",
+            "lines": [],
+            "why": "",
+        }
+        linked = {peer.agent for peer in self._links.hub.peers() if peer.state == "open"}
+        if record.id not in linked:
+            here = record.host == self._settings.host_id
+            found["why"] = "" if here else "it is not linked to an agent of this host; ask there"
+            return found
+        if record.version != __version__:
+            # An agent drops the link on which it hears something that it does not know.
+            found["why"] = f"it does not tell what happened: it has version {record.version}, this one {__version__}"
+            return found
+        self._requests += 1
+        request, future = self._requests, asyncio.get_running_loop().create_future()
+        self._asked[request] = (record.id, future)
+        try:
+            self._links.tell(record.id, _SCOPE, AskRecords(request=request, since=since, failed=failed))
+            async with asyncio.timeout(PATIENCE):
+                answer: TellRecords = await future
+        except TimeoutError:
+            found["why"] = f"it did not answer within {PATIENCE:g} s"
+            return found
+        finally:
+            del self._asked[request]
+        found["lines"] = answer.lines.decode("utf-8", "replace").splitlines()
+        return found
+
+    def hear(self, agent: str, scope: Scope, message: AskRecords | TellRecords) -> None:
+        """Another agent asks or answers."""
+        if isinstance(message, AskRecords):
+            self._spawn(self._answer(agent, scope, message))
+            return
+        asked = self._asked.get(message.request)
+        if asked is not None and asked[0] == agent and not asked[1].done():
+            asked[1].set_result(message)
+
+    async def _answer(self, agent: str, scope: Scope, message: AskRecords) -> None:
+        self._recorder.flush()
+        directory = self._settings.runtime_dir / self._settings.namespace
+        async with self._reading:  # one at a time, because each reads megabytes
+            lines = await asyncio.to_thread(_newest_lines, directory, message.since, message.failed)
+        self._links.tell(agent, scope, TellRecords(request=message.request, lines=lines))
+
+
+def _newest_lines(directory: Path, since: float, failed: bool) -> bytes:
+    """Lines of this directory's files with the device that wrote them, at most MAX_LINES bytes."""
+    found, size = [], 0
+    for device, record in reversed(read_ring(directory, since=since, failed=failed)):
+        line = device.encode() + b" " + to_line(record)
+        size += len(line)
+        if size > MAX_LINES:
+            break
+        found.append(line)
+    return b"".join(reversed(found))

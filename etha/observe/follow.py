@@ -1,0 +1,102 @@
+"""New records in the files of this host's agents, as they are written: woken by inotify."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from etha.observe.records import Record
+from etha.observe.ring import device_of, records_of, ring_files
+
+#: inotify: a file was written, made, or moved to its place.
+_IN_NEWS = 0x2 | 0x80 | 0x100
+
+
+class RingFollower:
+    """The files of one directory from now on. ``fileno`` is readable when there may be news."""
+
+    def __init__(self, directory: Path) -> None:
+        """OSError if the directory cannot be watched."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._directory = directory
+        self._handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._handle < 0 or libc.inotify_add_watch(self._handle, os.fsencode(directory), _IN_NEWS) < 0:
+            number = ctypes.get_errno()
+            self.close()
+            raise OSError(number, os.strerror(number), str(directory))
+        self._open: dict[Path, _Tail] = {}
+        for path in ring_files(directory):
+            self._follow(path, at_end=True)
+
+    def fileno(self) -> int:
+        """The descriptor to wait for."""
+        return self._handle
+
+    def news(self) -> list[tuple[str, Record]]:
+        """(device, record) of what was written since the last call, oldest first."""
+        try:
+            while os.read(self._handle, 1 << 16):
+                pass
+        except BlockingIOError:
+            pass
+        for path in ring_files(self._directory):
+            if not path.name.endswith(".1"):  # it was read under its first name
+                self._follow(path, at_end=False)
+        found = [(device_of(path), record) for path, tail in self._open.items() for record in tail.read()]
+        return sorted(found, key=lambda one: one[1].at)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for tail in getattr(self, "_open", {}).values():
+            tail.close()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _follow(self, path: Path, *, at_end: bool) -> None:
+        if path in self._open or path.name.endswith(".1"):
+            return
+        try:
+            self._open[path] = _Tail(path, at_end=at_end)
+        except FileNotFoundError:
+            return
+
+
+class _Tail:
+    """One file, and the one that takes its place when it is full."""
+
+    def __init__(self, path: Path, *, at_end: bool) -> None:
+        self._path = path
+        self._rest = b""
+        self._fd = self._opened()
+        if at_end:
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def read(self) -> list[Record]:
+        """The records that were written since."""
+        found = list(self._lines())
+        try:
+            other = self._opened()
+        except FileNotFoundError:
+            return found
+        if os.path.sameopenfile(self._fd, other):
+            os.close(other)
+            return found
+        found += self._lines()  # what was written between the first look and the rotation
+        os.close(self._fd)
+        self._fd, self._rest = other, b""
+        return found + self._lines()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def _lines(self) -> list[Record]:
+        data = self._rest
+        while block := os.read(self._fd, 1 << 20):
+            data += block
+        whole, newline, self._rest = data.rpartition(b"\n")
+        return list(records_of(whole)) if newline else []

@@ -1,0 +1,96 @@
+"""What happened in a namespace, from agents' files and the stream of events in Redis, merged by time; pure.
+
+Files are the better source: they have each transfer. So an entry that an agent wrote to Redis is left out if the files
+of its host were read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from etha.observe.records import Record
+from etha.observe.sentences import event_sentence, sentence, where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """One line of ``etha events``. ``where`` is "pair/batch" or a pair; ``details`` is what ``--json`` adds."""
+
+    at: float
+    host: str
+    device: str
+    where: str
+    text: str
+    failed: bool
+    details: Mapping[str, Any] = field(compare=False, hash=False)
+
+    def fits(self, only: str, *, failed: bool = False) -> bool:
+        """Whether it is about pair, or pair/batch, ``only`` ("": anything), and with ``failed`` a failure."""
+        about = not only or self.where == only or self.where.startswith(f"{only}/")
+        return about and (self.failed or not failed)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        mine = {"at": self.at, "host": self.host, "device": self.device, "text": self.text}
+        return {**mine, **{name: value for name, value in self.details.items() if name not in mine}}
+
+
+def of_record(record: Record, host: str, device: str) -> Happening:
+    """A line of an agent's file."""
+    details: dict[str, Any] = msgspec.to_builtins(record)
+    return Happening(
+        at=record.at,
+        host=host,
+        device=device,
+        where=where(record),
+        text=sentence(record),
+        failed=record.failed,
+        details=details,
+    )
+
+
+#: Kinds in Redis that somebody should look at.
+_FAILED = ("transfer_", "rendezvous_failed", "registration_failed", "link_", "records_dropped", "lost")
+
+
+def of_event(event: Mapping[str, Any]) -> Happening:
+    """An entry of the stream of Redis, with its ``id``."""
+    milliseconds = str(event.get("id", "")).partition("-")[0]
+    at = float(milliseconds) / 1000 if milliseconds.isdecimal() else 0.0
+    pair, batch = str(event.get("pair", "")), str(event.get("batch", ""))
+    kind = str(event.get("kind", ""))
+    stamp = event.get("at")
+    return Happening(
+        at=float(stamp) if stamp is not None and _is_number(stamp) else at,
+        host=str(event.get("on", "")),
+        device=str(event.get("device", "")) if stamp is not None else "",
+        where=f"{pair}/{batch}" if batch else pair,
+        text=event_sentence(event),
+        failed=kind.startswith(_FAILED) and not (kind == "lost" and event.get("reason") == "closed"),
+        details=dict(event),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return float(value) >= 0
+    except (TypeError, ValueError):
+        return False
+
+
+def written_by_agent(event: Mapping[str, Any]) -> bool:
+    """Whether an agent's files say this entry of Redis, too."""
+    return "at" in event
+
+
+def merge(records: Iterable[Happening], events: Iterable[Mapping[str, Any]], hosts: Collection[str]) -> list[Happening]:
+    """All of them once, oldest first. ``hosts``: those whose files were read."""
+    found = dict.fromkeys(records)
+    for event in events:
+        if not (written_by_agent(event) and event.get("on") in hosts):
+            found[of_event(event)] = None
+    return sorted(found, key=lambda one: one.at)

@@ -1,0 +1,253 @@
+"""The files in which an agent keeps its records, also after it has left: lines of JSON, bounded by rotation.
+
+    cpu.transfers.jsonl, cpu.transfers.jsonl.1    what went well: transfers, and snapshots that were superseded
+    cpu.failures.jsonl,  cpu.failures.jsonl.1     everything else, so that no number of successes pushes it out
+
+All agents of a device, one after the other, append to the same files. A thread writes them, because a disk may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from etha.observe.records import Incident, Record, TransferRecord, from_line, to_line
+
+log = logging.getLogger(__name__)
+
+TRANSFERS, FAILURES = ".transfers.jsonl", ".failures.jsonl"
+#: Bytes at which a file is set aside; one older file is kept. The runtime directory may lie in memory, so all four
+#: together stay below 24 MiB: about 15,000 transfers (hours of a training loop), and as many failures or more.
+MAX_TRANSFERS, MAX_FAILURES = 4 << 20, 8 << 20
+#: Records that wait for a disk that hangs, about 20 MiB. Further ones are dropped and counted.
+MAX_WAITING = 20_000
+#: Bytes of one write.
+_BLOCK = 64 << 10
+#: Seconds that a leaving agent waits for its last records to be written.
+LAST_WORDS = 2.0
+
+
+def well(record: Record) -> bool:
+    """Whether a record belongs to the file of what went well."""
+    return isinstance(record, TransferRecord) and not record.failed
+
+
+class RingFile:
+    """One file and the older one beside it. Not thread-safe; several processes may append."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit = path, limit
+        self._fd = -1
+        self._torn = False
+
+    def append(self, lines: bytes) -> None:
+        """Append whole lines. OSError if that fails; a line may be half written then, and the next one begins anew."""
+        self._open()
+        if os.fstat(self._fd).st_size + len(lines) > self._limit:
+            self._rotate()
+        data = b"\n" + lines if self._torn else lines
+        self._torn = True
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file. Appending opens it again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> None:
+        """Have the file open that is at the path now."""
+        if self._fd >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                if _identity(os.lstat(self._path)) == _identity(os.fstat(self._fd)):
+                    return
+            self.close()
+        # No symlink is followed, and a FIFO does not block.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(self._path, flags, 0o600)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
+                raise PermissionError(f"{self._path} is not a file of this user")
+            self._torn = info.st_size > 0 and os.pread(fd, 1, info.st_size - 1) != b"\n"  # its writer was killed
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def _rotate(self) -> None:
+        """Set the file aside, unless another process is doing that."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(os.lstat(self._path)) == _identity(os.fstat(self._fd)):
+                self._path.replace(older(self._path))
+        self.close()  # and with it the lock
+        self._open()
+
+
+def older(path: Path) -> Path:
+    """Where a full file is set aside."""
+    return path.with_name(f"{path.name}.1")
+
+
+def _identity(info: os.stat_result) -> tuple[int, int]:
+    return (info.st_dev, info.st_ino)
+
+
+class RingWriter:
+    """Writes an agent's records in a thread of its own. ``take`` is a consumer of ``observe.recorder``.
+
+    What cannot be written is dropped and counted. One warning says so, and a record once writing works again.
+    """
+
+    def __init__(self, directory: Path, device: str) -> None:
+        self._directory = directory
+        self._files = {
+            True: RingFile(directory / f"{device}{TRANSFERS}", MAX_TRANSFERS),
+            False: RingFile(directory / f"{device}{FAILURES}", MAX_FAILURES),
+        }
+        self._waiting: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._dropped = 0
+        self._warned = False
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Have these records written soon. Returns at once."""
+        with self._changed:
+            room = max(0, MAX_WAITING - len(self._waiting))
+            self._waiting.extend(records[:room])
+            self._dropped += len(records) - len(records[:room])
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="etha-ring", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left, within two seconds: a disk may hang."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(LAST_WORDS)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                records = list(self._waiting)
+                self._waiting.clear()
+                dropped, self._dropped = self._dropped, 0
+            if not records:
+                break
+            self._write(records, dropped)
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, records: list[Record], dropped: int) -> None:
+        lost, failure = 0, None
+        if dropped:
+            text = f"{dropped} records were dropped, because their files could not be written"
+            note = Incident(at=time.time(), what="records_dropped", reason=text)
+            left, failure = self._append(False, [note])
+            lost += dropped if left else 0
+        for kept in self._files:
+            left, error = self._append(kept, [record for record in records if well(record) is kept])
+            lost, failure = lost + left, error or failure
+        with self._changed:
+            self._dropped += lost
+        if failure is not None and not self._warned:
+            text = "records of transfers cannot be written to %s (%s); they are dropped until that works again"
+            log.warning(text, self._directory, failure)
+        self._warned = failure is not None
+
+    def _append(self, kept: bool, records: list[Record]) -> tuple[int, OSError | None]:
+        """Append to one of the two files. Returns how many records could not be, and why."""
+        done, file = 0, self._files[kept]
+        try:
+            for block, count in _blocks(records):
+                file.append(block)
+                done += count
+        except OSError as error:
+            file.close()
+            return len(records) - done, error
+        return 0, None
+
+
+def _blocks(records: Sequence[Record]) -> Iterator[tuple[bytes, int]]:
+    """Lines of some records at a time, and of how many."""
+    block, count = bytearray(), 0
+    for record in records:
+        block += to_line(record)
+        count += 1
+        if len(block) >= _BLOCK:
+            yield bytes(block), count
+            block, count = bytearray(), 0
+    if block:
+        yield bytes(block), count
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def ring_files(directory: Path, *, failed: bool = False) -> list[Path]:
+    """The files of all devices in a namespace's directory, older ones first. ``failed``: only those of failures."""
+    endings = (FAILURES,) if failed else (TRANSFERS, FAILURES)
+    try:
+        names = sorted(entry.name for entry in os.scandir(directory))
+    except FileNotFoundError:
+        return []
+    current = [directory / name for name in names if name.endswith(endings)]
+    return [file for path in current for file in (older(path), path)]
+
+
+def device_of(path: Path) -> str:
+    """The device whose agents wrote a file."""
+    return path.name.removesuffix(".1").removesuffix(TRANSFERS).removesuffix(FAILURES)
+
+
+def read_file(path: Path, since: float = 0.0) -> list[Record]:
+    """The records of one file from ``since`` on. Lines that are no records are skipped; a missing file has none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    with os.fdopen(fd, "rb") as file:
+        return [record for record in records_of(file.read()) if record.at >= since]
+
+
+def records_of(data: bytes) -> Iterator[Record]:
+    """The records of whole lines."""
+    for line in data.split(b"\n"):
+        if line:
+            with contextlib.suppress(ValueError):  # half a line, or one of a later version
+                yield from_line(line)
+
+
+def read_ring(directory: Path, *, since: float = 0.0, failed: bool = False) -> list[tuple[str, Record]]:
+    """(device, record) of all devices, oldest first. ``failed``: only what somebody should look at."""
+    found = [
+        (device_of(path), record)
+        for path in ring_files(directory, failed=failed)
+        for record in read_file(path, since)
+        if record.failed or not failed
+    ]
+    return sorted(found, key=lambda one: one[1].at)
