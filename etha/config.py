@@ -89,6 +89,22 @@ def _flag(name: str, text: str) -> bool:
     return text == "1"
 
 
+def check_proc(proc: Path = Path("/proc")) -> None:
+    """ConfigError unless /proc shows this process, by which agents and workers know each other."""
+    try:
+        shown = os.readlink(proc / "self")  # noqa: PTH115 - a Path would take longer than the call
+    except OSError:
+        raise ConfigError(
+            "/proc is not mounted here, and Etha knows processes by it: mount it (mount -t proc proc /proc; container "
+            "runtimes do unless they are told not to)"
+        ) from None
+    if shown != str(os.getpid()):
+        raise ConfigError(
+            f"/proc shows another PID namespace: this process is {os.getpid()} here and {shown} there. Mount /proc of "
+            f"this namespace (unshare --pid --fork --mount-proc)"
+        )
+
+
 def _host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -115,6 +131,7 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Read ``env`` (default: the process's). ConfigError names the variable that is wrong."""
         env = os.environ if env is None else env
+        check_proc()
         if env.get("ETHA_RUNTIME_DIR"):
             runtime_dir = Path(env["ETHA_RUNTIME_DIR"]).absolute()
         elif env.get("XDG_RUNTIME_DIR"):
@@ -204,8 +221,8 @@ class Settings:
                 info = path.lstat()
             except OSError as error:  # a file in the way, no permission to write, or a full file system
                 raise ConfigError(
-                    f"the directory {path} for sockets and locks cannot be made: {error.strerror}; "
-                    f"set ETHA_RUNTIME_DIR to a directory of yours"
+                    f"the directory {path} for sockets and locks cannot be made: {error.strerror}; mount it writable, "
+                    f"or set ETHA_RUNTIME_DIR to a directory of yours"
                 ) from None
             if info.st_uid != os.getuid() or info.st_mode & 0o077 or not path.is_dir():
                 raise ConfigError(

@@ -34,8 +34,8 @@ class Violation:
 
     ``code`` is stable: ``unknown_name``, ``missing_name``, ``shape_mismatch``, ``uncovered``, ``target_partial``,
     ``double_write``, ``dtype``, ``plan_mismatch``, ``layout``, ``alias``, ``out_of_source``, ``unsupported``, ``form``,
-    ``pair``. ``side`` is a side's name if names are known (registration), otherwise ``"source"`` or ``"target"``.
-    ``rank`` is the rank in it; None means the whole side.
+    ``pair``, ``shared_memory``. ``side`` is a side's name if names are known (registration), otherwise ``"source"`` or
+    ``"target"``. ``rank`` is the rank in it; None means the whole side.
     """
 
     code: str

@@ -133,6 +133,7 @@ NOT_HERE = {
     "utils.py",
     "trainer.py",
     "inference.py",
+    "etha-node.sh",
     "SOURCE.json",
     "TARGET.json",
     "source.json",

@@ -81,14 +81,14 @@ def test_the_package_runs_as_a_module(option: str) -> None:
 
 @pytest.mark.parametrize("name", ["etha.tensor_bus", "etha.tensor_bus.client"])
 def test_the_other_projects_module_names_its_replacement(name: str) -> None:
-    with pytest.raises(ImportError, match=r"from etha import TensorBusClient.*docs/migration\.md"):
+    with pytest.raises(ImportError, match=r"from etha import TensorBusClient.*docs/moving\.md"):
         __import__(name)
-    assert (ROOT / "docs" / "migration.md").is_file()
+    assert (ROOT / "docs" / "moving.md").is_file()
 
 
-def test_the_migration_table_names_what_there_is() -> None:
+def test_the_table_of_another_project_names_what_there_is() -> None:
     here = " ".join(
-        line.split("|")[2] for line in (ROOT / "docs" / "migration.md").read_text().splitlines() if "|" in line
+        line.split("|")[2] for line in (ROOT / "docs" / "moving.md").read_text().splitlines() if "|" in line
     )
     named = set(re.findall(r"`(?:etha\.)?([A-Z][A-Za-z]+(?:Client|Handle|Result|Future|Error))\b", here))
     assert {"TensorBusClient", "AsyncTensorBusClient", "BatchHandle", "TransferResult"} <= named <= set(etha.__all__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from etha.bus.channel import listens
 from etha.config import MAX_LOG, Settings
-from etha.errors import AgentUnavailableError, EthaError, from_wire
+from etha.errors import AgentUnavailableError, ConfigError, EthaError, from_wire
 
 #: How many bytes of the log an error shows.
 _TAIL = 2000
@@ -93,7 +94,7 @@ async def ensure_agent(
         try:
             error = start.run()
         except OSError as failed:
-            error = AgentUnavailableError(f"no agent of {device} could be started: {failed}")
+            error = _unstarted(device, settings, failed)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, error)
 
@@ -108,6 +109,17 @@ async def ensure_agent(
     if error is not None:
         raise error
     return path
+
+
+def _unstarted(device: str, settings: Settings, failed: OSError) -> EthaError:
+    """The error of a start that the system did not allow. A directory that cannot be written is the user's to mend."""
+    text = f"no agent of {device} could be started: {failed}"
+    if failed.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ConfigError(
+            f"{text}. The agent needs to write to {settings.runtime_dir}: mount it writable, start the agent where it "
+            f"is, or set ETHA_RUNTIME_DIR to another directory"
+        )
+    return AgentUnavailableError(text)
 
 
 @dataclass(slots=True, kw_only=True)

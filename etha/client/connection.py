@@ -47,7 +47,9 @@ class AgentConnection:
         self.link, self.page = link, page
         self.home: TensorMemory = home_of(link.welcome.device)
         self.reaches = False
+        #: Why the agent does not reach this process's own memory; "" if it does.
         self.why_not = ""
+        self._warned = False
         #: Asks the kernel for huge pages under registered tensors; data and addresses stay the same.
         self.collapser = Collapser()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,6 +143,12 @@ class AgentConnection:
                     connection.abort()
             raise
         return connection
+
+    def warn_staged(self, batch: str) -> None:
+        """Log once why tensors are copied through shared memory: it works, but costs a copy and their size."""
+        if self.why_not and not self._warned:
+            self._warned = True
+            log.warning("batch %s: its tensors are copied through shared memory, because %s", batch, self.why_not)
 
     @property
     def lost(self) -> bool:

@@ -247,6 +247,8 @@ async def _register(
     # This process stages what the agent cannot reach in memory that it can reach.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]
     source = await stage(home, locals_, hidden)
+    if source.serves:
+        connection.warn_staged(batch)
     handles = source.handles(live)
     await segments.show(handles, timeout())
     layouts: dict[Layout, int] = {}
@@ -275,7 +277,7 @@ async def _register(
         atomic=atomic,
         verify=verify,
         seq=seq,
-        staged=home.refused[:500] if source.serves else "",
+        staged=(home.refused or connection.why_not)[:500] if source.serves else "",
     )
     answers: list[Answer | None] = []
     try:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
+from etha.memory.refusal import why_refused
 
 #: Rows (address, length) of uint64: the kernel's struct iovec.
 IoVec = npt.NDArray[np.uint64]
@@ -147,11 +148,8 @@ class ProcessMemory:
         if code == errno.ESRCH:
             return WorkerGoneError(f"{text} has died", pid=self.pid)
         if code == errno.EPERM:
-            return AccessError(
-                f"the kernel refuses access to the memory of {text}: "
-                f"see /proc/sys/kernel/yama/ptrace_scope, and run both under one user in one container",
-                pid=self.pid,
-            )
+            why = why_refused(self.pid, itself=_reads_itself())
+            return AccessError(f"the kernel refuses access to the memory of {text}: {why}", pid=self.pid)
         if code == errno.EFAULT:
             why = "that may be written: was it freed, or is it read-only?" if writes else "to read: was it freed?"
             error = FaultError(f"{text} has no memory at {address:#x} {why}", pid=self.pid)
@@ -174,6 +172,13 @@ class ProcessMemory:
         if buffer.tobytes() != token:
             raise ReachError(f"process {self.pid} here is not the worker: the probe found other bytes", pid=self.pid)
         self.write(here, np.array([[address + len(token), len(token)]], np.uint64))
+
+
+def _reads_itself() -> bool:
+    """Whether process_vm_readv works on this process, as it does unless a filter forbids the system call."""
+    there, here = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    local, remote = (np.array([[byte.ctypes.data, 1]], np.uint64) for byte in (here, there))
+    return bool(_readv(os.getpid(), local.ctypes.data, 1, remote.ctypes.data, 1, 0) == 1)
 
 
 def _after(table: IoVec, nbytes: int) -> IoVec:

@@ -19,6 +19,7 @@ from types import TracebackType
 import zmq
 
 from etha import limits
+from etha.addresses import parse_address
 from etha.errors import AgentUnavailableError, PeerLostError
 from etha.peer.gate import Gate
 from etha.peer.keys import Keys
@@ -187,7 +188,7 @@ class Hub:
                 link.end("nobody waits for it any more")
         if failed is not None:
             raise AgentUnavailableError(
-                f"no link to agent {agent} at {address}: {failed} (an agent that other hosts are to reach "
+                f"no link to agent {agent} at {address}: {failed}{_no_route(address)} (an agent that other hosts are to reach "
                 f"needs ETHA_LISTEN=HOST:PORT with an address of its network)"
             )
 
@@ -298,3 +299,17 @@ class Hub:
 
     def _answer(self, connection: bytes, message: Control) -> None:
         self._listener.answer(connection, message)
+
+
+def _no_route(address: str) -> str:
+    """What the kernel says if this host has no way to a numeric ``address`` at all; "" if it has one. Sends nothing."""
+    host, port = parse_address(address, most=65535)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        with socket.socket(found[0][0], socket.SOCK_DGRAM) as unsent:
+            unsent.connect(found[0][4])
+    except socket.gaierror:
+        return ""
+    except OSError as error:
+        return f"; this host has no route to {host}: {error.strerror}. Give both hosts a network that they share"
+    return ""

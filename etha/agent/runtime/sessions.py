@@ -59,10 +59,11 @@ class WorkerSession:
 
     @property
     def reach(self) -> str:
-        """How its tensors are reached, for ``status``: "direct", or "staged" and why."""
+        """How its tensors are reached, for ``status``: "direct", "staged" and why, or "mapped" if only memory that the
+        worker has shown is within reach, and it has registered no other."""
         if self.staged:
             return f"staged: {self.staged}"
-        return "direct" if self.memory.private or self.memory.on_device else "staged"
+        return "direct" if self.memory.private or self.memory.on_device else "mapped"
 
     @property
     def key(self) -> str:
