@@ -62,7 +62,10 @@ def page() -> str:
         "",
         "| command | does |",
         "|---|---|",
-        *(f"| [`etha {name}`](#etha-{name.replace(' ', '-')}) | {_first(command)} |" for name, command in found.items()),
+        *(
+            f"| [`etha {name}`](#etha-{name.replace(' ', '-')}) | {_first(command)} |"
+            for name, command in found.items()
+        ),
         "",
         "## Options before the command",
         "",
@@ -75,6 +78,10 @@ def page() -> str:
         if rows := _table([*arguments(command), *options(command)]):
             lines += ["", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _anchor(name: str) -> str:
+    return name.replace(" ", "-")
 
 
 def _usage(name: str, command: Any) -> str:

@@ -131,7 +131,9 @@ def test_every_code_of_a_violation_has_its_row() -> None:
                 made |= {each.value for each in [*node.args[:1], *given] if isinstance(each, ast.Constant)}
     # One is chosen by a table of the proof.
     made |= {"uncovered", "double_write"} & set(re.findall(r'"(\w+)"', text_of("etha/plan/proof/coverage.py")))
-    same(first_cells(ERRORS, "### `registration`"), made, "the violations", ERRORS, add="add a row under `registration`")
+    same(
+        first_cells(ERRORS, "### `registration`"), made, "the violations", ERRORS, add="add a row under `registration`"
+    )
     told = set(re.findall(r"``(\w+)``", (Violation.__doc__ or "").partition("``side``")[0])) - {"code"}
     same(told, made, "the violations", "the docstring of Violation in etha/errors.py", add="add it")
 
@@ -140,7 +142,9 @@ def test_every_code_of_a_violation_has_its_row() -> None:
 
 
 def test_the_page_of_commands_is_that_of_the_command_tree() -> None:
-    assert text_of(commands_page.PAGE) == commands_page.page(), f"run `{commands_page.MAKE}` and commit {commands_page.PAGE}"
+    assert text_of(commands_page.PAGE) == commands_page.page(), (
+        f"run `{commands_page.MAKE}` and commit {commands_page.PAGE}"
+    )
 
 
 #: What may stand before a command on its line: another command, a variable, a container's image, a wrapper.

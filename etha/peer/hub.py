@@ -188,8 +188,8 @@ class Hub:
                 link.end("nobody waits for it any more")
         if failed is not None:
             raise AgentUnavailableError(
-                f"no link to agent {agent} at {address}: {failed}{_no_route(address)} (an agent that other hosts are to reach "
-                f"needs ETHA_LISTEN=HOST:PORT with an address of its network)"
+                f"no link to agent {agent} at {address}: {failed}{_no_route(address)} "
+                f"(an agent that other hosts are to reach needs ETHA_LISTEN=HOST:PORT with an address of its network)"
             )
 
     def send(self, agent: str, scope: Scope, message: Said) -> None:
