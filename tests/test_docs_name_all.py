@@ -30,12 +30,12 @@ OURS = re.compile(r"\bETHA_[A-Z_]*[A-Z]\b")
 def same(documented: set[str], there: set[str], what: str, page: str, *, add: str, drop: str = "") -> None:
     """Both sets are equal, or a message that says what to write."""
     missing, too_many = sorted(there - documented), sorted(documented - there)
-    told = []
+    said = []
     if missing:
-        told.append(f"{page} lacks {what} {', '.join(missing)}: {add}")
+        said.append(f"{page} lacks {what} {', '.join(missing)}: {add}")
     if too_many:
-        told.append(f"{page} names {what} {', '.join(too_many)}, which the code does not have: {drop or 'remove it'}")
-    assert not told, "\n".join(told)
+        said.append(f"{page} names {what} {', '.join(too_many)}, which the code does not have: {drop or 'remove it'}")
+    assert not said, "\n".join(said)
 
 
 def first_cells(page: str, heading: str | None = None) -> set[str]:
@@ -134,8 +134,8 @@ def test_every_code_of_a_violation_has_its_row() -> None:
     same(
         first_cells(ERRORS, "### `registration`"), made, "the violations", ERRORS, add="add a row under `registration`"
     )
-    told = set(re.findall(r"``(\w+)``", (Violation.__doc__ or "").partition("``side``")[0])) - {"code"}
-    same(told, made, "the violations", "the docstring of Violation in etha/errors.py", add="add it")
+    said = set(re.findall(r"``(\w+)``", (Violation.__doc__ or "").partition("``side``")[0])) - {"code"}
+    same(said, made, "the violations", "the docstring of Violation in etha/errors.py", add="add it")
 
 
 # ---- commands ---------------------------------------------------------------------------------
