@@ -22,7 +22,9 @@ from etha.bus.link import AgentLink
 from etha.bus.messages import Events, GetEvents, GetRecords, GetStatus, Records, Status
 from etha.bus.process import Credentials, start_time
 from etha.config import Settings, agent_path
-from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError
+from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError, note_of_log
+from etha.observe.logfiles import logs_in
+from etha.observe.logs import TERMINAL, log_of
 from etha.version import __version__
 
 #: Seconds that an agent which is told to leave at once has before it is killed.
@@ -81,6 +83,53 @@ def addresses(settings: Settings) -> list[str]:
     return [f"ipc://{path}" for path in sorted((settings.runtime_dir / settings.namespace).glob("*.sock"))]
 
 
+class LogFinder:
+    """Finds the logs of this host's agents, of one ``device`` if it is given; also of agents that have ended.
+
+    No agent is asked, because it may be frozen. Each is looked at once, because an agent may log that somebody did.
+    """
+
+    def __init__(self, settings: Settings, device: str | None = None) -> None:
+        self._settings, self._device = settings, device
+        self._folder = settings.runtime_dir / settings.namespace
+        #: Socket and its inode -> standard error of the agent that listens there.
+        self._places: dict[tuple[Path, int], str] = {}
+        #: Which agents log elsewhere, and where.
+        self.elsewhere: list[str] = []
+
+    def find(self) -> dict[Path, str]:
+        """Path -> device."""
+        if self._settings.agent:
+            found = {agent_path(self._settings.agent).with_suffix(".log"): agent_path(self._settings.agent).stem}
+        else:
+            found = {path: name for path, name in logs_in(self._folder).items() if self._device in (None, name)}
+        for address in addresses(self._settings):
+            path = agent_path(address)
+            if self._device in (None, path.stem) and (place := self._place(path)) not in ("", TERMINAL):
+                found[Path(place)] = path.stem
+        return found
+
+    def _place(self, path: Path) -> str:
+        try:
+            key = path, path.stat().st_ino
+        except OSError:
+            return ""
+        if key not in self._places and (pid := agent_pid(path)):
+            self._places[key] = log_of(pid)
+            if self._places[key] == TERMINAL:
+                self.elsewhere.append(f"the agent of {path.stem} (process {pid}): {note_of_log(TERMINAL)}")
+        return self._places.get(key, "")
+
+
+def agent_pid(path: Path) -> int:
+    """The process that listens at ``path``; 0 if there is none, or none that can be seen from here."""
+    try:
+        with dial(path) as connection:
+            return Credentials.of_socket(connection).pid
+    except AgentUnavailableError:
+        return 0
+
+
 async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
     """The status of every agent that answers. Others are skipped."""
     found = []
@@ -117,7 +166,7 @@ async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
             if not now:
                 raise AgentUnavailableError(
                     f"process {who.pid} at {path} has not ended within {timeout:g} s: is it stopped? "
-                    f"`etha stop --now` kills it"
+                    f"`etha stop --now` kills it; {note_of_log(log_of(who.pid))}"
                 )
             signal.pidfd_send_signal(process, signal.SIGKILL)
             await _ends(process, timeout)

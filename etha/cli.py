@@ -12,10 +12,11 @@ import typer
 from rich.logging import RichHandler
 from rich.text import Text
 
-from etha.commands import agents, demo, doctor, events, plans
+from etha.commands import agents, demo, doctor, events, logs, plans
 from etha.commands.terminal import err
-from etha.config import ENVIRONMENT
+from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
+from etha.observe.logs import AgentLog, levels
 from etha.version import __version__
 
 # Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
@@ -56,15 +57,37 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def configure(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log debug lines too, to standard error")] = False,
+    context: typer.Context,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="log debug lines too, as ETHA_LOG=debug does, to standard error")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Set up logging for every command."""
-    handler = RichHandler(console=err, show_path=False, markup=False)
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, format="%(message)s", handlers=[handler])
+    """Set up logging for every command, as ETHA_LOG and ETHA_LOG_FORMAT say."""
+    context.obj = verbose
+    wanted = LogSettings.from_env()
+    handler: logging.Handler
+    if wanted.format == "json":
+        handler = AgentLog("json")
+    else:
+        handler = RichHandler(console=err, show_path=False, markup=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    root, own = levels("debug" if verbose else wanted.level)
+    logging.basicConfig(level=root, handlers=[handler])
+    logging.getLogger("etha").setLevel(own)
 
 
-for command in (agents.agent, agents.status, agents.stop, events.events, plans.plan, demo.demo, doctor.doctor):
+COMMANDS = (
+    agents.agent,
+    agents.status,
+    agents.stop,
+    events.events,
+    logs.logs,
+    plans.plan,
+    demo.demo,
+    doctor.doctor,
+)
+for command in COMMANDS:
     app.command(epilog=EPILOG)(command)

@@ -25,6 +25,10 @@ CUDA_AGENT = "cuda-"
 STAGING = 256 << 20
 #: Size in bytes at which the log of an autostarted agent is set aside. One older log is kept.
 MAX_LOG = 1 << 20
+#: Values of ETHA_LOG and ETHA_LOG_FORMAT; the defaults are LOG and the first format.
+LOG_LEVELS = ("debug", "info", "warning")
+LOG_FORMATS = ("text", "json")
+LOG = "info"
 #: Most characters of a variable that names something.
 MAX_TEXT = 500
 #: Most ranks of one side.
@@ -46,6 +50,8 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
+    "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
+    "ETHA_LOG_FORMAT": "how they log: text, or json with one object a line; default: text",
 }
 
 
@@ -89,6 +95,31 @@ def _flag(name: str, text: str) -> bool:
     return text == "1"
 
 
+def _one_of(env: Mapping[str, str], name: str, values: tuple[str, ...], default: str) -> str:
+    """A variable with few values; ConfigError for any other."""
+    text = env.get(name) or default
+    if text not in values:
+        raise ConfigError(f"{name}={text!r} is not {', '.join(values[:-1])} or {values[-1]}")
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, and how."""
+
+    level: str = LOG
+    format: str = LOG_FORMATS[0]
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> LogSettings:
+        """Read ``env`` (default: the process's). ConfigError names the variable that is wrong."""
+        env = os.environ if env is None else env
+        return cls(
+            level=_one_of(env, "ETHA_LOG", LOG_LEVELS, LOG),
+            format=_one_of(env, "ETHA_LOG_FORMAT", LOG_FORMATS, LOG_FORMATS[0]),
+        )
+
+
 def check_proc(proc: Path = Path("/proc")) -> None:
     """ConfigError unless /proc shows this process, by which agents and workers know each other."""
     try:
@@ -126,6 +157,7 @@ class Settings:
     staging: int = STAGING
     advertise: str | None = None
     encrypt: bool = False
+    log: LogSettings = LogSettings()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -160,6 +192,7 @@ class Settings:
             launch_id=_text(env, "ETHA_LAUNCH_ID"),
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
+            log=LogSettings.from_env(env),
         )
 
     def check_agent(self) -> None:
@@ -196,6 +229,8 @@ class Settings:
             "ETHA_ADVERTISE": self.advertise,
             "ETHA_ENCRYPT": "1" if self.encrypt else None,
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
+            "ETHA_LOG": self.log.level if self.log.level != LOG else None,
+            "ETHA_LOG_FORMAT": self.log.format if self.log.format != LOG_FORMATS[0] else None,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -206,6 +241,8 @@ class Settings:
             "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
             "ETHA_ENCRYPT": "1" if self.encrypt else "no ETHA_ENCRYPT",
             "ETHA_STAGING": str(self.staging),
+            "ETHA_LOG": self.log.level,
+            "ETHA_LOG_FORMAT": self.log.format,
         }
         return ", ".join(
             f"{own[name] if own[name].startswith('no ') else f'{name}={own[name]}'} instead of {name}={value}"

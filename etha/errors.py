@@ -252,6 +252,34 @@ def with_again(text: str) -> str:
     return text if AGAIN in text else f"{text}; {AGAIN}"
 
 
+#: What a note of a log begins with.
+_LOG = "log of the agent: "
+
+
+def note_of_log(log: str, host: str = "") -> str:
+    """Where an agent logs, for the end of a message. ``log``: the file, "-" if it is none, "" if it is not known.
+
+    ``host``: name of the agent's host, if the reader may be on another one.
+    """
+    if not log:
+        return ""
+    return f"{_LOG}{'its terminal or its service' if log == '-' else log}{f' on {host}' if host else ''}"
+
+
+def with_note(text: str, note: str) -> str:
+    """``text`` with a note of a log at its end, unless it has one: the first one names the agent that knows most."""
+    return text if not note or _LOG in text else f"{text}; {note}"
+
+
+def noted(error: EthaError, note: str) -> EthaError:
+    """``error`` itself, or the same error with the note in its message."""
+    if (text := with_note(error.message, note)) == error.message:
+        return error
+    found = from_wire({**error.to_wire(), "text": text}, error.remote_traceback)
+    found.__cause__ = error.__cause__
+    return found
+
+
 def first_of(errors: BaseExceptionGroup[EthaError]) -> EthaError:
     """The first error of several that failed side by side."""
     found: BaseException = errors

@@ -21,14 +21,14 @@ EDGES: dict[str, set[str]] = {
     "version": set(),
     "phases": set(),
     "errors": {"phases"},
-    # What agents record, and where it is kept.
-    "observe": {"errors", "config", "phases"},
     "addresses": {"errors"},
     "config": {"errors", "addresses"},
+    # What people see of agents, and where it is kept: nothing here knows an agent or a client.
+    "observe": {"errors", "addresses", "config", "phases", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
     "plan": {"errors"},
-    "bus": {"errors", "config", "limits", "phases", "memory.handles"},
+    "bus": {"errors", "config", "limits", "phases", "memory.handles", "observe"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {
@@ -62,7 +62,7 @@ EDGES: dict[str, set[str]] = {
         "phases",
         "observe",
     },
-    "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda"},
+    "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda", "observe"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
@@ -73,12 +73,12 @@ EDGES: dict[str, set[str]] = {
     "doctor": {"addresses", "errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
     "status": set(),
-    "agent_session": {"errors", "config", "version", "bus"},
+    "agent_session": {"errors", "config", "version", "bus", "observe"},
     # What `etha events` shows: from files, agents and Redis.
     "events": {"errors", "config", "bus", "observe", "agent_session"},
     "tensor_bus": set(),
     "__main__": {"cli"},
-    "cli": {"version", "errors", "config", "commands"},
+    "cli": {"version", "errors", "config", "commands", "observe"},
     "commands": {
         "",
         "status",
@@ -92,6 +92,7 @@ EDGES: dict[str, set[str]] = {
         "client",
         "demo",
         "doctor",
+        "observe",
     },
 }
 

@@ -9,24 +9,25 @@ import resource
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import uvloop
 
 from etha.addresses import Advertised, check_redis_url, parse_address
 from etha.agent.fleet import CONTEXT_LOST, leave_with_parent, serve_all
-from etha.agent.logfile import RotatingLog
 from etha.agent.runtime.device import GpuDevice, find
 from etha.agent.runtime.gc_scheduler import settle
 from etha.agent.runtime.lane import Lane
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.server import BusServer
-from etha.config import Settings, check_device, check_name, parse_bytes
+from etha.config import LogSettings, Settings, check_device, check_name, parse_bytes
 from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.reach import ReachError
 from etha.memory.room import check_staging
+from etha.observe.logs import AgentLog, LogSource, levels
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
 
@@ -80,9 +81,7 @@ async def serve(
         await ensure_embedded(settings, timeout=START)
 
     path = settings.socket_path(device)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, RotatingLog):
-            handler.path = path.with_suffix(".log")
+    source = _own_log(path.with_suffix(".log"), device)
     address = url if url is not None else await ensure_embedded(settings, timeout=START)
     store = await Store.open(
         address,
@@ -95,6 +94,7 @@ async def serve(
     async with store:
         lane = Lane() if card is None else Lane(workspaces=card.workspaces)
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
+        source.agent = agent.id
         async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
@@ -113,6 +113,16 @@ async def serve(
         card.close()
     if lost:
         raise ContextLost(f"the context of {device} is lost ({lost[0]}): start the agent again")
+
+
+def _own_log(path: Path, device: str) -> LogSource:
+    """Name the device in this process's lines, and keep the file at ``path`` small if they go there."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, AgentLog):
+            handler.own(path)
+            handler.source.device = device
+            return handler.source
+    return LogSource()  # another program has configured logging
 
 
 class ContextLost(AgentLostError):
@@ -145,6 +155,13 @@ def _cause(raised: Exception) -> EthaError:
     return EthaError(f"the agent failed, a bug of Etha: {leaves[0]!r}")
 
 
+def _configure(wanted: LogSettings, device: str, verbose: bool) -> None:
+    """Log as ``wanted``, in place of what a command has configured before."""
+    root, own = levels("debug" if verbose else wanted.level)
+    logging.basicConfig(level=root, handlers=[AgentLog(wanted.format, LogSource(device))], force=True)
+    logging.getLogger("etha").setLevel(own)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the arguments, run, and report errors to a waiting parent."""
     parser = argparse.ArgumentParser(prog="python -m etha.agent")
@@ -158,13 +175,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--owned", action="store_true", help="leave when the process that started this one ends")
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--start-lock", type=int, help="descriptor of the start lock, held until workers can connect")
+    parser.add_argument("--verbose", action="store_true", help="log debug lines, whatever ETHA_LOG says")
     parser.add_argument("--patient", action="store_true", help="wait for a Redis that refuses connections")
     args = parser.parse_args(argv)
     startup = Startup(args.ready_fd, args.start_lock)
-    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=text, handlers=[RotatingLog()])
+    _configure(LogSettings(), args.device, args.verbose)
     settle()
     try:
+        _configure(LogSettings.from_env(), args.device, args.verbose)
         if args.device != "all":
             check_device(args.device)
         settings = Settings.from_env()
@@ -188,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.device == "all":
             given = {"--namespace": args.namespace, "--redis": args.redis, "--staging": args.staging}
             rest = [word for option, value in given.items() if value for word in (option, value)]
+            rest += ["--verbose"] if args.verbose else []
             uvloop.run(serve_all(driver(), rest, args.listen, args.advertise or settings.advertise))
             return 0
         uvloop.run(

@@ -63,8 +63,17 @@ from etha.bus.messages import (
 )
 from etha.bus.sessions import Peer
 from etha.config import Settings
-from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
+from etha.errors import (
+    AgentLostError,
+    AgentUnavailableError,
+    ConfigError,
+    EthaError,
+    ProtocolError,
+    note_of_log,
+    with_note,
+)
 from etha.memory.mapping import WorkerMemory
+from etha.observe.logs import log_of
 from etha.observe.recorder import Recorder
 from etha.observe.records import Culprit, Incident
 from etha.observe.ring import RingWriter
@@ -102,6 +111,7 @@ class Agent:
         self.card = card
         self.settings, self.device, self.redis, self.store = settings, device, redis, store
         self.id = uuid.uuid4().hex[:16]
+        self.log = log_of()
         self.started_at = time.time()
         self.started = asyncio.Event()
         self.done = asyncio.Event()
@@ -133,6 +143,7 @@ class Agent:
             said=self._said,
             on_agent_lost=self.on_agent_lost,
             card=card,
+            log_note=note_of_log(self.log, settings.host_name),
         )
         self.record_queries = RecordQueries(self.links, store, settings, self.recorder, self.spawn)
         stream_order = StreamOrder(card, self.calls)
@@ -180,6 +191,7 @@ class Agent:
             public_key=self.links.public_key,
             started_at=self.started_at,
             version=__version__,
+            log=self.log,
         )
 
     def on_agent_lost(self, agent: str, text: str) -> None:
@@ -302,6 +314,7 @@ class Agent:
             device=self.device,
             redis=self.store.url,
             pid=os.getpid(),
+            log=self.log,
         )
         if hello.observer:
             self._observers.add(peer.key)
@@ -358,7 +371,8 @@ class Agent:
             self._refuse(peer, request, error)
         except Exception as error:
             log.exception("request %s failed", type(request.message).__name__)
-            self._refuse(peer, request, ProtocolError(f"the agent failed, a bug of Etha: {error!r}"))
+            text = with_note(f"the agent failed, a bug of Etha: {error!r}", self.links.log_note)
+            self._refuse(peer, request, ProtocolError(text))
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
         """A worker does not want an answer any more."""

@@ -25,6 +25,7 @@ class ReportedAgent(Protocol):
     device: str
     store: Store
     started_at: float
+    log: str
     sessions: dict[str, WorkerSession]
     links: PeerLinks
     rendezvous: RendezvousService
@@ -48,6 +49,7 @@ def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
             "redis": agent.store.url,
             "version": __version__,
             "started_at": agent.started_at,
+            "log": agent.log,
             "workers": [
                 {
                     "pid": session.holder.pid,

@@ -39,8 +39,9 @@ class WorkerHello(StrictStruct, frozen=True, kw_only=True):
 class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
     """What the agent is. The server fills in ``session``, which opens the descriptor socket.
 
-    ``leaving``: why the agent takes no worker any more and will end the session soon. ``differs``: which of the
-    worker's wishes it does not meet, as text for messages.
+    ``log``: the file to which it logs, "-" for its terminal or its service. ``leaving``: why the agent takes no worker
+    any more and will end the session soon. ``differs``: which of the worker's wishes it does not meet, as text for
+    messages.
     """
 
     version: Text
@@ -51,6 +52,7 @@ class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
     session: Text = ""
     leaving: Text = ""
     differs: Text = ""
+    log: Text = ""
 
 
 @message("attach")

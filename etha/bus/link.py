@@ -23,7 +23,8 @@ from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Re
 from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
 from etha.bus.packets import MAX_DESCRIPTORS
 from etha.bus.process import check_not_forked
-from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError, note_of_log, noted, with_note
+from etha.observe.logs import log_of
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,9 @@ class AgentLink:
     """
 
     welcome: WorkerWelcome
+    agent_pid = 0
+    #: Where the agent logs, as it says; "" until its Welcome.
+    _log = ""
 
     def __init__(self, path: Path, on_push: Callable[[Any], None] | None = None) -> None:
         """A link without a session; use ``connect``."""
@@ -113,22 +117,26 @@ class AgentLink:
         """
         try:
             link = cls(path, on_push)
+        except AgentUnavailableError as error:  # nobody is there
+            raise noted(error, _left_log(path)) from error.__cause__
         except (zmq.ZMQError, OSError) as error:  # no descriptors or no memory
             raise AgentUnavailableError(f"this process cannot connect to the agent at {path}: {error}") from error
         try:
             async with asyncio.timeout(timeout if timeout < _FOREVER else None):
                 await link._open(hello)
         except TimeoutError:
+            text = f"{link._channel.agent} at {path} did not answer within {timeout:g} s: is it stopped or overloaded?"
+            text = with_note(text, link.log_note)
             link.abort()
-            raise AgentUnavailableError(
-                f"{link._channel.agent} at {path} did not answer within {timeout:g} s: is it stopped or overloaded?"
-            ) from None
+            raise AgentUnavailableError(text) from None
         except AgentLostError as error:
             link.abort()
-            raise AgentRefusedError(f"no session with the agent at {path}: {error}") from error
+            text = f"no session with the agent at {path}: {error}"
+            raise AgentRefusedError(with_note(text, link.log_note or _left_log(path))) from error
         except AgentUnavailableError as error:
+            text = with_note(f"the agent at {path}: {error}", link.log_note)
             link.abort()
-            raise AgentRefusedError(f"the agent at {path}: {error}") from error
+            raise AgentRefusedError(text) from error
         except BaseException:
             link.abort()
             raise
@@ -224,12 +232,20 @@ class AgentLink:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
+    @property
+    def log_note(self) -> str:
+        """Where the agent logs, for the end of a message: what it says, or, before it has, what can be seen of it."""
+        if not self._log and not self.lost.done() and self.agent_pid:
+            self._log = log_of(self.agent_pid)
+        return note_of_log(self._log)
+
     async def _open(self, hello: WorkerHello) -> None:
         await self._channel.ready()
         welcome = await self.request(hello)
         if not isinstance(welcome, WorkerWelcome):
             raise ProtocolError(f"the agent answered Hello with {type(welcome).__name__}")
         self.welcome = welcome
+        self._log = welcome.log
         await self._call(Attach(session=welcome.session), math.inf, self._channel.pack)
 
     async def _call(
@@ -256,6 +272,8 @@ class AgentLink:
                 await posting
             posted = True
             answer = await call.wait()
+        except AgentLostError as error:  # it takes no message
+            raise self._with_log(error) from error.__cause__
         except asyncio.CancelledError:
             if timer is not None:
                 timer.cancel()
@@ -275,7 +293,7 @@ class AgentLink:
             raise on_timeout() if on_timeout is not None else self._hangs(message, timeout)
         if isinstance(answer, Reply):
             return answer.message
-        raise answer.error
+        raise self._with_log(answer.error)
 
     async def _confirm_cancel(self, call: PendingCall, patient: bool) -> None:
         if call.answer is None:
@@ -303,10 +321,16 @@ class AgentLink:
                 self._channel.post(Cancel(call.id))
 
     def _hangs(self, message: Any, timeout: float) -> AgentLostError:
-        return AgentLostError(
+        text = (
             f"{self._channel.agent} did not answer {type(message).__name__} within {timeout:g} s "
             f"and {GRACE:g} s of grace: is it stopped?"
         )
+        return AgentLostError(with_note(text, self.log_note))
+
+    def _with_log(self, error: EthaError) -> EthaError:
+        """``error`` with the agent's log, if it is the agent that has failed."""
+        failed = isinstance(error, AgentLostError | AgentUnavailableError) or type(error) is EthaError
+        return noted(error, self.log_note) if failed and error.message != _CLOSED else error
 
     def _check(self) -> None:
         check_not_forked(self._owner)
@@ -321,7 +345,7 @@ class AgentLink:
         """End the session, whatever the reason."""
         if os.getpid() != self._owner or self.lost.done():
             return
-        text = _CLOSED if self._closing else text
+        text = _CLOSED if self._closing or text == _CLOSED else with_note(text, self.log_note)
         log.debug("the session is over: %s", text)
         with suppress(RuntimeError):  # its loop is closed: nobody waits
             self.lost.set_result(AgentLostError(text))
@@ -352,3 +376,9 @@ class AgentLink:
             on_push(message)
         except Exception:
             log.exception("the callback for %s failed", type(message).__name__)
+
+
+def _left_log(path: Path) -> str:
+    """The log of the agent that a client once started at ``path``, if it is there, for the end of a message."""
+    log = path.with_suffix(".log")
+    return note_of_log(str(log)) if log.exists() else ""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from etha.bus.channel import listens
 from etha.config import MAX_LOG, Settings
-from etha.errors import AgentUnavailableError, ConfigError, EthaError, from_wire
+from etha.errors import AgentUnavailableError, ConfigError, EthaError, from_wire, note_of_log
 
 #: How many bytes of the log an error shows.
 _TAIL = 2000
@@ -180,7 +180,7 @@ class _Start:
                 {"code": kept.code, "text": f"{ended}; {starting or 'it'} is kept by this: {kept.message}"}
             )
         stage = "the one that was started" if self._spawned else "another process, which is starting one"
-        who = ", ".join([*filter(None, [starting]), f"log: {self.log}"])
+        who = ", ".join([*filter(None, [starting]), note_of_log(str(self.log))])
         return AgentUnavailableError(
             f"{ended}; waited for {stage} ({who}). It goes on: once it listens, the next call finds it, and if it "
             f"fails, that log says why{self._before}. Give more time, or start one by `etha agent`"
@@ -228,7 +228,8 @@ class _Start:
         if code in _TOLD:
             return from_wire({"code": code, "text": f"the agent of {self.device} did not start: {why}"})
         why = said.removeprefix("error ") or "it ended without a word"
-        return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{self._tail()}")
+        tail = self._tail() or f"; {note_of_log(str(self.log))}"
+        return AgentUnavailableError(f"the agent of {self.device} did not start: {why}{tail}")
 
     def _spawn(self, lock: int) -> str:
         """The last line that the new agent wrote about its start; "" if it ended without one."""
@@ -282,7 +283,7 @@ class _Start:
                 text = log.read().decode(errors="replace").strip()
         except OSError:
             return ""
-        return f"\n{self.log} ends:\n{text}" if text and self._log_from < size else ""
+        return f"\n{note_of_log(str(self.log))}, which ends:\n{text}" if text and self._log_from < size else ""
 
 
 def environment(own: dict[str, str], settings: Settings, redis_url: str | None) -> dict[str, str]:

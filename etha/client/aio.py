@@ -65,7 +65,7 @@ from etha.client.snapshot import send_snapshot
 from etha.client.tasks import Deadline
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
-from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again
+from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
 from etha.memory.room import check_staging
 
 #: Seconds within which the kernel reports a process's death.
@@ -701,10 +701,9 @@ class AsyncTensorBusClient(OfOneProcess):
 
     def _check_served(self, registration: Registration) -> None:
         if registration.connection.lost or registration.connection is not self._connection:
-            raise AgentLostError(
-                with_again(f"the agent with which batch {registration.batch!r} was registered is gone"),
-                outcome="withdrawn",
-            )
+            text = f"the agent with which batch {registration.batch!r} was registered is gone"
+            text = with_note(text, registration.connection.link.log_note)
+            raise AgentLostError(with_again(text), outcome="withdrawn")
 
     def _pushed(self, message: Any) -> None:
         if isinstance(message, PairLost):

@@ -27,7 +27,15 @@ from etha.client.memory.base import Mark, StagedTensors
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
-from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
+from etha.errors import (
+    AgentLostError,
+    ConfigError,
+    EthaError,
+    RegistrationError,
+    TransferError,
+    TransferTimeoutError,
+    with_note,
+)
 from etha.phases import Phases
 
 log = logging.getLogger(__name__)
@@ -216,7 +224,7 @@ async def _once(
         if call.interrupted is not None:
             why = f"{call.interrupted}, and the agent did not confirm the end of this call"
         return TransferTimeoutError(
-            f"batch {registration.batch!r}: {why}",
+            with_note(f"batch {registration.batch!r}: {why}", link.log_note),
             outcome="unknown",
             quiesced=page.revoke(word),
             torn=verb == "recv" and registration.in_place,

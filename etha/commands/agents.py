@@ -26,6 +26,7 @@ NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
 
 
 def agent(
+    context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu, cuda:N, or all")] = "cpu",
     redis: Annotated[str | None, typer.Option(help="URL of Redis; default: $ETHA_REDIS_URL, else embedded")] = None,
     namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
@@ -46,7 +47,8 @@ def agent(
         "--listen": listen,
         "--staging": staging,
     }
-    raise typer.Exit(daemon.main([word for option, value in given.items() if value for word in (option, value)]))
+    words = [word for option, value in given.items() if value for word in (option, value)]
+    raise typer.Exit(daemon.main([*words, *(["--verbose"] if context.obj else [])]))
 
 
 def status(

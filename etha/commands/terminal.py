@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,4 +31,15 @@ def stopped_by_ctrl_c() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@contextmanager
+def closed_pipe_ends() -> Iterator[None]:
+    """End the command without a word once nobody reads its output any more."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         raise typer.Exit(0) from None

@@ -1,1 +1,1 @@
-"""What an operator sees of Etha: records of how transfers ended, and where they are kept."""
+"""What an operator sees of Etha: logs, metrics, and records of how transfers ended and where they are kept."""

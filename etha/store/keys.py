@@ -81,6 +81,7 @@ TABLE: tuple[KeyKind, ...] = (
             "host": "what counts as one host (ETHA_HOST_ID)",
             "host_name": "its name, for people",
             "device": "`cpu` or `cuda-GPU-<uuid>`",
+            "log": "the file to which it logs, on its host; `-`: its terminal or its service",
             "pid": "process id on its host",
             "address": "HOST:PORT of its links, for other hosts (ETHA_ADVERTISE, else where it listens)",
             "data_address": "HOST:PORT of its data port, for other hosts",

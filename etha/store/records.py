@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from etha.config import MAX_WORLD, NAME
-from etha.errors import ProtocolError
+from etha.errors import ProtocolError, note_of_log
 from etha.store.reading import FieldReader
 
 PairStatus = Literal["forming", "formed", "lost", "closed"]
@@ -35,11 +35,18 @@ class AgentRecord:
     bound: str = ""
     #: Name of its host, for people. ``host`` tells hosts apart.
     host_name: str = ""
+    #: The file to which it logs; "-" for its terminal or its service, "" if it has not said so.
+    log: str = ""
 
     @property
     def shown_host(self) -> str:
         """Name of its host in messages."""
         return self.host_name or self.host
+
+    @property
+    def log_note(self) -> str:
+        """Where it logs, for the end of a message."""
+        return note_of_log(self.log, self.shown_host)
 
     def to_redis(self) -> dict[str, str]:
         """The hash, without the id, which is in the key."""
@@ -61,6 +68,7 @@ class AgentRecord:
             host_name=read.text("host_name", most=500, default=""),
             data_address=read.text("data_address", most=500) if "data_address" in values else "",
             bound=read.text("bound", most=500) if "bound" in values else "",
+            log=read.text("log", most=5000, default=""),
         )
 
 

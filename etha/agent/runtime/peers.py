@@ -19,7 +19,7 @@ from typing import Self
 from etha.addresses import Advertised, format_address, parse_address
 from etha.agent.runtime.device import GpuDevice
 from etha.config import STAGING
-from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of
+from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of, with_note
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
@@ -71,7 +71,10 @@ class PeerLinks:
         on_agent_lost: Callable[[str, str], None],
         staging: int = STAGING,
         card: GpuDevice | None = None,
+        log_note: str = "",
     ) -> None:
+        #: Where this agent logs, for messages to everybody.
+        self.log_note = log_note
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
         self._advertised = None if advertise is None else Advertised.parse(advertise)
@@ -161,6 +164,16 @@ class PeerLinks:
         """What Redis said of an agent when it was last asked."""
         return self._records.get(agent)
 
+    def log_of(self, agent: str) -> str:
+        """Where another agent logs, for the end of a message; "" if it is not known."""
+        record = self._records.get(agent)
+        return "" if record is None else record.log_note
+
+    def log_of_named(self, text: str) -> str:
+        """Where the agent logs that ``text`` names, else this one."""
+        found = (record.log_note for agent, record in self._records.items() if agent != self.me and agent in text)
+        return next(filter(None, found), self.log_note)
+
     # ---- forming an epoch ---------------------------------------------------------------------
 
     async def form(self, pair: str, epoch: int, agents: Collection[str]) -> None:
@@ -190,9 +203,12 @@ class PeerLinks:
                 self._settle(meeting)
                 await meeting.over
         except TimeoutError:
-            who = ", ".join(sorted(meeting.missing | meeting.owed))
-            text = f"pair {pair!r} epoch {epoch}: agents {who} did not meet this one within {MEET_TIMEOUT:g} s"
-            raise AgentUnavailableError(text) from None
+            who = sorted(meeting.missing | meeting.owed)
+            text = (
+                f"pair {pair!r} epoch {epoch}: agents {', '.join(who)} did not meet this one within {MEET_TIMEOUT:g} s"
+            )
+            notes = ", ".join(dict.fromkeys(filter(None, map(self.log_of, who))))
+            raise AgentUnavailableError(with_note(text, notes)) from None
         finally:
             del self._meetings[key]
         self._met[key] = frozenset(others)
@@ -210,11 +226,13 @@ class PeerLinks:
     async def _open(self, pair: str, agent: str) -> None:
         record = self._records.get(agent)
         if record is None or not record.address:
-            raise AgentUnavailableError(f"pair {pair!r}: agent {agent} has no address in Redis: has it ended?")
+            text = f"pair {pair!r}: agent {agent} has no address in Redis: has it ended?"
+            raise AgentUnavailableError(with_note(text, self.log_of(agent)))
         try:
             await self.hub.open(agent, self._reached(record)[0], record.public_key, MEET_TIMEOUT)
         except AgentUnavailableError as error:
-            raise AgentUnavailableError(f"pair {pair!r}: {error.message}") from None
+            text = with_note(f"pair {pair!r}: {error.message}", record.log_note)
+            raise AgentUnavailableError(text) from None
 
     def _meet(self, agent: str, scope: Scope, message: Meet) -> None:
         meeting = self._meetings.get((scope.pair, scope.epoch))
@@ -298,7 +316,8 @@ class PeerLinks:
                 tokens: Sequence[bytes] = await answer
                 return tokens
         except TimeoutError:
-            raise PeerLostError(f"agent {agent} gave no tokens in {TOKEN_TIMEOUT:g} s", reason="died") from None
+            text = with_note(f"agent {agent} gave no tokens in {TOKEN_TIMEOUT:g} s", self.log_of(agent))
+            raise PeerLostError(text, reason="died") from None
         finally:
             del self._asked[request]
 
@@ -341,6 +360,7 @@ class PeerLinks:
             log.debug("%s", error)
 
     def _on_link_lost(self, agent: str, text: str) -> None:
+        text = with_note(text, self.log_of(agent))
         error = PeerLostError(f"agent {agent} is gone: {text}", reason="died")
         self.plane.drop(agent)
         self._tokens.revoke(agent)

@@ -42,7 +42,15 @@ from etha.agent.services.transfers import TransferService
 from etha.bus.codec import Request
 from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
 from etha.config import check_name
-from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError, RegistrationError
+from etha.errors import (
+    ConfigError,
+    EthaError,
+    PeerLostError,
+    ProtocolError,
+    RedisUnavailableError,
+    RegistrationError,
+    with_note,
+)
 from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, Noted, TellMissing
 from etha.peer.wire import Said, Scope
 from etha.store.registry import Store
@@ -395,7 +403,8 @@ class RegistrationService:
                 return
             except Exception as error:
                 log.exception("batch %s: registering failed", message.batch)
-                self._calls.fail(key, ProtocolError(f"the agent failed to register, a bug of Etha: {error!r}"))
+                text = with_note(f"the agent failed to register, a bug of Etha: {error!r}", self._links.log_note)
+                self._calls.fail(key, ProtocolError(text))
                 return
             registration = self.known.get((primary, message.batch, generation))
             if registration is None:
@@ -500,7 +509,8 @@ class RegistrationService:
             log.exception("batch %s: planning failed", registration.name)
             what = f"{type(error).__name__}: {error}"
             text = f"batch {registration.name!r}: planning failed in the agent, a bug of Etha: {what}"
-            self._perform(registration, registration.machine.failed(RegistrationError(text)))
+            failed = RegistrationError(with_note(text, self._links.log_note))
+            self._perform(registration, registration.machine.failed(failed))
             return
         self._perform(registration, registration.machine.evaluated(evaluation, verdict))
 

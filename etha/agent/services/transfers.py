@@ -38,7 +38,7 @@ from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfer_records import failed_call, settled_transfer
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Progress, Transfer
-from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError
+from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError, noted, with_note
 from etha.memory.handles import span_nbytes
 from etha.memory.mapping import DTYPES
 from etha.memory.reach import FaultError, ReachError, RevokedError, WorkerGoneError
@@ -245,7 +245,7 @@ class TransferService:
         except Exception as error:
             log.exception("batch %s: compiling failed", batch.name)
             text = f"batch {batch.name!r}: the agent could not lay out the transfer, a bug of Etha: {error!r}"
-            self._over(batch, current, TransferError(text), False)
+            self._over(batch, current, TransferError(with_note(text, self._links.log_note)), False)
             return
         if program is not None:
             batch.programs[current.source, current.snapshot] = program
@@ -296,11 +296,18 @@ class TransferService:
         if isinstance(error, StreamLost) and not current.stopped:
             # The other end has most likely ended the transfer, and the cause is on its way over the link.
             current.late = asyncio.get_running_loop().call_later(
-                GRACE, self._over, batch, current, translate(batch, error), touched
+                GRACE, self._over, batch, current, self._with_log(batch, error), touched
             )
             current.touched = touched
             return
-        self._over(batch, current, None if error is None else translate(batch, error), touched)
+        self._over(batch, current, None if error is None else self._with_log(batch, error), touched)
+
+    def _with_log(self, batch: RegisteredBatch, error: BaseException) -> EthaError:
+        """The error for the workers of all agents. It names the log of the agent that failed, if no worker did."""
+        found = translate(batch, error)
+        if isinstance(error, WorkerGoneError | RevokedError | asyncio.CancelledError):
+            return found
+        return noted(found, self._links.log_of_named(found.message))
 
     def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late, current.moved = None, time.monotonic()

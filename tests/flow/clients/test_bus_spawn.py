@@ -186,8 +186,11 @@ async def test_namespaces_have_agents_of_their_own(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("mode", "reported"),
     [
-        ("break", r"did not start: etha something broke\n.*cpu\.log ends:\nagent in mode break"),
-        ("crash", r"did not start: it ended without a word\n.*cpu\.log ends:\nagent in mode crash\nno memory left"),
+        ("break", r"did not start: etha something broke\n.*cpu\.log, which ends:\nagent in mode break"),
+        (
+            "crash",
+            r"did not start: it ended without a word\n.*cpu\.log, which ends:\nagent in mode crash\nno memory left",
+        ),
     ],
 )
 async def test_one_that_does_not_start_tells_why(settings: Settings, mode: str, reported: str) -> None:

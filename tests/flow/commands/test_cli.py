@@ -27,7 +27,7 @@ from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from tests.flow.sites import Site, started_in
 
-COMMANDS = ("agent", "status", "stop", "events", "plan", "demo", "doctor")
+COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "demo", "doctor")
 SECONDS = 60
 
 

@@ -1,0 +1,59 @@
+"""``etha logs``: what this host's agents have logged."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from etha.commands.agents import name_of_agent, place
+from etha.commands.terminal import closed_pipe_ends, err, stopped_by_ctrl_c
+from etha.config import Settings
+from etha.errors import AgentUnavailableError
+
+if TYPE_CHECKING:
+    from etha.observe.logfiles import LogView
+
+
+def logs(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is added, until Ctrl-C")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: all agents of the namespace")] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="only the last N; default: all")] = None,
+) -> None:
+    """Show the logs of this host's agents, also of those that have left: merged by time, with the device before it.
+
+    ETHA_LOG and ETHA_LOG_FORMAT say what agents log. An agent that was not started by a client logs to its standard
+    error; it is shown if that is a file.
+    """
+    from etha.agent_session import LogFinder
+    from etha.observe.logfiles import LogView
+
+    settings = Settings.from_env()
+    finder = LogFinder(settings, None if device is None else name_of_agent(device))
+    with closing(LogView(finder.find)) as view, stopped_by_ctrl_c(), closed_pipe_ends():
+        if follow:
+            settings.ensure_runtime_dir()
+            view.follow(settings.runtime_dir / settings.namespace)
+        found = print_logs(view, lines, whole=not follow)
+        for text in finder.elsewhere:
+            err.print(Text(text, "yellow"))
+        if not found and not finder.elsewhere and not follow:
+            raise AgentUnavailableError(f"no agent has logged at {place(settings)}")
+        while follow and view.wait(sys.stdout.fileno()):
+            settings.ensure_runtime_dir()  # it may have been removed meanwhile
+            view.follow(settings.runtime_dir / settings.namespace)
+            print_logs(view, None, whole=False)
+
+
+def print_logs(view: LogView, most: int | None, *, whole: bool) -> bool:
+    """Print what is new, the last ``most`` lines of it. Returns whether there are any logs."""
+    lines = [(entry.device, line) for entry in view.read(whole=whole) for line in entry.lines]
+    several = len(view.devices) > 1
+    for device, line in lines if most is None else lines[max(0, len(lines) - most) :]:
+        # a line of JSON has its device inside, and stays JSON
+        typer.echo(f"{device} | {line}" if several and not line.startswith("{") else line)
+    sys.stdout.flush()
+    return bool(view.devices)

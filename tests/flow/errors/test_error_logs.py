@@ -1,0 +1,106 @@
+"""Every error that names an agent names its log, and the host of that if it may be another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+import etha
+from etha.agent_session import open_session
+from etha.config import Settings
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, PeerLostError
+from tests.flow.commands.test_cli import agent
+from tests.flow.sides import Sides
+from tests.flow.sites import Site
+from tests.flow.ways import Way
+
+NOTE = re.compile(r"log of the agent: (\S+)(?: on (\S+))?")
+
+
+def named(error: BaseException) -> str:
+    """The log that an error names, which is there."""
+    assert isinstance(error, EthaError)
+    found = NOTE.findall(error.message)
+    assert len(found) == 1, error.message
+    return str(found[0][0]).rstrip(";,)")
+
+
+def log_at(site: Site, place: str) -> str:
+    return str(site.directory / place / "default" / "cpu.log")
+
+
+async def moving(sides: Sides, size: int = 4, **options: Any) -> dict[Any, Any]:
+    await sides.meet(device_mesh=(1,), placements=[Replicate()])
+    return await sides.register("b", lambda side, rank: ({"w": torch.ones(size)}, options))
+
+
+async def test_a_lost_agent_is_named_with_its_log(rough: Site, pair: str, way: Way) -> None:
+    trainer, inference = way.place("trainer", 0), way.place("inference", 0)
+    async with Sides(rough, pair) as sides:
+        handles = await moving(sides)
+        client = sides.clients["trainer", 0]
+        report = (await client.status())["agent"]
+        assert report["log"] == log_at(rough, trainer)
+        waiting = asyncio.ensure_future(handles["inference", 0].transfer("recv"))
+        await asyncio.sleep(0)
+        os.kill(report["pid"], signal.SIGKILL)
+        with pytest.raises(AgentLostError) as lost:
+            await handles["trainer", 0].transfer("send")
+        assert named(lost.value) == log_at(rough, trainer)
+        with pytest.raises(AgentLostError) as again:
+            await handles["trainer", 0].transfer("send")
+        assert named(again.value) == log_at(rough, trainer)
+        with pytest.raises((AgentLostError, PeerLostError)) as other:
+            await waiting
+        assert named(other.value) == log_at(rough, trainer), "not the log of the one that is there"
+        if trainer != inference:
+            assert NOTE.findall(other.value.message)[0][1], "the host"
+
+
+@pytest.mark.ways("local")
+async def test_an_agent_that_hangs_is_named_with_its_log(rough: Site, pair: str) -> None:
+    async with Sides(rough, pair) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        client = sides.clients["trainer", 0]
+        pid = (await client.status())["agent"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(AgentLostError, match="is it stopped") as hangs:
+                await client.status(timeout=0.1)
+            late = rough.client("trainer", 0, autostart=False)
+            with pytest.raises(AgentUnavailableError, match="is it stopped or overloaded") as met:
+                await late.status(timeout=0.5)
+            await late.close()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert named(hangs.value) == named(met.value) == log_at(rough, "a")
+
+
+async def test_an_agent_that_has_left_is_named_with_its_log(runtime: Path) -> None:
+    async with etha.AsyncTensorBusClient(timeout=60.0) as client:
+        pid = (await client.status())["agent"]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        await asyncio.wait({client._connection.link.lost}, timeout=60)
+        with pytest.raises(AgentUnavailableError) as caught:
+            async with open_session(f"ipc://{runtime}/default/cpu.sock", Settings.from_env(), timeout=5.0):
+                pass
+    assert named(caught.value) == str(runtime / "default" / "cpu.log")
+
+
+async def test_of_an_agent_in_the_foreground_the_error_says_who_has_its_log(runtime: Path) -> None:
+    with agent() as process:
+        async with etha.AsyncTensorBusClient(timeout=60.0) as client:
+            await client.status()
+            process.kill()
+            with pytest.raises(AgentLostError, match="log of the agent: its terminal or its service"):
+                while True:
+                    await client.init_pair(uuid.uuid4().hex, "a", "b", 1, rank=0)
