@@ -66,7 +66,7 @@ test: lint
 	[ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
 
 # What `make test` skipped on a machine without these programs (a list with commas: make test-tools NEEDING=ip,nft).
-NEEDING ?= redis-server,ip,nft,openssl,unshare
+NEEDING ?= redis-server,ip,nft,node,openssl,unshare
 test-tools: install
 	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -m "not proof and not faults and not chaos and not soak" \
 		tests --ways local,tcp,three --needing $(NEEDING) $(PYTEST)

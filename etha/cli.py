@@ -12,7 +12,7 @@ import typer
 from rich.logging import RichHandler
 from rich.text import Text
 
-from etha.commands import agents, demo, doctor, events, logs, plans
+from etha.commands import agents, demo, doctor, events, logs, plans, traces
 from etha.commands.terminal import err
 from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
@@ -85,6 +85,7 @@ COMMANDS = (
     agents.stop,
     events.events,
     logs.logs,
+    traces.trace,
     plans.plan,
     demo.demo,
     doctor.doctor,

@@ -52,6 +52,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
     "ETHA_LOG_FORMAT": "how they log: text, or json with one object a line; default: text",
+    "ETHA_TRACE": "directory in which clients and agents write what happens, for `etha trace`; default: nothing",
 }
 
 
@@ -158,6 +159,7 @@ class Settings:
     advertise: str | None = None
     encrypt: bool = False
     log: LogSettings = LogSettings()
+    trace: Path | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -189,6 +191,7 @@ class Settings:
             listen=_text(env, "ETHA_LISTEN"),
             advertise=_text(env, "ETHA_ADVERTISE"),
             encrypt=_flag("ETHA_ENCRYPT", env.get("ETHA_ENCRYPT") or "0"),
+            trace=None if (trace := _text(env, "ETHA_TRACE")) is None else Path(trace).absolute(),
             launch_id=_text(env, "ETHA_LAUNCH_ID"),
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
@@ -231,6 +234,7 @@ class Settings:
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
             "ETHA_LOG": self.log.level if self.log.level != LOG else None,
             "ETHA_LOG_FORMAT": self.log.format if self.log.format != LOG_FORMATS[0] else None,
+            "ETHA_TRACE": None if self.trace is None else str(self.trace),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -243,6 +247,7 @@ class Settings:
             "ETHA_STAGING": str(self.staging),
             "ETHA_LOG": self.log.level,
             "ETHA_LOG_FORMAT": self.log.format,
+            "ETHA_TRACE": "no ETHA_TRACE" if self.trace is None else str(self.trace),
         }
         return ", ".join(
             f"{own[name] if own[name].startswith('no ') else f'{name}={own[name]}'} instead of {name}={value}"

@@ -21,6 +21,7 @@ if importlib.util.find_spec("hypothesis"):  # the environments of `make gpu` and
 PACKAGES = {
     "ip": "iproute2",
     "nft": "nftables",
+    "node": "nodejs",
     "openssl": "openssl",
     "redis-server": "redis-server",
     "unshare": "util-linux",

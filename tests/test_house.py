@@ -41,11 +41,12 @@ EDGES: dict[str, set[str]] = {
         "bus.schema",
         "bus.socket",
         "memory.handles",
+        "observe",
     },
     # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
     "cuda": {"errors", "config"},
     "memory": {"errors", "config", "cuda"},
-    "transport": {"errors", "config", "limits", "memory", "plan", "cuda"},
+    "transport": {"errors", "config", "limits", "memory", "plan", "cuda", "observe"},
     "agent": {
         "addresses",
         "errors",
@@ -110,7 +111,7 @@ PURE_FOLDERS = (
 PURE_FILES = {
     "errors.py",
     "phases.py",
-    *(f"observe/{name}.py" for name in ("records", "sentences", "history")),
+    *(f"observe/{name}.py" for name in ("records", "sentences", "history", "trace_clocks")),
     "addresses.py",
     "config.py",
     "plan/__init__.py",

@@ -27,6 +27,7 @@ from etha.cuda.select import driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.memory.reach import ReachError
 from etha.memory.room import check_staging
+from etha.observe import trace
 from etha.observe.logs import AgentLog, LogSource, levels
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
@@ -92,9 +93,12 @@ async def serve(
         on_trouble=startup.busy,
     )
     async with store:
+        trace.start(settings, "agent", device)
         lane = Lane() if card is None else Lane(workspaces=card.workspaces)
         agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
         source.agent = agent.id
+        if trace.active is not None:
+            trace.active.note(agent=agent.id)
         async with agent.links, BusServer(path, agent):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))

@@ -62,11 +62,13 @@ from etha.client.results import (
     reported,
 )
 from etha.client.snapshot import send_snapshot
-from etha.client.tasks import Deadline
+from etha.client.tasks import Deadline, Shield
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
 from etha.memory.room import check_staging
+from etha.observe import trace
+from etha.observe.calls import spans_of_process, watched
 
 #: Seconds within which the kernel reports a process's death.
 _NEWS = 1.0
@@ -113,6 +115,9 @@ class AsyncTensorBusClient(OfOneProcess):
         self._timeout = check_timeout(timeout, "timeout")
         self._on_error = check_on_error(on_error)
         self._env = LaunchEnv.from_env()
+        trace.start(settings, "worker", str(wanted))
+        #: None if neither ETHA_TRACE is set nor OpenTelemetry used.
+        self._spans = spans_of_process()
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Lock | None = None
@@ -141,6 +146,7 @@ class AsyncTensorBusClient(OfOneProcess):
     ) -> None:
         await self.close()
 
+    @watched("pair")
     async def init_pair(
         self,
         pair_name: str,
@@ -210,11 +216,14 @@ class AsyncTensorBusClient(OfOneProcess):
             epoch=formed.epoch,
         )
         self._pairs[pair_name] = (pair, defaults)
+        if self._spans is not None:
+            self._spans.joined(pair_name, local_name, place.rank)
         early = self._early_losses.pop(pair_name, None)
         if early is not None and early.epoch == pair.epoch:
             pair.lose(early.reason, early.text)
         return pair
 
+    @watched("batch")
     async def register_tensors(
         self,
         batch_id: str,
@@ -377,7 +386,11 @@ class AsyncTensorBusClient(OfOneProcess):
 
         async def call() -> TransferResult | TransferFuture:
             try:
-                return await self._transfer(registration, transfer_type, point, snapshot, **options)
+                work = self._transfer(registration, transfer_type, point, snapshot, **options)
+                if self._spans is None:
+                    return await work
+                about = {"verb": transfer_type, **self._about(registration)}
+                return await self._spans.watch("snapshot" if snapshot else "transfer", work, about)
             finally:
                 point.end()
 
@@ -464,6 +477,13 @@ class AsyncTensorBusClient(OfOneProcess):
         """
         return await self.wait_offer_of(self._registration(batch_id), timeout=timeout)
 
+    def _about(self, registration: Registration) -> dict[str, Any]:
+        """What spans of the batch's calls say."""
+        assert self._spans is not None
+        pair = registration.pair
+        about = {"pair": pair.name, "epoch": pair.epoch, "batch": registration.batch}
+        return {**about, **self._spans.place(pair.name)}
+
     async def wait_offer_of(self, registration: Registration, *, timeout: float | None = None) -> Offer:
         """The common part of ``wait_offer`` and ``AsyncBatchHandle.wait_offer``."""
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
@@ -524,6 +544,8 @@ class AsyncTensorBusClient(OfOneProcess):
             self._forget()
             for registration in registrations:
                 registration.let_go()
+            if trace.active is not None:  # a process may end without its exit handlers
+                await Shield().in_thread(trace.active.flush)
 
     async def _close_elsewhere(self) -> None:
         """``close`` on another loop than the client's own, which may have ended."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -18,11 +20,16 @@ import zmq
 from etha.addresses import format_address, parse_address
 from etha.bus.socket import LoopSocket
 from etha.errors import ProtocolError
+from etha.observe import trace
 from etha.peer.keys import Keys, check_public_key
 from etha.peer.sockets import HIGH_WATER, Monitor, link_socket
 from etha.peer.wire import Beat, Bye, Control, Hello, Malformed, Said, Scope, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
+
+#: Both ends of a link note the beats whose number is a multiple of this in their traces. So many go out, one after the
+#: other, when the link is open.
+TRACED_BEATS = 8
 
 
 class State(Enum):
@@ -66,6 +73,12 @@ class Link:
         self.missed = self.sent = self._beats = 0
         self._beat_sent = 0.0
         self.round_trip: float | None = None
+        #: While a trace is written: when the last beat was sent, in ns, and how many more go out at once.
+        self._traced_at = 0
+        self._hurried = TRACED_BEATS
+        if trace.active is not None:
+            # Numbers that no other link has had, because both ends note a beat by its number.
+            self._beats = secrets.randbits(40) * TRACED_BEATS
         dealer = link_socket(context, zmq.DEALER, keys, ipv6=":" in host)
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self.public_key.encode())
         dealer.setsockopt(zmq.IMMEDIATE, 1)
@@ -98,9 +111,14 @@ class Link:
                 f"it missed {self.missed} beats, silent for {seconds:.1f} s: is it stopped, or its host down?"
             )
         self.missed += 1
-        self._beats += 1
+        self._post_beat(self._beats + 1)
+
+    def _post_beat(self, number: int) -> None:
+        self._beats = number
         self._beat_sent = self._loop.time()
-        self._post(encode(None, Beat(number=self._beats)))
+        if trace.active is not None:
+            self._traced_at = time.monotonic_ns()
+        self._post(encode(None, Beat(number=number)))
 
     def leave(self, text: str) -> None:
         """Say Bye after everything that was sent. The other end answers with its own, which ends the link."""
@@ -131,6 +149,14 @@ class Link:
             return False
         self.sent += 1
         return True
+
+    def _trace(self, tracer: trace.Tracer, number: int) -> None:
+        """Note a beat that is back. When a link is open, some go out one after the other, because a trace may be over
+        before the second regular one."""
+        tracer.beat_returned(self.agent, number, self._traced_at, time.monotonic_ns())
+        if self._hurried:
+            self._hurried -= 1
+            self._post_beat(number + TRACED_BEATS)
 
     def _event(self, event: zmq.Event, value: int) -> None:
         if self.state is State.CLOSED:
@@ -170,9 +196,13 @@ class Link:
                 self.state = State.OPEN
                 self.opened.set_result(None)
                 self._on_open(self)
+                if trace.active is not None and self.state is State.OPEN:
+                    self._post_beat(self._beats + TRACED_BEATS)
             case Beat(number=number) if self.state is State.OPEN:
                 if number == self._beats:
                     self.round_trip = self.heard - self._beat_sent
+                    if (tracer := trace.active) is not None and self._traced_at and number % TRACED_BEATS == 0:
+                        self._trace(tracer, number)
             case Bye(text=text):
                 self.end(text)
             case _:

@@ -7,11 +7,13 @@ together. Messages before that are held, in order and within bounds. Messages af
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from etha.errors import ProtocolError
-from etha.peer.link import Link, State
+from etha.observe import trace
+from etha.peer.link import TRACED_BEATS, Link, State
 from etha.peer.wire import Beat, Bye, Control, Envelope, Hello, Malformed, Said, Scope, Welcome
 from etha.version import __version__
 
@@ -95,7 +97,10 @@ class Sessions:
                 # Of a link that this agent has given up, or never greeted.
                 self._answer(connection, Bye(text="this link is over"))
             case Envelope(message=Beat() as beat):
+                came = 0 if trace.active is None else time.monotonic_ns()
                 self._answer(connection, beat)
+                if (tracer := trace.active) is not None and beat.number % TRACED_BEATS == 0:
+                    tracer.beat_answered(agent, beat.number, came, time.monotonic_ns())
             case Envelope(message=Bye(text=text)):
                 self._break(agent, session, connection, text)
             case Envelope(scope=Scope() as scope, message=message) if not isinstance(message, Control):

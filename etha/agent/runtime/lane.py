@@ -15,12 +15,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from etha.cuda.driver import Driver
+from etha.observe import trace
 from etha.transport.copy.cpu import Workspace
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class WorkspacePool:
 #: Least seconds between two progress callbacks of one job.
 PROGRESS_EVERY = 0.1
 MAX_THREADS = 8
+#: Of a job of which the trace says nothing more.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Job(Protocol):
@@ -102,8 +106,10 @@ class Running:
         loop: asyncio.AbstractEventLoop,
         on_progress: Callable[[int], None] | None,
         on_done: Callable[[BaseException | None], None],
+        about: Mapping[str, Any],
     ) -> None:
         self._lane = lane
+        self.about = about
         self.job = job
         self.loop = loop
         self.on_progress = on_progress
@@ -166,13 +172,16 @@ class Lane:
         *,
         on_progress: Callable[[int], None] | None = None,
         on_done: Callable[[BaseException | None], None],
+        about: Mapping[str, Any] = NOTHING,
     ) -> Running:
         """Begin a job beside those that run. Callbacks are called on the running event loop.
+
+        ``about``: what the trace says of its pieces; "name" is theirs.
 
         ``on_progress(bytes done)`` is called at most ten times a second. ``on_done(None or the error)`` is called once,
         after the last progress, when nothing of the job runs any more.
         """
-        running = Running(self, job, asyncio.get_running_loop(), on_progress, on_done)
+        running = Running(self, job, asyncio.get_running_loop(), on_progress, on_done, about)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the lane is closed")
@@ -235,10 +244,14 @@ class Lane:
                 running.next += 1
                 running.active += 1
             n, error = 0, None
+            tracer = trace.active
+            begun = 0 if tracer is None else time.monotonic_ns()
             try:
                 n = running.job.run(piece, thread)
             except BaseException as raised:  # passed to on_done
                 error = raised
+            if tracer is not None:
+                tracer.piece(f"lane {thread}", begun, running.about, piece, n, error)
 
     def _account(self, running: Running, n: int, error: BaseException | None) -> None:
         running.active -= 1

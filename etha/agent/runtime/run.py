@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from etha.agent.protocol.verification import VerificationPlan
-from etha.agent.runtime.lane import Lane, Running, WorkspacePool
+from etha.agent.runtime.lane import NOTHING, Lane, Running, WorkspacePool
 from etha.agent.runtime.transports import BatchTransport
 from etha.agent.runtime.verification import TransferVerification
 from etha.errors import TransferError
 from etha.memory.reach import ReachError, RevokedError
 from etha.memory.revocation import Guard
+from etha.observe import trace
 from etha.observe.records import NO_PAYLOAD, Payload
 from etha.transport.base import WireRun
 from etha.transport.copy.program import CopyPiece, Member, Program
@@ -75,7 +76,10 @@ class TransferRun:
         progress: Callable[[int], None],
         over: Over,
         verification: TransferVerification | None = None,
+        about: Mapping[str, Any] = NOTHING,
     ) -> None:
+        """``about``: what the trace says of its pieces."""
+        self._about = about
         self._program, self._seq, self._guards = program, seq, guards
         self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
         self._spawn, self._progress, self._tell = spawn, progress, over
@@ -86,11 +90,15 @@ class TransferRun:
         self._run: WireRun | None = None
         self._error: BaseException | None = None
         self._verification = verification
+        if verification is not None and about:
+            verification.about = {**about, "name": "checksum"}
         self._verified = verification is None
         self._peak: Peak | None = None
         self.peak_staging = 0
         #: Seconds of checks before and after the bytes moved.
         self.verify_seconds = 0.0
+        #: Those before alone.
+        self.verify_first = 0.0
 
     def start(self) -> None:
         """Begin. Returns at once."""
@@ -111,7 +119,7 @@ class TransferRun:
             await verification.before()
         except Exception as raised:
             self._fail(raised)
-        self.verify_seconds += time.monotonic() - begun
+        self.verify_first = self.verify_seconds = time.monotonic() - begun
         if self._error is None:
             self._begin()
         else:
@@ -153,7 +161,7 @@ class TransferRun:
             self._submit(job, self._half)
 
     def _submit(self, job: Execution, done: Callable[[BaseException | None], None]) -> None:
-        self._running = self._lane.submit(job, on_progress=self._copied, on_done=done)
+        self._running = self._lane.submit(job, on_progress=self._copied, on_done=done, about=self._about)
         if self._error is not None:
             self._running.abort(self._error)
 
@@ -171,11 +179,16 @@ class TransferRun:
     def _here(self, job: Execution) -> None:
         """Run a short program on the loop, with the thread number after the lane's last."""
         piece = 0
+        tracer = trace.active
         while self._error is None and piece < job.pieces:
+            begun = 0 if tracer is None else time.monotonic_ns()
+            n = 0
             try:
-                job.run(piece, self._lane.threads)
+                n = job.run(piece, self._lane.threads)
             except Exception as raised:  # passed on, as from a lane
                 self._error = raised
+            if tracer is not None:
+                tracer.piece("loop", begun, self._about, piece, n, self._error)
             piece += 1
         self._half(None)
 

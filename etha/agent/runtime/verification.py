@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.agent.protocol.verification import Piece, VerificationBook, VerificationPlan
-from etha.agent.runtime.lane import Lane, Running
+from etha.agent.runtime.lane import NOTHING, Lane, Running
 from etha.memory.revocation import Guard
 from etha.peer.introductions import SUMS_PER_MESSAGE, Sums
 from etha.transport.copy.program import Member
@@ -129,6 +130,8 @@ class TransferVerification:
         self._running: Running | None = None
         self._error: BaseException | None = None
         self._news = asyncio.Event()
+        #: What the trace says of its pieces.
+        self.about: Mapping[str, Any] = NOTHING
 
     async def before(self) -> None:
         """Choose the chunks, and sum what the transfer will overwrite."""
@@ -171,7 +174,7 @@ class TransferVerification:
             over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
             job = _Pass(self._checks, pieces, lambda thread: self._readers.of(thread, self._guards))
             self._readers.enter()
-            self._running = self._readers.lane.submit(job, on_done=over.set_result)
+            self._running = self._readers.lane.submit(job, on_done=over.set_result, about=self.about)
             error = await over
             self._most = max(self._most, self._readers.leave())
             self._running = None

@@ -23,7 +23,7 @@ from etha.agent.protocol.effects import (
     WantLane,
 )
 from etha.agent.protocol.participant import Call, TransferEffect
-from etha.agent.runtime.lane import Lane
+from etha.agent.runtime.lane import NOTHING, Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferRun
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
@@ -36,12 +36,14 @@ from etha.agent.services.offers import Offers
 from etha.agent.services.stragglers import StragglerQueries
 from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfer_records import failed_call, settled_transfer
+from etha.agent.services.transfer_spans import about_batch, about_run, trace_transfer
 from etha.bus.codec import Request
 from etha.bus.messages import Moved, Progress, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError, noted, with_note
 from etha.memory.handles import span_nbytes
 from etha.memory.mapping import DTYPES
 from etha.memory.reach import FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.observe import trace
 from etha.observe.recorder import Recorder
 from etha.peer.introductions import Copied, Sums, UniqueId
 from etha.peer.messages import Message
@@ -249,6 +251,8 @@ class TransferService:
             return
         if program is not None:
             batch.programs[current.source, current.snapshot] = program
+            if trace.active is not None and program.key:
+                trace.active.key(program.key, about_batch(batch))
         self._submit(batch, current, program)
 
     def _submit(
@@ -285,6 +289,7 @@ class TransferService:
             progress=lambda done: self.progress_reporter.went(batch, current, done),
             over=lambda error, touched: self._moved(batch, current, error, touched),
             verification=verification,
+            about=NOTHING if trace.active is None else about_run(batch, current),
         )
         current.submitted = current.started if known else time.monotonic()
         current.run.start()
@@ -333,6 +338,8 @@ class TransferService:
         for pair in batch.pairs:
             self.status_writer.tell(pair, batch.name, fields)
         self._recorder.add(settled_transfer(batch, effect, current, now))
+        if trace.active is not None:
+            trace_transfer(trace.active, batch, effect, current, now)
         # The run and its callbacks form a cycle. It is broken here, so that workers' memory is freed without the
         # collector.
         current.program = current.run = current.progress = None

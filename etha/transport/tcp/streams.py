@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import select
 import socket
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
 from etha.errors import ProtocolError, TransferError
+from etha.observe import trace
 from etha.transport.base import StreamLost
 from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
@@ -81,6 +84,10 @@ _KEEPALIVE = (
 )
 
 
+#: Numbers of streams in the trace.
+_numbers = itertools.count(1)
+
+
 class StreamOwner(Protocol):
     """What streams need of their owner, the data plane of this agent."""
 
@@ -97,6 +104,7 @@ class Stream(ABC):
 
     def __init__(self, conn: socket.socket, peer: str, owner: StreamOwner, name: str) -> None:
         self.peer = peer
+        self.track = f"{name} {peer} {next(_numbers)}"
         self.closed = False
         self.sock, self.owner = conn, owner
         self._chunk: StagingChunk | None = None
@@ -172,30 +180,49 @@ class Stream(ABC):
         poll.register(self.sock, event)
         poll.poll()
 
-    def part(self, run: TcpRun) -> _Part:
-        """Context of this stream's part of a run. An error in it ends the run and the stream."""
-        return _Part(self, run)
+    def part(self, run: TcpRun, lane: int) -> _Part:
+        """Context of this stream's part of a run, one lane of a flow. An error in it ends the run and the stream."""
+        return _Part(self, run, lane)
 
 
 class _Part:
     """A stream's part of a run. Errors in it end the run, and name the peer."""
 
-    def __init__(self, stream: Stream, run: TcpRun) -> None:
-        self._stream, self._tcp_run = stream, run
+    def __init__(self, stream: Stream, run: TcpRun, lane: int) -> None:
+        self._stream, self._tcp_run, self._lane = stream, run, lane
+        self._begun = 0
 
     def __enter__(self) -> None:
-        pass
+        if trace.active is not None:
+            self._begun = time.monotonic_ns()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, Ended):
             error = self._tcp_run.error or error
         elif isinstance(error, OSError):
             error = self._stream.lost(error)
+        if (tracer := trace.active) is not None:
+            self._trace(tracer, error)
         self._stream.leave_chunk()  # before the run can be over, because its bookings are free then
         self._tcp_run.end(self._stream, error)
         if error is not None:
             self._stream.shut()
         return True
+
+    def _trace(self, tracer: trace.Tracer, error: BaseException | None) -> None:
+        stream, run = self._stream, self._tcp_run
+        kind = stream.track.partition(" ")[0]
+        flow = (run.program.sends if kind == "send" else run.program.receives).get(stream.peer)
+        spans = flow.lanes[self._lane] if flow is not None and self._lane < len(flow.lanes) else ()
+        about = {
+            "key": run.label[0].hex(),
+            "seq": run.label[1],
+            "lane": self._lane,
+            "bytes": sum(span.nbytes for span in spans),
+        }
+        if error is not None:
+            about["error"] = f"{type(error).__name__}: {error}"
+        tracer.span(stream.track, kind, self._begun, time.monotonic_ns(), about)
 
 
 log = logging.getLogger(__name__)
@@ -224,7 +251,7 @@ class ReceiveStream(Stream):
     """Receives what its headers announce, run after run."""
 
     def __init__(self, conn: socket.socket, peer: str, registry: RunRegistry, opening: bytes) -> None:
-        super().__init__(conn, peer, registry, "recv")
+        super().__init__(conn, peer, registry, "receive")
         self._registry = registry
         self.opening = opening
 
@@ -241,7 +268,7 @@ class ReceiveStream(Stream):
             run = self._registry.match(self, header)
             if run is None or not run.begin(self):
                 return
-            with self.part(run):
+            with self.part(run, header.lane):
                 self._run(run, self._agree(run, header), header.lane)
             if self.closed:
                 return
@@ -379,7 +406,7 @@ class SendStream(Stream):
             return False
         try:
             if run.begin(self):
-                with self.part(run):
+                with self.part(run, lane):
                     memory, ops = self._pack(run, span)
                     with copy_slot.inside(run.guards, span.owners):
                         copy_slot.run(ops)
@@ -420,7 +447,7 @@ class SendStream(Stream):
         while (job := self._jobs.get()) is not None:
             run, flow, lane = job
             if run.begin(self):
-                with self.part(run):
+                with self.part(run, lane):
                     self._run(run, flow, lane)
             self._done()
             if self.closed:

@@ -1,0 +1,194 @@
+"""A client's calls as spans: in its process's trace (ETHA_TRACE), and in OpenTelemetry.
+
+    init_pair, register_tensors
+    transfer = copy_in | wait | book | compile | move | verify | commit | copy_out
+
+OpenTelemetry is used if the process has set a tracer provider before it makes a client. The parent of a call's span is
+the caller's: the current one of the task, or of the thread that calls the blocking client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from etha.observe import trace
+from etha.observe.trace import Part, Tracer
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+#: The name of Etha's tracer, and the prefix of its spans' attributes.
+SCOPE = "etha"
+
+
+class CallSpans:
+    """The spans of all clients of a process, or of one client."""
+
+    def __init__(self, tracer: Tracer | None, otel: Any) -> None:
+        """``otel``: the module ``opentelemetry.trace``, or None."""
+        self._tracer, self._otel = tracer, otel
+        self._scope = None if otel is None else otel.get_tracer(SCOPE)
+        #: pair -> this worker's (side, rank).
+        self._places: dict[str, tuple[str, int]] = {}
+
+    def joined(self, pair: str, side: str, rank: int) -> None:
+        """This client is ``rank`` of ``side`` in a pair."""
+        self._places[pair] = (side, rank)
+        if self._tracer is not None:
+            places = dict.fromkeys(f"{side} {rank}" for side, rank in self._places.values())
+            self._tracer.note(label=", ".join(places))
+
+    def place(self, pair: str) -> dict[str, Any]:
+        """This client's side and rank in a pair, as arguments of a span."""
+        side, rank = self._places.get(pair, ("", None))
+        return {"side": side, "rank": rank}
+
+    async def watch(self, name: str, work: Awaitable[T], args: Mapping[str, Any]) -> T:
+        """Await ``work`` inside of a span. What it returns or raises tells seq, version, bytes, phases and error."""
+        begun, real = time.monotonic_ns(), time.time_ns()
+        number = 0
+        if self._tracer is not None:
+            number = self._tracer.begin("calls", name, begun, args)
+        result: Any = None
+        error: BaseException | None = None
+        with self._otel_span(name, args) as span:
+            try:
+                result = await work
+                error = getattr(result, "error", None)
+                return result  # type: ignore[no-any-return]
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                ended = time.monotonic_ns()
+                about = {**args, **_outcome(result, error)}
+                parts = _parts(getattr(result if error is None else error, "phases", None), begun, ended)
+                if span is not None:
+                    self._tell_otel(span, about, parts, real - begun, error)
+                    if trace_id := span.get_span_context().trace_id:
+                        about["trace_id"] = f"{trace_id:032x}"
+                if self._tracer is not None:
+                    self._tracer.span("calls", name, begun, ended, about, parts, number)
+
+    def _otel_span(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        if self._scope is None:
+            return nullcontext()
+        found: AbstractContextManager[Any] = self._scope.start_as_current_span(name, attributes=_attributes(args))
+        return found
+
+    def _tell_otel(
+        self, span: Any, about: Mapping[str, Any], parts: Iterable[Part], shift: int, error: BaseException | None
+    ) -> None:
+        if not span.is_recording():
+            return
+        span.set_attributes(_attributes(about))
+        assert self._scope is not None
+        for name, begun, ns in parts:
+            self._scope.start_span(name, start_time=begun + shift).end(end_time=begun + ns + shift)
+        if isinstance(error, asyncio.CancelledError) or (error is not None and _reported(error)):
+            # One that is raised as an Exception is recorded by the context manager.
+            span.record_exception(error)
+            span.set_status(self._otel.Status(self._otel.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+
+
+def _reported(error: BaseException) -> bool:
+    """Whether an error is in a result, and was not raised to here."""
+    return sys.exc_info()[1] is not error
+
+
+def spans_of_process() -> CallSpans | None:
+    """What a new client tells its calls; None if nobody wants to know."""
+    otel = _opentelemetry()
+    return None if trace.active is None and otel is None else CallSpans(trace.active, otel)
+
+
+def _opentelemetry() -> Any:
+    """The module ``opentelemetry.trace``, if this process has set a tracer provider; else None.
+
+    Whoever has set one has imported it. Others may have as well, such as torch, so that alone says nothing.
+    """
+    otel = sys.modules.get("opentelemetry.trace")
+    if otel is None or isinstance(otel.get_tracer_provider(), (otel.ProxyTracerProvider, otel.NoOpTracerProvider)):
+        return None
+    return otel
+
+
+class Watched(Protocol):
+    """A client."""
+
+    _spans: CallSpans | None
+
+
+S = TypeVar("S", bound=Watched)
+
+
+def watched(
+    what: str,
+) -> Callable[
+    [Callable[Concatenate[S, P], Coroutine[Any, Any, T]]], Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
+]:
+    """A client's method whose calls are spans of the method's name. Its first argument is ``what``: "pair", "batch"."""
+
+    def decorate(
+        method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(method)
+        async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._spans is None:
+                return await method(self, *args, **kwargs)
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            about = {what: first if isinstance(first, str) else str(type(first).__name__)}
+            return await self._spans.watch(method.__name__, method(self, *args, **kwargs), about)
+
+        return call
+
+    return decorate
+
+
+def _outcome(result: Any, error: BaseException | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if error is not None:
+        found["error"] = f"{getattr(error, 'code', type(error).__name__)}: {error}"[:2000]
+        if (outcome := getattr(error, "outcome", None)) is not None:
+            found["outcome"] = outcome
+    elif (seq := getattr(result, "seq", None)) is not None:
+        found |= {"seq": seq, "version": result.version, "bytes": result.bytes}
+    elif (epoch := getattr(result, "epoch", None)) is not None:
+        found["epoch"] = epoch
+    return found
+
+
+def _parts(phases: Iterable[tuple[str, float]] | None, begun: int, ended: int) -> list[Part]:
+    """The phases of a call one after the other. The way to the agent and back, which is in none, is halved.
+
+    The agent's own spans (``transfers``) have the moments themselves.
+    """
+    if phases is None:
+        return []
+    spans = [(name, round(seconds * 1e9)) for name, seconds in phases]
+    way = max(0, ended - begun - sum(ns for _, ns in spans)) // 2
+    parts, at = [], begun
+    for name, ns in spans:
+        if name == "copy_out":
+            at = max(at, ended - ns)
+        if ns:
+            parts.append((name, at, ns))
+        at += ns
+        if name == "copy_in":
+            at += way
+    return parts
+
+
+def _attributes(about: Mapping[str, Any]) -> dict[str, Any]:
+    """As OpenTelemetry takes them: no None, and plain values."""
+    return {
+        f"{SCOPE}.{name}": value if isinstance(value, str | bool | int | float) else str(value)
+        for name, value in about.items()
+        if value is not None
+    }

@@ -1,0 +1,123 @@
+"""ETHA_TRACE of two jobs, merged by ``etha trace`` and read by Perfetto's own trace processor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import etha
+from tests.flow.jobs import Job
+from tests.flow.sites import Site, open_site, stop_all
+from tests.flow.trace.perfetto import SPANS, Query, args_of, queries
+from tests.flow.ways import Way
+
+PATIENCE = 90.0
+VERSIONS = 3
+ROWS, COLUMNS = 512, 1024
+
+
+def work(side: str, rank: int, pair: str, options: dict[str, Any]) -> list[Any]:
+    """A rank of either side: every transfer's (seq, bytes, seconds, phases)."""
+    found = []
+    with etha.TensorBusClient(timeout=PATIENCE) as client:
+        other = "inference" if side == "trainer" else "trainer"
+        client.init_pair(pair, side, other, 2, (2,), rank=rank)
+        dim = 0 if side == "trainer" else 1
+        shape = [ROWS, COLUMNS]
+        shape[dim] //= 2
+        tensor = torch.full(shape, float(side == "trainer"))
+        handle = client.register_tensors(
+            "b", {"w": tensor}, pair_name=pair, placements={"w": [Shard(dim)]}, shapes={"w": (ROWS, COLUMNS)}, **options
+        )
+        for version in range(VERSIONS):
+            if side == "trainer":
+                result = handle.transfer("send", version=version)
+            else:
+                result = handle.transfer("recv")
+                assert bool((tensor == 1).all())
+            found.append((result.seq, result.bytes, result.seconds, dict(result.phases)))
+    return found
+
+
+@contextlib.contextmanager
+def recorded(
+    way: Way, pair: str, **options: Any
+) -> Iterator[tuple[Site, list[Path], dict[tuple[str, int], list[Any]]]]:
+    """Two ranks a side, each host's trace in a directory of its own; the results by (side, rank)."""
+    with open_site(way) as site:
+
+        def env(side: str, rank: int) -> dict[str, str]:
+            place = site.way.place(side, rank)
+            return {**site.at(place), "ETHA_TRACE": str(site.directory / f"trace-{place}")}
+
+        with Job(env) as job:
+            members = [(side, rank) for side in ("trainer", "inference") for rank in range(2)]
+            workers = [job.start(work, *member, pair, options, at=member) for member in members]
+            results = dict(zip(members, job.results(workers, PATIENCE), strict=True))
+        stop_all(str(site.directory))  # agents write the rest when they leave
+        yield site, sorted(site.directory.glob("trace-*")), results
+
+
+def merged(directories: list[Path], output: Path) -> str:
+    """What ``etha trace`` prints."""
+    command = [sys.executable, "-m", "etha", "trace", *map(str, directories), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def check_phases(query: Query, results: dict[tuple[str, int], list[Any]]) -> None:
+    """Each worker's calls have its results' phases, to the microsecond."""
+    for (side, rank), expected in results.items():
+        calls = query(
+            f"{SPANS} where slice.name = 'transfer' and process.name glob '*worker {side} {rank} *' order by ts"
+        )
+        assert [int(args_of(query, call)["seq"]) for call in calls] == [seq for seq, *_ in expected]
+        for call, (_, nbytes, _, phases) in zip(calls, expected, strict=True):
+            assert int(args_of(query, call)["bytes"]) == nbytes
+            parts = query(f"select name, sum(dur) as ns from slice where parent_id = {call['id']} group by name")
+            found = {part["name"]: part["ns"] / 1e9 for part in parts}
+            assert found == pytest.approx({name: s for name, s in phases.items() if round(s * 1e9)}, abs=1e-6)
+            assert call["track"] == "calls"
+
+
+@pytest.mark.needs("node")
+def test_two_hosts_are_one_trace_in_perfetto(tmp_path: Path) -> None:
+    with recorded(Way.TCP, "traced", atomic=True, verify="full") as (_, directories, results):
+        assert len(directories) == 2
+        printed = merged(directories, tmp_path / "trace.json")
+    assert "2 hosts (host-a, host-b), 4 workers, 2 agents, 3 transfers" in printed
+    assert "ui.perfetto.dev" in printed
+    with queries(tmp_path / "trace.json") as query:
+        check_phases(query, results)
+        tracks = {(row["process"].split(" (")[0], row["track"]) for row in query(SPANS)}
+        assert {(f"host-{host}: agent cpu", "transfers") for host in "ab"} <= tracks
+        assert any(process == "host-a: agent cpu" and track.startswith("send host-b cpu") for process, track in tracks)
+        assert any(track.startswith("lane ") for _, track in tracks)
+        # An arrow from each send to its receive.
+        arrows = query(
+            "select o.name as source, i.name as target, o.arg_set_id as oargs, i.arg_set_id as iargs from flow "
+            "join slice o on flow.slice_out = o.id join slice i on flow.slice_in = i.id where o.name = 'send'"
+        )
+        assert {(row["source"], row["target"]) for row in arrows} == {("send", "receive")}
+        sends = query(f"{SPANS} where slice.name = 'send'")
+        assert len(arrows) == len(sends) >= VERSIONS
+        assert {args_of(query, send)["batch"] for send in sends} == {"b"}
+        assert sum(int(args_of(query, send)["bytes"]) for send in sends) == VERSIONS * ROWS * COLUMNS * 4
+
+
+def test_a_trace_of_one_host_needs_no_program(tmp_path: Path) -> None:
+    with recorded(Way.LOCAL, "alone") as (_, directories, _):
+        merged(directories, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"init_pair", "register_tensors", "transfer", "move", "copy"} <= names
