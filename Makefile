@@ -20,7 +20,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
 
-.PHONY: install demo check test test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
+.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
 
 install: $(STAMP)
 
@@ -40,30 +40,41 @@ lint: install
 	$(BIN)/mypy etha tests
 	$(BIN)/codespell . .ci .github
 
-# The contributor's loop, under a minute on two idle cores: the fast tests, and a tenth of the random examples.
-check: lint
+# The contributor's loop, under a minute on two idle cores: the fast tests with a tenth of the random examples, and format,
+# lint, types and spelling beside them.
+check: install
 	@$(PRIVATE) export OMP_NUM_THREADS=1; \
-	$(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --dist loadfile --hypothesis-profile dev \
+	$(MAKE) --no-print-directory lint >"$$tmp/lint" 2>&1 & lint=$$!; \
+	trap 'kill $$lint 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
+	tests=0; $(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --dist loadfile --hypothesis-profile dev \
 		-m "not slow and not proof and not faults and not chaos and not soak and not families" \
-		tests/test_*.py tests/unit $(PYTEST)
+		tests/test_*.py tests/unit $(PYTEST) || tests=$$?; \
+	wait $$lint || { cat "$$tmp/lint"; exit 1; }; exit $$tests
 
-# Sides on one agent, on two hosts and on three; `make ways` has the flow tests on two agents of one host, too. What
-# starts no jobs runs beside them, in the time that they leave: they wait for processes more than they compute, and
-# some say within how long. (5: no test was selected here.) JOBS and PURE: processes of pytest for each of the two, which
-# take file after file; 0 is none beside the one that reports. JOBS=3 PURE=2 takes two thirds of the time on two cores, but then
-# tests of faults that say within how long somebody hears of a death may be too late.
+# $(1): which tests. What starts no jobs runs beside the stories of jobs, in the time that they leave: they wait for
+# processes more than they compute. (5: no test was selected here.) JOBS and PURE: processes of pytest for each of the
+# two, which take file after file; 0 is none beside the one that reports.
 JOBS ?= 0
 PURE ?= 0
+define TEST
+run="$(BIN)/python -m pytest -p no:cacheprovider --dist loadfile -m"; \
+select="not proof and not faults and not chaos and not soak and $(1)"; \
+nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults --numprocesses $(PURE) $(PYTEST) \
+	>"$$tmp/pure" 2>&1 & pure=$$!; \
+trap 'kill $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
+jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three --numprocesses $(JOBS) $(PYTEST) || jobs=$$?; \
+rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
+[ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
+endef
+
+# Every kind of story, each in the way that says most: sides on one agent, on two hosts or on three.
 test: lint
-	@$(PRIVATE) \
-	run="$(BIN)/python -m pytest -p no:cacheprovider --dist loadfile -m"; \
-	select="not proof and not faults and not chaos and not soak"; \
-	nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults --numprocesses $(PURE) $(PYTEST) \
-		>"$$tmp/pure" 2>&1 & pure=$$!; \
-	trap 'kill $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
-	jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three --numprocesses $(JOBS) $(PYTEST) || jobs=$$?; \
-	rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
-	[ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
+	@$(PRIVATE) $(call TEST,not more)
+
+# The further variants of what `make test` has: the other ways, and other moments of the same fault. `make ways` has the
+# flow tests on two agents of one host, too.
+test-more: install
+	@$(PRIVATE) $(call TEST,more)
 
 # What `make test` skipped on a machine without these programs (a list with commas: make test-tools NEEDING=ip,nft).
 NEEDING ?= redis-server,ip,nft,node,openssl,unshare
@@ -80,7 +91,7 @@ coverage: install
 	run="$(BIN)/python -m coverage run -m pytest -p no:cacheprovider -q --timeout 600"; \
 	select="not proof and not faults and not chaos and not soak and not families"; \
 	$$run --hypothesis-profile dev -m "$$select and not slow" tests/unit $(PYTEST) && \
-	$$run -m "$$select" --ways local,tcp $(COVERED) $(PYTEST) || exit 1; \
+	$$run -m "$$select" --ways local,tcp --cold $(COVERED) $(PYTEST) || exit 1; \
 	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report
 
 ways: install
@@ -97,12 +108,16 @@ fuzz: install
 	@$(PRIVATE) ETHA_FUZZ_MESSAGES=$${ETHA_FUZZ_MESSAGES:-1000000} $(BIN)/python -m pytest tests/fuzz $(PYTEST)
 
 # The tables of docs/recovery.md, cell by cell: what clients do to themselves once, SIGKILL and SIGTERM five times, SIGSTOP
-# twice; the suite has half of the first and SIGKILL once.
+# twice; the suite has half of the first and SIGKILL once. Then the other stories of deaths. Here the seconds count that
+# the tables promise.
+DEATHS := $(patsubst %,tests/flow/%.py,losses/test_lives losses/test_peers_lost clients/test_bus_lives transfers/test_fan_out)
 faults: install
-	@$(PRIVATE) $(BIN)/python -m pytest tests/faults/test_clients.py $(PYTEST) || exit 1; \
+	@$(PRIVATE) export PYTEST_ADDOPTS="$$PYTEST_ADDOPTS --seconds"; \
+	$(BIN)/python -m pytest tests/faults/test_clients.py $(PYTEST) || exit 1; \
 	for signals in "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" "KILL or TERM" STOP STOP; do \
 		$(BIN)/python -m pytest tests/faults/test_matrix.py -k "$$signals" $(PYTEST) || exit 1; \
-	done
+	done; \
+	$(BIN)/python -m pytest $(DEATHS) -m "not proof" --ways local,tcp,three $(PYTEST)
 
 # 2,100 transfers over three ways, atomic and not, some 315 of them disturbed: cancelled, out of time, a client or an
 # agent gone. ETHA_CHAOS_TURNS=2000 has 12,000.

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import seconds
+
 if importlib.util.find_spec("hypothesis"):  # the environments of `make gpu` and `make test-vllm` have none
     from tests import examples
 
@@ -41,11 +43,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "three (three hosts, for the tests that ask for it)",
     )
     parser.addoption("--needing", default="", help="only tests that need one of these programs, separated by commas")
+    parser.addoption(
+        "--seconds", action="store_true", help="bounds in seconds hold to the letter: see tests/seconds.py"
+    )
+    parser.addoption("--cold", action="store_true", help="agents are not forked but load torch anew, as a user's do")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    seconds.exact = config.getoption("seconds")
     config.addinivalue_line(
-        "markers", "ways(*names, reason=None): run in these ways only; without it in local, tcp and host"
+        "markers",
+        "ways(*names, each=False, reason=None): run in these ways only; without it in local, tcp and host. All but the "
+        "first are marked more, unless each=True",
     )
     config.addinivalue_line("markers", "needs(*programs): skipped where one of these programs is not on the path")
 

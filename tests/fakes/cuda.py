@@ -509,7 +509,7 @@ class FakeDriver(Driver):
         if recorded.process is not None:
             raise self._broken(f"event {event:#x} is another process's: only that one records it here")
         number = recorded.recordings.begin()
-        on.put(lambda: recorded.recordings.finish(number))
+        on.put(lambda: None, tell=lambda: recorded.recordings.finish(number))
 
     def wait(self, stream: int, event: int) -> None:
         self._begin("wait")

@@ -71,14 +71,15 @@ class Stream:
     def __init__(self, handle: int, uuid: str, failed: Callable[[int, BaseException], None]) -> None:
         self.handle, self.uuid, self._failed = handle, uuid, failed
         self._changed = threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[Callable[[], None], Callable[[], None] | None]] = deque()
         self._thread: threading.Thread | None = None
         self._held = self._busy = self._ended = self.stopping = False
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], None], tell: Callable[[], None] | None = None) -> None:
+        """``tell`` tells others that the piece is done: whoever has heard it finds the piece pending no more."""
         with self._changed:
             assert not self._ended, f"stream {self.handle:#x} is used after drop_stream"
-            self._queue.append(work)
+            self._queue.append((work, tell))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"fake-stream-{self.handle:#x}", daemon=True)
                 self._thread.start()
@@ -123,9 +124,13 @@ class Stream:
                 self._changed.wait_for(lambda: (self._queue and not self._held) or (self._ended and not self._queue))
                 if not self._queue:
                     return
-                work, self._busy = self._queue.popleft(), True
+                (work, tell), self._busy = self._queue.popleft(), True
             try:
                 work()
             except BaseException as error:
                 self._failed(self.handle, error)
-            del work
+            if tell is not None:
+                with self._changed:
+                    self._busy = False
+                    tell()
+            del work, tell

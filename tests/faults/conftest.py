@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.flow.conftest import agents
 from tests.flow.sites import environment
 from tests.flow.ways import Way
 
 from .cast import Cast
+
+__all__ = ["agents"]
 
 
 class Theatre:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from tests.flow.jobs import Worker, wait_gone
 from tests.flow.puppets import Failure
+from tests.seconds import within
 
 from . import acts
 from .agents import ask
@@ -152,7 +153,7 @@ class Play:
 
     def in_time(self, member: Member, at: float) -> None:
         seconds = at - self.struck
-        assert seconds < self.cell.within, f"{member}: {seconds:.2f} s"
+        assert seconds < within(self.cell.within), f"{member}: {seconds:.2f} s"
 
     def names_the_victim(self, failure: Failure) -> None:
         """A lost peer is named by side and rank, with what to do."""
@@ -161,6 +162,7 @@ class Play:
         assert "init_pair" in failure.text and self.cast.name in failure.text, failure.text
         if self.cell.signal != "STOP":
             assert self.cell.side in failure.text, failure.text
+            assert "missed" not in failure.text, f"a death ends a connection, nobody waits for beats: {failure.text}"
 
     # ---- afterwards ---------------------------------------------------------------------------
 

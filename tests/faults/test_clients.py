@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.flow.sites import environment
+from tests.seconds import within
 
 from .clients import ClientCell, Company, cells, matches, parse
 from .table import DOCUMENT
@@ -51,7 +52,7 @@ def test_cell(companies: Companies, cell: ClientCell) -> None:
         assert matches(cell.own, ended.own), ended
         assert matches(cell.target, ended.target), ended
         assert matches(cell.other, ended.other), ended
-        assert ended.seconds < cell.within, ended
+        assert ended.seconds < within(cell.within), ended
     except BaseException:
         companies.dismiss()
         raise

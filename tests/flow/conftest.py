@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.flow import nursery
 from tests.flow.jobs import Job
 from tests.flow.puppets import Stage
 from tests.flow.sites import Commons, Site, private_directory
@@ -18,10 +19,15 @@ from tests.flow.ways import WAYS, Way
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test whose fixtures depend on ``way`` runs once in each."""
+    """A test whose fixtures depend on ``way`` runs once in each: in `make test` in the first of them, or in all of
+    them where the way is what the test is about.
+    """
     if "way" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("ways")
-        metafunc.parametrize("way", [Way(name) for name in marker.args] if marker else WAYS, ids=str)
+        ways = [Way(name) for name in marker.args] if marker else list(WAYS)
+        kept = ways if marker and marker.kwargs.get("each") else ways[:1]
+        found = [pytest.param(way, id=str(way), marks=() if way in kept else pytest.mark.more) for way in ways]
+        metafunc.parametrize("way", found)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,6 +49,24 @@ def forget_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def agents(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Agents are forked from a process that has torch loaded; ``--cold``: each loads it anew."""
+    if request.config.getoption("cold") or nursery.address() is not None:
+        yield
+    else:
+        nursery.open_nursery()
+        yield
+        nursery.close_nursery()
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Agents of this test start as a user's do."""
+    with nursery.cold():
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ the worker's traceback). Workers talk to the test through ``tell`` and ``wait_fo
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import multiprocessing.connection
 import os
 import signal
@@ -22,16 +21,25 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-        "etha.client.sync",
-        "etha.redistribute",
-    ]
+from tests.flow import nursery
+from tests.processes import CONTEXT, preload
+
+preload(
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "etha.agent.__main__",
+    "etha.client.sync",
+    "etha.redistribute",
+    "pytest_asyncio",
+    "redis.asyncio",
+    "rich.console",
+    "typer",
+    # What imports no test; the rest of this folder is loaded with it.
+    "tests.flow.conftest",
+    "tests.flow.sides",
+    "tests.fakes.cuda",
 )
 
 _link: Any = None
@@ -54,9 +62,12 @@ def wait_for(word: str) -> Any:
             return value
 
 
-def _main(link: Any, env: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def _main(
+    link: Any, env: dict[str, str], agents: str | None, function: Callable[..., Any], args: Any, kwargs: Any
+) -> None:
     global _link
     _link = link
+    nursery.use(agents)
     for name in [name for name in os.environ if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE")]:
         del os.environ[name]
     os.environ.update(env)
@@ -81,7 +92,8 @@ class Worker:
     def __init__(self, env: dict[str, str], function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.name = f"{function.__name__}{args}{kwargs}"
         self._link, child = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_main, args=(child, env, function, args, kwargs), daemon=True)
+        work = (child, env, nursery.address(), function, args, kwargs)
+        self._process = CONTEXT.Process(target=_main, args=work, daemon=True)
         self._process.start()
         child.close()
         self.pid = self._process.pid
@@ -89,7 +101,7 @@ class Worker:
         self._end: tuple[str, Any, Any] | None = None
 
     def _next(self, timeout: float) -> None:
-        ready = mp.connection.wait([self._link, self._process.sentinel], timeout)
+        ready = multiprocessing.connection.wait([self._link, self._process.sentinel], timeout)
         if not ready:
             raise TimeoutError(f"{self.name} said nothing for {timeout} s; so far {self._told}")
         if self._link in ready:
@@ -217,7 +229,7 @@ def wait_gone(pid: int, timeout: float = 20.0) -> None:
     except ProcessLookupError:
         return
     try:
-        if not mp.connection.wait([fd], timeout):
+        if not multiprocessing.connection.wait([fd], timeout):
             raise TimeoutError(f"process {pid} is still there after {timeout} s")
     finally:
         os.close(fd)

@@ -35,6 +35,8 @@ def started_in(directory: str) -> dict[int, str]:
             environment = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
+        if "multiprocessing.forkserver" in command:  # it names all that it loads
+            continue
         daemon = "etha.agent" in command or "etha_agent" in command or "supervisor" in command or "-server" in command
         if daemon and (directory in command or any(line.startswith(mark) for line in environment)):
             found[int(entry.name)] = command

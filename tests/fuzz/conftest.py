@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.flow.conftest import commons, forget_environment, pytest_generate_tests, served
+from tests.flow.conftest import agents, commons, forget_environment, pytest_generate_tests, served
 
 from . import trial
 
-__all__ = ["commons", "forget_environment", "pytest_generate_tests", "served"]
+__all__ = ["agents", "commons", "forget_environment", "pytest_generate_tests", "served"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

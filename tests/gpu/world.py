@@ -36,7 +36,8 @@ class Spawned(Worker):
     ) -> None:
         self.name = f"{function.__name__}{args}{kwargs}"
         self._link, child = SPAWN.Pipe()
-        self._process: Any = SPAWN.Process(target=_main, args=(child, dict(env), function, args, kwargs), daemon=daemon)
+        work = (child, dict(env), None, function, args, kwargs)
+        self._process: Any = SPAWN.Process(target=_main, args=work, daemon=daemon)
         with environment(env):
             self._process.start()
         child.close()

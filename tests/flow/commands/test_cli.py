@@ -25,6 +25,7 @@ from etha.cli import main
 from etha.config import ENVIRONMENT, Settings
 from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
+from tests.flow.commands.running import agent, etha
 from tests.flow.sites import Site, started_in
 
 COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "demo", "doctor")
@@ -39,20 +40,9 @@ def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def etha(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``etha WORDS`` with ``variables`` in its environment."""
-    return subprocess.run(
-        [sys.executable, "-c", "from etha.cli import main; main()", *words],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**os.environ, "COLUMNS": "200", **variables},
-    )
-
-
 @contextmanager
-def agent(*words: str) -> Iterator[subprocess.Popen[str]]:
-    """``etha agent`` in the foreground, once it serves."""
+def fresh_agent(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """``etha agent`` as a person starts it, in the foreground, once it serves."""
     command = [sys.executable, "-c", "from etha.cli import main; main()", "agent", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -92,7 +82,7 @@ def test_status_without_an_agent_says_so_and_starts_nothing(runtime: Path) -> No
 
 
 def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: Path) -> None:
-    with agent() as process:
+    with fresh_agent() as process:
         found = json.loads(etha("status", "--json").stdout)
         assert set(found) == {"agent", "pairs", "batches"}
         assert found["agent"]["pid"] == process.pid
@@ -284,11 +274,11 @@ def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path)
     events: list[dict[str, Any]] = []
     with watching() as lines:
         assert next(lines) == {"agent": None, "pairs": [], "batches": [], "events": []}
-        with agent() as process:
+        with agent() as pid:
             form("weights")
             for line in lines:
                 if line["agent"] is not None:
-                    assert line["agent"]["pid"] == process.pid
+                    assert line["agent"]["pid"] == pid
                     assert all(worker["pid"] == os.getpid() for worker in line["agent"]["workers"])
                 events += line["events"]
                 if [event["kind"] for event in events].count("left") == 2:

@@ -19,7 +19,7 @@ from etha.doctor.finding import Noteworthy, found
 from etha.peer.ports import Ports
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
-from tests.flow.commands.test_cli import etha
+from tests.flow.commands.running import etha
 from tests.unit.store.server import Server, fresh_namespace, served
 
 FAR = "another-host"

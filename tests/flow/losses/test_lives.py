@@ -15,6 +15,7 @@ from tests.flow.acts import die_half_way, init, is_old, lost, recv, register, re
 from tests.flow.jobs import tell, wait_gone
 from tests.flow.puppets import Puppet, Stage, together
 from tests.flow.ways import Way
+from tests.seconds import within
 
 #: Seconds within which everybody has heard of a death.
 SOON = 1.0
@@ -24,7 +25,7 @@ def check(failed: Any, killed: float, who: str) -> None:
     """``failed`` is the loss of ``who``, heard in time."""
     assert (failed.kind, failed.code, failed.reason) == ("PeerLostError", "peer_lost", "died"), failed
     assert who in failed.text, failed
-    assert failed.at - killed < SOON, f"heard after {failed.at - killed:.2f} s"
+    assert failed.at - killed < within(SOON), f"heard after {failed.at - killed:.2f} s"
 
 
 def meet(puppets: list[Puppet]) -> None:
@@ -54,7 +55,7 @@ def test_killed_while_idle_the_next_call_of_the_others_says_who(stage: Stage) ->
     killed = trainers[1].kill()
     for puppet in (trainers[0], inference):
         reason, at = puppet.do(lost)
-        assert reason == "died" and at - killed < SOON
+        assert reason == "died" and at - killed < within(SOON)
     check(trainers[0].begin(send, 1).fails(), time.monotonic(), "trainer rank 1")
     check(inference.begin(recv).fails(), time.monotonic(), "trainer rank 1")
 
@@ -135,7 +136,7 @@ def test_the_agent_is_killed_and_all_works_again_after_init_pair_and_register(ro
     failed = trainer.fails()
     if way == "local":
         assert (failed.kind, failed.code, failed.data["outcome"]) == ("AgentLostError", "agent_lost", "unknown")
-        assert failed.at - killed < SOON
+        assert failed.at - killed < within(SOON)
     else:  # the other side's agent
         check(failed, killed, "inference rank 0")
         assert failed.data["outcome"] == "withdrawn"

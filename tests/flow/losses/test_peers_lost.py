@@ -19,6 +19,7 @@ from tests.flow.puppets import Stage, together
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
+from tests.seconds import within
 
 #: Seconds within which all have heard of a dead agent; survivors ask each other for up to one of them.
 SOON = 2.5
@@ -72,6 +73,7 @@ def check(sides: Sides, victim: Member, found: dict[Member, Any], outcome: str) 
             assert isinstance(error, PeerLostError), (member, error)
             assert error.reason == "died" and error.outcome == outcome, (member, error)
             assert re.search(rf"{victim[0]} ranks? {victim[1]}", error.message), error.message
+            assert "missed" not in error.message, "a death ends a connection; nobody waits for beats"
             assert sides.pair in error.message and "call init_pair and register_tensors again" in error.message
 
 
@@ -91,7 +93,7 @@ async def test_an_agent_killed_while_calls_wait(rough: Site, pair: str, victim: 
         killed = time.monotonic()
         os.kill(await agent_of(sides, (victim, 0)), signal.SIGKILL)
         found = await asyncio.gather(*waiting.values(), return_exceptions=True)
-        assert time.monotonic() - killed < SOON
+        assert time.monotonic() - killed < within(SOON)
         check(sides, (victim, 0), dict(zip(waiting, found, strict=True)), "withdrawn")
         for formed in sides.pairs.values():
             assert await formed.lost == "died"
@@ -119,7 +121,7 @@ async def test_an_agent_killed_while_bytes_move(rough: Site, pair: str, victim: 
 
             found = await sides.move(handles, progress=kill)
             assert killed, "nobody has seen the transfer half done"
-            assert time.monotonic() - killed[0] < SOON
+            assert time.monotonic() - killed[0] < within(SOON)
             check(sides, (victim, 0), found, "aborted")
             for member, error in found.items():
                 if isinstance(error, PeerLostError):
@@ -148,7 +150,7 @@ def test_a_worker_killed_half_way_and_launched_again(stage: Stage, victim: str) 
         failed = puppet.fails()
         assert (failed.kind, failed.reason, failed.data["outcome"]) == ("PeerLostError", "died", "aborted"), failed
         assert f"{victim} rank 1" in failed.text
-        assert failed.at - killed < SOON
+        assert failed.at - killed < within(SOON)
         assert puppet not in sides["inference"] or puppet.do(is_old)
     sides[victim][1] = stage.puppet(victim, 1, 2)
     everybody = [puppet for puppets in sides.values() for puppet in puppets]

@@ -34,6 +34,7 @@ from etha.plan import Layout, TensorSpec, build_plan
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Program
 from tests.flow.memory.on_lane import LaneTransport
+from tests.processes import CONTEXT
 
 
 def held(pipe: Connection) -> None:
@@ -69,7 +70,7 @@ class Child:
 
     def __init__(self) -> None:
         self.pipe, there = mp.Pipe()
-        self.process = mp.get_context("forkserver").Process(target=held, args=(there,), daemon=True)
+        self.process = CONTEXT.Process(target=held, args=(there,), daemon=True)
         self.process.start()
         there.close()
         assert self.process.pid is not None
@@ -112,7 +113,6 @@ def children() -> Iterator[Callable[[], Child]]:
         found.append(Child())
         return found[-1]
 
-    mp.get_context("forkserver").set_forkserver_preload([__name__])
     yield start
     for child in found:
         child.close()
@@ -276,7 +276,7 @@ def test_a_frozen_agent_inside_a_piece_is_seen_and_locked_out_when_it_thaws() ->
     word = page.open()
     here, there = mp.Pipe()
     fd = f"/proc/{os.getpid()}/fd/{page.fd}"
-    agent = mp.get_context("forkserver").Process(target=frozen_inside, args=(there, fd, word), daemon=True)
+    agent = CONTEXT.Process(target=frozen_inside, args=(there, fd, word), daemon=True)
     agent.start()
     assert here.recv() is True
     assert agent.pid is not None

@@ -31,6 +31,7 @@ from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
+from tests.processes import CONTEXT
 from tests.unit.transport.agents import Gate
 
 TOKEN = b"a token of this test, forty bytes long .."
@@ -115,7 +116,7 @@ class Far:
 
     def __init__(self, to: int) -> None:
         self.pipe, there = mp.Pipe()
-        self.process = mp.get_context("forkserver").Process(target=far, args=(there, to), daemon=True)
+        self.process = CONTEXT.Process(target=far, args=(there, to), daemon=True)
         self.process.start()
         there.close()
         self.port = self.pipe.recv()
@@ -135,7 +136,6 @@ class Far:
 @asynccontextmanager
 async def joined(to: int) -> AsyncIterator[tuple[End, Far]]:
     """Both agents, with streams both ways."""
-    mp.get_context("forkserver").set_forkserver_preload([__name__])
     other = Far(to)
     near = End("near", to)
     try:

@@ -23,11 +23,12 @@ from tests.flow.puppets import Stage, together
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Commons, Site
 from tests.flow.truth import cut, stale, whole
+from tests.seconds import within
 
 pytestmark = pytest.mark.timeout(240)
 
 LARGE = (4096, 4096)
-#: Seconds within which all have heard of a dead worker or agent, and as much again for a busy machine.
+#: Seconds within which all have heard of a dead worker or agent; five agents share this machine.
 SOON = 2 * 1.0
 
 
@@ -207,7 +208,7 @@ async def test_a_relay_agent_killed_in_between(rough: Site, pair: str, place: in
         assert killed, "nobody has seen the transfer half done"
         for member, error in answers.items():
             assert isinstance(error, EthaError), (member, error)
-            assert heard[member] - killed[0] < SOON, (member, heard[member] - killed[0])
+            assert heard[member] - killed[0] < within(SOON), (member, heard[member] - killed[0])
             if member == ("inference", victim):
                 assert isinstance(error, AgentLostError), error
                 continue
@@ -275,7 +276,7 @@ def test_a_worker_of_a_relay_killed_in_between_and_launched_again(stage: Stage, 
         failed = puppet.fails()
         assert (failed.kind, failed.reason, failed.data["outcome"]) == ("PeerLostError", "died", "aborted"), failed
         assert f"inference rank {victim}" in failed.text
-        assert failed.at - killed < SOON
+        assert failed.at - killed < within(SOON)
     for puppet in sides["inference"]:
         puppet.kill()
     fresh = stage.side("inference", 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,9 +17,10 @@ import torch
 from etha.cuda.driver import DeviceError, Unexportable
 from etha.cuda.select import driver, install_driver, installed_driver
 from tests.fakes.cuda import GPU0, GPU1, SEGMENT, Broken, FakeDriver
+from tests.fakes.queues import Recordings
+from tests.processes import CONTEXT, preload
 
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["tests.fakes.cuda"])
+preload("tests.fakes.cuda")
 
 
 @pytest.fixture
@@ -61,6 +61,26 @@ def test_a_held_stream_has_not_run_and_a_released_one_runs_in_order(gpu: FakeDri
     gpu.drop_stream(stream)
     gpu.free(a)
     gpu.free(b)
+
+
+def test_whoever_has_waited_for_an_event_finds_nothing_pending(
+    gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the stream goes on after it has told that the event is done."""
+    asked, finish = threading.Event(), Recordings.finish
+
+    def tell(recordings: Recordings, number: int) -> None:
+        finish(recordings, number)
+        asked.wait(0.2)
+
+    monkeypatch.setattr(Recordings, "finish", tell)
+    stream, event = gpu.stream(GPU0), gpu.event(GPU0)
+    gpu.record(event, stream)
+    gpu.synchronize(event)
+    assert gpu.pending(stream) == 0
+    asked.set()
+    gpu.drop_event(event)
+    gpu.drop_stream(stream)
 
 
 def test_an_event_is_its_newest_recording_and_done_before_the_first(gpu: FakeDriver) -> None:
@@ -331,8 +351,8 @@ def _exporter(pipe: Connection) -> None:
 
 @pytest.fixture
 def exporter() -> Iterator[tuple[BaseProcess, Callable[[str], list[str]], bytes, bytes]]:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_exporter, args=(theirs,))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_exporter, args=(theirs,))
     process.start()
     theirs.close()
     memory, event = ours.recv()

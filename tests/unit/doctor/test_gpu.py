@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +18,9 @@ from etha.doctor import gpu as doctor
 from etha.doctor.examination import CHECKS
 from etha.errors import ConfigError
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
+from tests.processes import CONTEXT, preload
+
+preload("tests.fakes.cuda", "etha.doctor.gpu")
 
 
 @pytest.fixture
@@ -37,9 +39,7 @@ class Nccl:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install_nccl(Nccl())  # type: ignore[arg-type]
     # A child that is forked from a server which has torch already; the doctor's own loads it anew, for seconds.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fakes.cuda", "etha.doctor.gpu"])
-    monkeypatch.setattr(doctor, "_CONTEXT", context)
+    monkeypatch.setattr(doctor, "_CONTEXT", CONTEXT)
     yield
     install_nccl(None)
 

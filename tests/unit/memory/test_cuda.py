@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -22,9 +21,9 @@ from etha.memory.cuda import Exports, Mappings, Signals, Waits
 from etha.memory.process import start_time
 from etha.memory.signals import MOST_EVENTS
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
+from tests.processes import CONTEXT, preload
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.fakes.cuda", "etha.memory.cuda"])
+preload("tests.fakes.cuda", "etha.memory.cuda")
 
 
 @pytest.fixture
@@ -127,8 +126,8 @@ class Worker:
     """The other process; ``headers`` of its two tensors."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = PROCESSES.Pipe()
-        self.process: BaseProcess = PROCESSES.Process(target=_worker, args=(theirs,))
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process: BaseProcess = CONTEXT.Process(target=_worker, args=(theirs,))
         self.process.start()
         theirs.close()
         self.headers: list[dict[str, Any]] = self._pipe.recv()
