@@ -7,6 +7,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN = 60.0
 #: Seconds that a status report waits for Redis. Then it shows what this agent knows, marked as stale.
 PATIENCE = 1.0
+#: Most seconds that a call which has ended early waits until its rank is given up in Redis. Looking for hints comes before
+#: that, and the worker waits one second in all.
+_GIVEN_UP = 0.25
 #: Pairs that status shows although no worker here belongs to them any more.
 _MAX_ENDED = 64
 
@@ -224,8 +228,7 @@ class RendezvousService:
         if expired and known.machine.waits_for_others(key):
             self._work(known, self._expire(known, key))
         else:
-            self._perform(known, known.machine.expire(key, cancelled=not expired))
-            known.asked.pop(key, None)
+            self._end_early(known, key, known.machine.expire(key, cancelled=not expired))
 
     async def _expire(self, known: _Known, key: CallKey) -> None:
         """A deadline has passed: look for hints, then end the call, unless it has been answered."""
@@ -234,8 +237,29 @@ class RendezvousService:
         asked = known.asked[key][1]
         alone = known.machine.absent(known.machine.missing(asked))
         hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
-        self._perform(known, known.machine.expire(key, cancelled=False, hint=hint))
-        known.asked.pop(key, None)
+        self._end_early(known, key, known.machine.expire(key, cancelled=False, hint=hint))
+
+    def _end_early(self, known: _Known, key: CallKey, effects: list[PairEffect]) -> None:
+        """Give the rank of a call up, then fail the call.
+
+        The worker gets its error last. Otherwise another rank could complete an epoch with a rank that has given up, and
+        all would have to meet once more.
+        """
+        owner, _, _ = known.asked.pop(key, (None, None, 0.0))
+        fails = [effect for effect in effects if isinstance(effect, Fail)]
+        given_up = asyncio.Event()
+        for effect in effects:
+            if isinstance(effect, Leave):
+                leave = self._leave(known, effect.side, effect.rank, effect.holder, effect.reason)
+                self._work(known, _then(leave, given_up))
+        for fail in fails:
+            self._work(known, self._fail(fail, owner, given_up))
+
+    async def _fail(self, fail: Fail, owner: WorkerSession | None, given_up: asyncio.Event) -> None:
+        with suppress(TimeoutError):  # without Redis this takes longer than the worker waits for its answer
+            async with asyncio.timeout(_GIVEN_UP):
+                await given_up.wait()
+        self._calls.fail(fail.call, fail.error if owner is None else _with_wishes(owner, fail.error))
 
     def _work(self, known: _Known, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that needs the pair. Afterwards forget the pair if nothing needs it."""
@@ -399,6 +423,13 @@ class RendezvousService:
                 same = state is not None and seen is not None and state.same_as(seen)
                 if known is not None and (known.ahead or not same):
                     known.changed.set()
+
+
+async def _then(work: Coroutine[Any, Any, None], done: asyncio.Event) -> None:
+    try:
+        await work
+    finally:
+        done.set()
 
 
 def _with_wishes(session: WorkerSession, error: EthaError) -> EthaError:
