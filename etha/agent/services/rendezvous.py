@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN = 60.0
 #: Seconds that a status report waits for Redis. Then it shows what this agent knows, marked as stale.
 PATIENCE = 1.0
-#: Most seconds that a call which has ended early waits until its rank is given up in Redis. Looking for hints comes before
-#: that, and the worker waits one second in all.
+#: Most seconds that a call which has ended early waits until its rank is given up in Redis. Looking for hints comes
+#: before that, and the worker waits one second in all.
 _GIVEN_UP = 0.25
 #: Pairs that status shows although no worker here belongs to them any more.
 _MAX_ENDED = 64
@@ -242,8 +242,8 @@ class RendezvousService:
     def _end_early(self, known: _Known, key: CallKey, effects: list[PairEffect]) -> None:
         """Give the rank of a call up, then fail the call.
 
-        The worker gets its error last. Otherwise another rank could complete an epoch with a rank that has given up, and
-        all would have to meet once more.
+        The worker gets its error last. Otherwise another rank could complete an epoch with a rank that has given up,
+        and all would have to meet once more.
         """
         owner, _, _ = known.asked.pop(key, (None, None, 0.0))
         fails = [effect for effect in effects if isinstance(effect, Fail)]

@@ -29,6 +29,8 @@ from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sites import started_in
 from tests.unit.bus.echo import Echo, hello
 
+pytestmark = pytest.mark.usefixtures("cold")
+
 #: Stands in for etha.agent; notes each that came up, and does as the file ``mode`` says.
 AGENT = """
     import argparse, asyncio, fcntl, os, sys

@@ -94,6 +94,7 @@ def test_synthetic_data_arrives_exact(temporary: Path) -> None:
     assert_nothing_left(temporary)
 
 
+@pytest.mark.more
 def test_one_wrong_element_fails_the_demo(temporary: Path, tmp_path: Path) -> None:
     """The inference job spoils one element of what it received, as a lost write would."""
     (tmp_path / HOOK).write_text(

@@ -76,7 +76,12 @@ class Rendezvous:
         """The worker's call waits for others."""
         self.service.init(self.session, Request(1, None, ASKED), ASKED)
         await self.pairs.joined.wait()
-        while not self.service.shown()[0][0].view:
+        await self.turns()
+        assert self.service.shown()[0][0].waits_for_others(("worker", 1))
+
+    async def turns(self) -> None:
+        """Let every task do what it can."""
+        for _ in range(20):
             await asyncio.sleep(0)
 
     def end(self, expired: bool) -> None:
@@ -93,8 +98,7 @@ async def test_a_worker_hears_that_it_gave_up_once_its_rank_is_free(expired: boo
     await one.ask()
     one.end(expired)
     await one.pairs.leaving.wait()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await one.turns()
     assert one.errors.empty(), "another rank may still complete an epoch with this one"
     one.pairs.left.set()
     assert await one.errors.get() == "rendezvous_timeout"
