@@ -30,6 +30,10 @@ from tests.flow.sites import Site, started_in
 
 COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "demo", "doctor")
 SECONDS = 60
+#: A shell's background job ignores SIGINT, and so would what it starts.
+INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from etha.cli import main; main()"
+)
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -236,9 +240,7 @@ def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
 @contextmanager
 def watching(*words: str) -> Iterator[Iterator[dict[str, Any]]]:
     """The lines of ``etha status --watch --json``."""
-    # A shell's background job ignores SIGINT, and so would what it starts.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from etha.cli import main; main()"
-    command = [sys.executable, "-c", code, "status", "--watch", "--json", *words]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "status", "--watch", "--json", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -294,7 +296,7 @@ def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path)
 
 
 def test_watch_writes_into_a_pipe_at_once(runtime: Path) -> None:
-    command = [sys.executable, "-c", "from etha.cli import main; main()", "status", "--watch"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "status", "--watch"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import redis.asyncio
 import torch
 from torch.distributed.tensor import Replicate
 
@@ -36,10 +37,14 @@ async def test_whoever_completes_an_epoch_with_a_dead_agent_waits_for_the_next(r
         for end in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(end, AgentLostError)
         # For ten seconds Redis lists that agent, so whoever comes now completes an epoch with it.
-        coming = [asyncio.create_task(sides.init(member, device_mesh=(2,), **OPTIONS)) for member in late]
-        there = sides.clients[late[0]]
-        while not any(p["pair"] == pair and p["state"] == "lost" for p in (await there.status())["pairs"]):
-            assert not any(task.done() for task in coming), await asyncio.gather(*coming, return_exceptions=True)
+        assert rough.redis is not None
+        async with redis.asyncio.Redis.from_url(rough.redis) as server, server.pubsub() as news:
+            await news.subscribe(f"etha:{{default}}:pair:{pair}")
+            coming = [asyncio.create_task(sides.init(member, device_mesh=(2,), **OPTIONS)) for member in late]
+            async for message in news.listen():
+                if message["data"] == b"lost":
+                    break
+                assert not any(task.done() for task in coming), await asyncio.gather(*coming, return_exceptions=True)
         again = [asyncio.create_task(sides.init(member, device_mesh=(2,), **OPTIONS)) for member in early]
         epochs = {formed.epoch for formed in await asyncio.gather(*coming, *again)}
         assert epochs == {2}
