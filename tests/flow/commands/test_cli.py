@@ -229,9 +229,10 @@ def test_the_doctor_reads_memory_for_real(runtime: Path) -> None:
         "import etha.doctor.machine as d\n"
         "from etha.doctor import examine\n"
         "from etha.config import Settings\n"
+        "settings = Settings.from_env()\n"
         "d.os.getpid = lambda: 2**22 - 1\n"
         "d.start_time = lambda pid: 1\n"
-        "print([f for f in examine(Settings.from_env()) if 'memory' in f.name][-1])\n"
+        "print([f for f in examine(settings) if 'memory' in f.name][-1])\n"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert "ok=False" in shown.stdout and "SYS_PTRACE" in shown.stdout, shown.stderr
