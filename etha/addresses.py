@@ -25,7 +25,8 @@ def parse_address(text: str, most: int = 65534, *, what: str = "address ") -> tu
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > most:
-        raise ConfigError(f"{what}{text!r} is not HOST:PORT with a port up to {most} (PORT+1 is for data)")
+        why = " (PORT+1 is for data)" if most == 65534 else ""
+        raise ConfigError(f"{what}{text!r} is not HOST:PORT with a port up to {most}{why}")
     host = host[1:-1] if bracketed else host
     if not host or (":" in host) is not bracketed or any(c.isspace() or c in "/;,[]" for c in host):
         raise ConfigError(f"{what}{text!r} is not HOST:PORT; an IPv6 host goes in brackets, [::1]:7000")

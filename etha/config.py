@@ -50,6 +50,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
+    "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
     "ETHA_LOG_FORMAT": "how they log: text, or json with one object a line; default: text",
     "ETHA_TRACE": "directory in which clients and agents write what happens, for `etha trace`; default: nothing",
@@ -160,6 +161,7 @@ class Settings:
     encrypt: bool = False
     log: LogSettings = LogSettings()
     trace: Path | None = None
+    metrics: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -196,6 +198,7 @@ class Settings:
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
             log=LogSettings.from_env(env),
+            metrics=_text(env, "ETHA_METRICS"),
         )
 
     def check_agent(self) -> None:
@@ -205,6 +208,8 @@ class Settings:
         """
         if self.listen is not None:
             parse_address(self.listen, what="ETHA_LISTEN=")
+        if self.metrics is not None:
+            parse_address(self.metrics, 65535, what="ETHA_METRICS=")
         if self.advertise is not None:
             Advertised.parse(self.advertise)
             if self.listen is None:
@@ -235,6 +240,7 @@ class Settings:
             "ETHA_LOG": self.log.level if self.log.level != LOG else None,
             "ETHA_LOG_FORMAT": self.log.format if self.log.format != LOG_FORMATS[0] else None,
             "ETHA_TRACE": None if self.trace is None else str(self.trace),
+            "ETHA_METRICS": self.metrics,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -248,6 +254,7 @@ class Settings:
             "ETHA_LOG": self.log.level,
             "ETHA_LOG_FORMAT": self.log.format,
             "ETHA_TRACE": "no ETHA_TRACE" if self.trace is None else str(self.trace),
+            "ETHA_METRICS": self.metrics or "no ETHA_METRICS",
         }
         return ", ".join(
             f"{own[name] if own[name].startswith('no ') else f'{name}={own[name]}'} instead of {name}={value}"

@@ -30,6 +30,7 @@ def status_tables(found: dict[str, Any]) -> Group:
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
     stale = [agent["stale"] for agent in agents if agent.get("stale")]
     agent = ["device", "namespace", "pid", "workers", "running", "encrypted", "redis", "version"]
+    agent += ["metrics"] if any(one.get("metrics") for one in agents) else []
     return Group(
         dict_table("agents", agents, agent),
         *([dict_table("links", links, link)] if links else []),

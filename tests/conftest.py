@@ -25,6 +25,8 @@ PACKAGES = {
     "nft": "nftables",
     "node": "nodejs",
     "openssl": "openssl",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
     "redis-server": "redis-server",
     "unshare": "util-linux",
 }

@@ -8,6 +8,8 @@ import logging
 import resource
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,12 +49,13 @@ async def serve(
     idle: float | None = None,
     patient: bool = True,
     stop: asyncio.Event | None = None,
+    metrics: str | None = None,
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
     ``startup`` is informed of reasons for a delay, and once workers can connect. If not ``patient``, a Redis that
     refuses connections or whose name is unknown is an error at once. ``stop`` replaces the signals, for several agents
-    in one process.
+    in one process. ``metrics``: HOST:PORT of its metrics, instead of ETHA_METRICS.
     """
     startup = startup or Startup()
     settings.ensure_runtime_dir()
@@ -99,7 +102,7 @@ async def serve(
         source.agent = agent.id
         if trace.active is not None:
             trace.active.note(agent=agent.id)
-        async with agent.links, BusServer(path, agent):
+        async with agent.links, BusServer(path, agent), _metrics(agent, settings, metrics, card):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
                 stopping = group.create_task(stopped.wait())
@@ -117,6 +120,21 @@ async def serve(
         card.close()
     if lost:
         raise ContextLost(f"the context of {device} is lost ({lost[0]}): start the agent again")
+
+
+@asynccontextmanager
+async def _metrics(agent: Agent, settings: Settings, given: str | None, card: GpuDevice | None) -> AsyncIterator[None]:
+    """Show metrics in this context, if that is wanted: at ``given``, else where ETHA_METRICS says."""
+    wanted = settings.metrics
+    if given is None and wanted is None:
+        yield
+        return
+    # imported here, because only an agent that has metrics needs Prometheus' client
+    from etha.agent.metrics import AgentMetrics, own_address
+
+    address = given or own_address(wanted or "", None if card is None else card.device.ordinal)
+    async with AgentMetrics(agent, address):
+        yield
 
 
 def _own_log(path: Path, device: str) -> LogSource:
@@ -175,6 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--listen", help="HOST:PORT")
     parser.add_argument("--advertise", help="HOST:PORT[,DATAPORT]")
     parser.add_argument("--staging", help="bytes, or with a suffix KiB, MiB, GiB")
+    parser.add_argument("--metrics", help="HOST:PORT")
     parser.add_argument("--autostarted", action="store_true")
     parser.add_argument("--owned", action="store_true", help="leave when the process that started this one ends")
     parser.add_argument("--ready-fd", type=int)
@@ -198,6 +217,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.advertise:
             Advertised.parse(args.advertise, what="--advertise ")
             settings = replace(settings, advertise=args.advertise)
+        if args.metrics:
+            parse_address(args.metrics, 65535, what="--metrics ")
         if args.staging:
             settings = replace(settings, staging=parse_bytes("--staging", args.staging))
         if args.redis:
@@ -211,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
             given = {"--namespace": args.namespace, "--redis": args.redis, "--staging": args.staging}
             rest = [word for option, value in given.items() if value for word in (option, value)]
             rest += ["--verbose"] if args.verbose else []
-            uvloop.run(serve_all(driver(), rest, args.listen, args.advertise or settings.advertise))
+            uvloop.run(serve_all(driver(), rest, args.listen, args.advertise or settings.advertise, args.metrics))
             return 0
         uvloop.run(
             serve(
@@ -221,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
                 startup=startup,
                 idle=settings.idle if args.autostarted else None,
                 patient=args.patient or not args.autostarted,
+                metrics=args.metrics,
             )
         )
     except Exception as raised:

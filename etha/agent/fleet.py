@@ -89,13 +89,22 @@ def leave_with_parent() -> None:
         raise ConfigError("whoever started this agent has ended")
 
 
-async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None, advertise: str | None = None) -> None:
+async def serve_all(
+    driver: Driver,
+    arguments: Sequence[str],
+    listen: str | None,
+    advertise: str | None = None,
+    metrics: str | None = None,
+) -> None:
     """Run agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent except its device and
     addresses."""
     devices = cards(driver)
     host, port = ("", 0) if listen is None else parse_address(listen)
     if port and port + 2 * len(devices) > 65536:
         raise ConfigError(f"--listen {listen}: {len(devices)} agents need {2 * len(devices)} ports from {port} on")
+    measured = None if metrics is None else parse_address(metrics, 65535, what="--metrics ")
+    if measured is not None and measured[1] + len(devices) > 65536:
+        raise ConfigError(f"--metrics {metrics}: {len(devices)} agents need as many ports from {measured[1]} on")
     shown = None if advertise is None else Advertised.parse(advertise)
 
     def command(device: Device) -> list[str]:
@@ -103,6 +112,9 @@ async def serve_all(driver: Driver, arguments: Sequence[str], listen: str | None
         place = [] if listen is None else ["--listen", format_address(host, own)]
         if shown is not None:  # ports are mapped in order
             place += ["--advertise", shown.after(2 * devices.index(device))]
+        if measured is not None:
+            host_, first = measured
+            place += ["--metrics", format_address(host_, first + devices.index(device) if first else 0)]
         one = [sys.executable, "-m", "etha.agent", "--owned", "--device", f"{CUDA_AGENT}{device.uuid}"]
         return [*one, *place, *arguments]
 

@@ -74,6 +74,7 @@ from etha.errors import (
 )
 from etha.memory.mapping import WorkerMemory
 from etha.observe.logs import log_of
+from etha.observe.record_log import log_records
 from etha.observe.recorder import Recorder
 from etha.observe.records import Culprit, Incident
 from etha.observe.ring import RingWriter
@@ -112,6 +113,8 @@ class Agent:
         self.settings, self.device, self.redis, self.store = settings, device, redis, store
         self.id = uuid.uuid4().hex[:16]
         self.log = log_of()
+        #: HOST:PORT of its metrics, or why it has none; "" if nobody asked for them.
+        self.metrics = ""
         self.started_at = time.time()
         self.started = asyncio.Event()
         self.done = asyncio.Event()
@@ -122,6 +125,7 @@ class Agent:
         self.events = EventWriter(store, self.spawn, host=settings.host_name, device=device)
         self.recorder.subscribe(self.ring.take)
         self.recorder.subscribe(self.events.take)
+        self.recorder.subscribe(log_records)
         self.calls = OpenCalls(self._record)
         self.lane = lane
         self._idle = idle

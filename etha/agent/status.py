@@ -26,6 +26,7 @@ class ReportedAgent(Protocol):
     store: Store
     started_at: float
     log: str
+    metrics: str
     sessions: dict[str, WorkerSession]
     links: PeerLinks
     rendezvous: RendezvousService
@@ -50,6 +51,7 @@ def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
             "version": __version__,
             "started_at": agent.started_at,
             "log": agent.log,
+            "metrics": agent.metrics,
             "workers": [
                 {
                     "pid": session.holder.pid,

@@ -36,6 +36,10 @@ def agent(
     staging: Annotated[
         str | None, typer.Option(help="most memory besides the workers' own; default: $ETHA_STAGING, else 256MiB")
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where Prometheus gets metrics (all: PORT, PORT+1, ...); default: $ETHA_METRICS"),
+    ] = None,
 ) -> None:
     """Run an agent in the foreground; SIGTERM lets running transfers finish and leaves cleanly."""
     from etha.agent import __main__ as daemon
@@ -46,6 +50,7 @@ def agent(
         "--namespace": namespace,
         "--listen": listen,
         "--staging": staging,
+        "--metrics": metrics,
     }
     words = [word for option, value in given.items() if value for word in (option, value)]
     raise typer.Exit(daemon.main([*words, *(["--verbose"] if context.obj else [])]))

@@ -34,6 +34,8 @@ class AgentRecords:
         self._run_id: str | None = None
         self._may_ask_run_id = True
         self._renewed_held = 0.0
+        #: Whether Redis answered when the lease was renewed last.
+        self.up = True
 
     async def publish(self, record: AgentRecord, *, timeout: float | None = None) -> None:
         """Publish this agent's record in the namespace. Its lease is renewed while the store is open."""
@@ -69,12 +71,13 @@ class AgentRecords:
                     log.info("Redis is back")
                 if away or restored:
                     until_next = min(AGENT_BEAT, _LOOK_AGAIN)
-                away = False
+                away, self.up = False, True
             except RedisUnavailableError as error:
                 if not away:
                     log.warning("the lease could not be renewed, going on trying: %s", error)
-                away = True
+                away, self.up = True, False
             except EthaError as error:
+                self.up = False
                 log.error("the lease could not be renewed: %s", error)
             await asyncio.sleep(max(0.0, started + until_next - loop.time()))
 

@@ -156,6 +156,8 @@ class Lane:
     def __init__(self, threads: int | None = None, workspaces: WorkspacePool | None = None) -> None:
         self.workspaces = WorkspacePool() if workspaces is None else workspaces
         self.threads = lane_threads() if threads is None else threads
+        #: Seconds that the threads have spent on pieces, all together.
+        self.busy = 0.0
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[Running] = deque()
         self._closed = False
@@ -229,11 +231,12 @@ class Lane:
     def _work(self, thread: int) -> None:
         torch.set_num_threads(1)  # this is already one of several threads of ours
         running: Running | None = None
-        n = 0
+        n, began, ended = 0, 0.0, 0.0
         error: BaseException | None = None
         while True:
             with self._changed:
                 if running is not None:
+                    self.busy += ended - began
                     self._account(running, n, error)
                     running = error = None  # a waiting thread must keep nothing of the last job alive
                 while (running := self._next()) is None:
@@ -243,13 +246,14 @@ class Lane:
                 piece = running.next
                 running.next += 1
                 running.active += 1
-            n, error = 0, None
+            n, error, began = 0, None, time.perf_counter()
             tracer = trace.active
             begun = 0 if tracer is None else time.monotonic_ns()
             try:
                 n = running.job.run(piece, thread)
             except BaseException as raised:  # passed to on_done
                 error = raised
+            ended = time.perf_counter()
             if tracer is not None:
                 tracer.piece(f"lane {thread}", begun, running.about, piece, n, error)
 
