@@ -55,10 +55,7 @@ class Gathered:
 async def gather(settings: Settings, *, since: float, failed: bool, timeout: float) -> Gathered:
     """Everything since then that can be found out within about ``timeout`` seconds."""
     gathered = Gathered(hosts={settings.host_name})
-    found = [
-        of_record(record, settings.host_name, device)
-        for device, record in read_ring(settings.runtime_dir / settings.namespace, since=since, failed=failed)
-    ]
+    found: list[Happening] = []
     events: dict[str, dict[str, Any]] = {}
     reached, notes = 0, dict[str, None]()
     for address in addresses(settings):
@@ -79,6 +76,12 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
             notes[error.message] = None
     if not reached:
         notes["no agent runs here, so other hosts were not asked, nor Redis: this host's own files only"] = None
+    # After the agents were asked, because each has written then what it knew.
+    directory = settings.runtime_dir / settings.namespace
+    found += [
+        of_record(record, settings.host_name, device)
+        for device, record in read_ring(directory, since=since, failed=failed)
+    ]
     gathered.last = max(events, key=_order, default="")
     gathered.happenings = [one for one in merge(found, events.values(), gathered.hosts) if one.at >= since]
     gathered.notes = list(notes)

@@ -31,6 +31,7 @@ from etha.memory.reach import ReachError
 from etha.memory.room import check_staging
 from etha.observe import trace
 from etha.observe.logs import AgentLog, LogSource, levels
+from etha.observe.recorder import WarningRecords
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
 
@@ -102,6 +103,8 @@ async def serve(
         source.agent = agent.id
         if trace.active is not None:
             trace.active.note(agent=agent.id)
+        warnings = WarningRecords(agent.recorder)
+        logging.getLogger("etha").addHandler(warnings)
         async with agent.links, BusServer(path, agent), _metrics(agent, settings, metrics, card):
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(agent.run(group))
@@ -116,6 +119,7 @@ async def serve(
                 hurrying.cancel()
                 running.cancel()
                 stopping.cancel()
+        logging.getLogger("etha").removeHandler(warnings)
     if card is not None:
         card.close()
     if lost:

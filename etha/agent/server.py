@@ -33,7 +33,7 @@ from etha.agent.services.record_queries import RecordQueries
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.stream_order import StreamOrder
-from etha.agent.services.transfer_records import failed_request
+from etha.agent.services.transfer_records import death, failed_request
 from etha.agent.services.transfers import TransferService
 from etha.agent.status import report
 from etha.bus.codec import Request
@@ -77,7 +77,7 @@ from etha.observe.logs import log_of
 from etha.observe.record_log import log_records
 from etha.observe.recorder import Recorder
 from etha.observe.records import Culprit, Incident
-from etha.observe.ring import RingWriter
+from etha.observe.ring import RingWriter, ended_badly
 from etha.peer.introductions import AskRecords, TellRecords
 from etha.peer.wire import Said, Scope
 from etha.store.records import AgentRecord, Reason
@@ -149,7 +149,7 @@ class Agent:
             card=card,
             log_note=note_of_log(self.log, settings.host_name),
         )
-        self.record_queries = RecordQueries(self.links, store, settings, self.recorder, self.spawn)
+        self.record_queries = RecordQueries(self.links, store, settings, self.recorder, self.ring, self.spawn)
         stream_order = StreamOrder(card, self.calls)
         self.transfers = TransferService(
             store=store,
@@ -200,6 +200,11 @@ class Agent:
 
     def on_agent_lost(self, agent: str, text: str) -> None:
         """The link to another agent is lost. Transfers with it end first, because they know their outcomes best."""
+        record = self.links.record(agent)
+        host, pid, device = ("?", 0, "?") if record is None else (record.shown_host, record.pid, record.device)
+        reason = f"the agent {agent} of {device} on host {host} is gone: {text}"
+        other = Culprit(agent=agent, host=host, pid=pid)
+        self.recorder.add(Incident(at=time.time(), what="link_lost", reason=reason, culprits=(other,)))
         self.registrations.on_agent_lost(agent)
         self.rendezvous.on_agent_lost(agent, text)
 
@@ -208,7 +213,7 @@ class Agent:
         self._group = group
         await self.store.agents.publish(self.record)
         self._rest()
-        self._note("started", f"the agent of {self.device} started, version {__version__}")
+        self.spawn(self._note_start())
         self.started.set()
         await self.done.wait()
 
@@ -399,6 +404,8 @@ class Agent:
             self._part(session, reason)
 
     def _part(self, session: WorkerSession, reason: Reason, *, released: bool = True) -> None:
+        if reason == "died" and session.seats:
+            self.recorder.add(death(session))
         self.calls.drop(session.peer)
         self.rendezvous.on_worker_lost(session, reason)
         self.registrations.on_worker_lost(session, reason)
@@ -506,6 +513,14 @@ class Agent:
         else:
             peer.fail(request.id, error, None)
             self._record(peer, request.message, error)
+
+    async def _note_start(self) -> None:
+        """Record that this agent has come, and that the one before it has not left, if it has not."""
+        before = await asyncio.to_thread(ended_badly, self.ring.directory, self.ring.device)
+        if before is not None:
+            text = f"the agent of {self.device} before this one has ended without leaving: it was killed, or crashed"
+            self.recorder.add(Incident(at=time.time(), what="killed", reason=text, culprits=(before,)))
+        self._note("started", f"the agent of {self.device} started, version {__version__}")
 
     def _note(self, what: str, reason: str) -> None:
         """Record something that happened to this agent itself."""

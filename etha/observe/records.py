@@ -63,13 +63,13 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     at: float
     pairs: tuple[str, ...]
     batch: str
+    outcome: Outcome
     seq: int | None = None
     version: int | str | None = None
     source: str = ""
     target: str = ""
     ranks: tuple[tuple[str, int], ...] = ()
     payload: Payload = NO_PAYLOAD
-    outcome: Outcome = "committed"
     torn: bool = False
     code: str = ""
     reason: str = ""

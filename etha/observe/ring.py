@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from etha.observe.records import Incident, Record, TransferRecord, from_line, to_line
+from etha.observe.records import Culprit, Incident, Record, TransferRecord, from_line, to_line
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class RingWriter:
     """
 
     def __init__(self, directory: Path, device: str) -> None:
-        self._directory = directory
+        self.directory, self.device = directory, device
         self._files = {
             True: RingFile(directory / f"{device}{TRANSFERS}", MAX_TRANSFERS),
             False: RingFile(directory / f"{device}{FAILURES}", MAX_FAILURES),
@@ -123,7 +123,7 @@ class RingWriter:
         self._waiting: deque[Record] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closing = self._busy = False
         self._dropped = 0
         self._warned = False
 
@@ -133,16 +133,21 @@ class RingWriter:
             room = max(0, MAX_WAITING - len(self._waiting))
             self._waiting.extend(records[:room])
             self._dropped += len(records) - len(records[:room])
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="etha-ring", daemon=True)
             self._thread.start()
+
+    def sync(self) -> None:
+        """Return once everything that was taken is written, or after two seconds. Not for the loop's thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._busy, LAST_WORDS)
 
     def close(self) -> None:
         """Write what is left, within two seconds: a disk may hang."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(LAST_WORDS)
 
@@ -151,8 +156,11 @@ class RingWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._busy = False
+                self._changed.notify_all()
                 while not self._waiting and not self._closing:
                     self._changed.wait()
+                self._busy = True
                 records = list(self._waiting)
                 self._waiting.clear()
                 dropped, self._dropped = self._dropped, 0
@@ -176,7 +184,7 @@ class RingWriter:
             self._dropped += lost
         if failure is not None and not self._warned:
             text = "records of transfers cannot be written to %s (%s); they are dropped until that works again"
-            log.warning(text, self._directory, failure)
+            log.warning(text, self.directory, failure)
         self._warned = failure is not None
 
     def _append(self, kept: bool, records: list[Record]) -> tuple[int, OSError | None]:
@@ -251,3 +259,13 @@ def read_ring(directory: Path, *, since: float = 0.0, failed: bool = False) -> l
         if record.failed or not failed
     ]
     return sorted(found, key=lambda one: one[1].at)
+
+
+def ended_badly(directory: Path, device: str) -> Culprit | None:
+    """The agent that used a device's files last, if it has neither left nor another has come after it; else None."""
+    last: Incident | None = None
+    path = directory / f"{device}{FAILURES}"
+    for record in [*read_file(older(path)), *read_file(path)]:
+        if isinstance(record, Incident) and record.what in ("started", "left", "killed"):
+            last = record
+    return last.culprits[0] if last is not None and last.what == "started" and last.culprits else None

@@ -75,11 +75,13 @@ def _transfer(record: TransferRecord) -> str:
         "unknown": f"{what} from {way} was committed or aborted, which of them is unknown here",
         "withdrawn": f"a call of {who or 'a worker'} ended before its transfer began",
     }[record.outcome]
-    parts = [f"{how} after {seconds_text(phases.total)}: {record.reason} [{record.code}]"]
+    after = f" after {seconds_text(phases.total)}" if phases.total else ""
+    parts = [f"{how}{after}: {record.reason} [{record.code}]"]
     if record.culprits:
         parts.append(f"because of {name_culprits(record.culprits)}")
     if spent:
-        parts.append(f"under way: {_DOING[phases.last]}, {spent}")
+        also = f", {spent}" if phases.longest != phases.last else ""
+        parts.append(f"under way: {_DOING[phases.last]}{also}")
     if record.torn:
         parts.append("targets may be half-written")
     return "; ".join(parts)

@@ -13,7 +13,7 @@ from etha.config import Settings
 from etha.errors import EthaError
 from etha.observe.recorder import Recorder
 from etha.observe.records import to_line
-from etha.observe.ring import read_ring
+from etha.observe.ring import RingWriter, read_ring
 from etha.peer.introductions import AskRecords, TellRecords
 from etha.peer.wire import Scope
 from etha.store.records import AgentRecord
@@ -33,16 +33,18 @@ _SCOPE = Scope(pair="records", epoch=0)
 class RecordQueries:
     """Questions to linked agents of the same version, and answers to theirs."""
 
-    def __init__(self, links: PeerLinks, store: Store, settings: Settings, recorder: Recorder, spawn: Spawn) -> None:
+    def __init__(
+        self, links: PeerLinks, store: Store, settings: Settings, recorder: Recorder, ring: RingWriter, spawn: Spawn
+    ) -> None:
         self._links, self._store, self._settings = links, store, settings
-        self._recorder, self._spawn = recorder, spawn
+        self._recorder, self._ring, self._spawn = recorder, ring, spawn
         self._asked: dict[int, tuple[str, asyncio.Future[TellRecords]]] = {}
         self._requests = 0
         self._reading = asyncio.Lock()
 
     async def ask(self, since: float, *, failed: bool) -> list[dict[str, Any]]:
-        """One entry for each agent that Redis knows and whose files are not beside this one's."""
-        self._recorder.flush()
+        """One entry for each agent that Redis knows but this one. What this one has recorded is in its files then."""
+        await self._sync()
         try:
             known = await self._store.agents.all(timeout=PATIENCE)
         except EthaError:
@@ -84,6 +86,10 @@ class RecordQueries:
         found["lines"] = answer.lines.decode("utf-8", "replace").splitlines()
         return found
 
+    async def _sync(self) -> None:
+        self._recorder.flush()
+        await asyncio.to_thread(self._ring.sync)
+
     def hear(self, agent: str, scope: Scope, message: AskRecords | TellRecords) -> None:
         """Another agent asks or answers."""
         if isinstance(message, AskRecords):
@@ -94,10 +100,9 @@ class RecordQueries:
             asked[1].set_result(message)
 
     async def _answer(self, agent: str, scope: Scope, message: AskRecords) -> None:
-        self._recorder.flush()
-        directory = self._settings.runtime_dir / self._settings.namespace
+        await self._sync()
         async with self._reading:  # one at a time, because each reads megabytes
-            lines = await asyncio.to_thread(_newest_lines, directory, message.since, message.failed)
+            lines = await asyncio.to_thread(_newest_lines, self._ring.directory, message.since, message.failed)
         self._links.tell(agent, scope, TellRecords(request=message.request, lines=lines))
 
 

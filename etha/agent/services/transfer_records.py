@@ -121,3 +121,20 @@ def culprits(batch: RegisteredBatch, error: EthaError | None) -> tuple[Culprit, 
         else:
             found.append(Culprit(side=side, rank=rank, agent=holder.agent, host=holder.shown_host, pid=holder.pid))
     return tuple(found)
+
+
+def death(session: WorkerSession) -> Incident:
+    """The record of a worker whose connection ended without a goodbye."""
+    holder = session.holder
+    seats = [seat for _, seat in sorted(session.seats.items())]
+    ranks = ", ".join(f"{seat.side} rank {seat.rank} of pair {seat.pair!r}" for seat in seats)
+    return Incident(
+        at=time.time(),
+        what="worker_died",
+        reason=f"process {holder.pid} on host {holder.shown_host} died: {ranks}",
+        pair=seats[0].pair,
+        culprits=tuple(
+            Culprit(side=seat.side, rank=seat.rank, agent=holder.agent, host=holder.shown_host, pid=holder.pid)
+            for seat in seats
+        ),
+    )

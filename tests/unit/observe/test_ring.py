@@ -20,6 +20,7 @@ def committed(seq: int) -> TransferRecord:
         at=1000.0 + seq,
         pairs=("weights",),
         batch="model",
+        outcome="committed",
         seq=seq,
         version=seq,
         source="trainer",
