@@ -29,8 +29,9 @@ class Happening:
     details: Mapping[str, Any] = field(compare=False, hash=False)
 
     def fits(self, only: str, *, failed: bool = False) -> bool:
-        """Whether it is about pair, or pair/batch, ``only`` ("": anything), and with ``failed`` a failure."""
-        about = not only or self.where == only or self.where.startswith(f"{only}/")
+        """Whether it is about the pair, the batch or the pair/batch ``only`` ("": anything), and with ``failed`` a
+        failure."""
+        about = not only or self.where == only or self.where.startswith(f"{only}/") or self.where.endswith(f"/{only}")
         return about and (self.failed or not failed)
 
     def as_json(self) -> dict[str, Any]:

@@ -218,8 +218,17 @@ TABLE: tuple[KeyKind, ...] = (
         owner=f"the namespace; capped at about {MAX_EVENTS} entries",
         lease=HISTORY_LEASE,
         kept=_CHANGED,
-        fields={"kind": "what happened", "...": "pair, side, rank, batch, epoch, seq, reason: those that apply"},
-        doc="One line for each thing that happened, for `XRANGE` and `etha status --watch`.",
+        fields={
+            "kind": "what happened: `joined`, `formed`, `lost`, `registered`, ..., and of agents' records "
+            "`transfers` (those of a batch in ten seconds), `transfer_aborted`, `transfer_unknown`, "
+            "`transfer_withdrawn`, `rendezvous_failed`, `registration_failed`, `worker_died`, `link_lost`, `killed`, "
+            "`warning`, `error`, `records_dropped`",
+            "at, on, device": "of agents' records: seconds since 1970, and which agent wrote it",
+            "text": "one sentence",
+            "...": "pair, side, rank, batch, epoch, seq, code, reason: those that apply",
+        },
+        doc="One line for each thing that happened, for `XRANGE`, `etha events` and `etha status --watch`. Each agent "
+        "has more in its own files. Who writes it also publishes on its name.",
     ),
 )
 

@@ -24,8 +24,9 @@ LIMIT = 0.5
 _COMPARED, _READ, _SHOWN = 2000, 16, 3
 #: Similarity from which a name may be a typo of another.
 _ALIKE = 0.6
-#: How many events are read to see who has given up, and for how many seconds that counts as recent.
-_EVENTS, _LATELY = 300, 600.0
+#: How many events are read to see who has given up, and for how many seconds that counts as recent. A busy batch adds
+#: six a minute, and each kind of failure one.
+_EVENTS, _LATELY = 1000, 600.0
 
 
 class Hints:

@@ -42,7 +42,7 @@ GAUGES = AgentGauges(
 
 
 def transfer(**fields: object) -> TransferRecord:
-    return TransferRecord(**{"at": 1.0, "pairs": ("p",), "batch": "b", **fields})
+    return TransferRecord(**{"at": 1.0, "pairs": ("p",), "batch": "b", "outcome": "committed", **fields})
 
 
 def totals(*records: TransferRecord | Incident) -> TransferTotals:
