@@ -27,7 +27,9 @@ EDGES: dict[str, set[str]] = {
     "observe": {"errors", "addresses", "config", "phases", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
-    "plan": {"errors"},
+    "units": set(),
+    "picture": {"errors", "units"},
+    "plan": {"errors", "picture", "units"},
     "bus": {"errors", "config", "limits", "phases", "memory.handles", "observe"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
@@ -62,6 +64,8 @@ EDGES: dict[str, set[str]] = {
         "cuda",
         "phases",
         "observe",
+        "picture",
+        "units",
     },
     "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda", "observe"},
     "redistribute": {"errors", "config", "plan"},
@@ -94,6 +98,8 @@ EDGES: dict[str, set[str]] = {
         "demo",
         "doctor",
         "observe",
+        "picture",
+        "units",
     },
 }
 
@@ -114,6 +120,7 @@ PURE_FILES = {
     *(f"observe/{name}.py" for name in ("records", "sentences", "history", "trace_clocks")),
     "addresses.py",
     "config.py",
+    "units.py",
     "plan/__init__.py",
     "plan/plan.py",
     "bus/messages.py",

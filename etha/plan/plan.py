@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from etha.errors import Violation
+from etha.picture import PlanPicture, check_path, draw
 from etha.plan.analysis.bounds import PlanStats, Survey, survey
 from etha.plan.analysis.explain import explain
-from etha.plan.analysis.plot import plot
+from etha.plan.analysis.plot import PictureNames, picture_of
 from etha.plan.analysis.predict import Links
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.fanout import RELAY_BYTES
@@ -29,9 +30,12 @@ class Plan(BasePlan):
 
     _survey: Survey | None = None
 
-    def check(self) -> None:
-        """Prove that each target element of each holder is written exactly once. PlanError lists what is not so."""
-        check(self)
+    def check(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Prove that each target element of each holder is written exactly once. PlanError lists what is not so.
+
+        ``progress(done, total)`` is called as the proof goes on: classes of equal tensors.
+        """
+        check(self, progress)
 
     def stats(self) -> PlanStats:
         """Bytes by distance, the busiest ranks and hosts, operations and rounds."""
@@ -47,9 +51,17 @@ class Plan(BasePlan):
         """The plan as readable text. Predicted seconds are those of ``links``."""
         return explain(self, self.survey(), links)
 
+    def picture(self, names: PictureNames | None = None) -> PlanPicture:
+        """What ``plot`` draws, as plain data."""
+        return picture_of(self, self.survey(), names)
+
     def plot(self, path: str | Path) -> None:
-        """Draw who sends how much to whom, and how busy each NIC is, to ``path``. Needs matplotlib."""
-        plot(self, self.survey(), path)
+        """Draw who sends how much to whom, the busiest NICs and the bound, to an .svg, .png or .pdf.
+
+        Needs matplotlib. ConfigError without it, and for another suffix.
+        """
+        check_path(path)
+        draw(self.picture(), path)
 
 
 def build_plan(

@@ -16,6 +16,7 @@ from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
+from etha.units import counted, seconds, size
 
 Ints = npt.NDArray[np.int64]
 _DISTANCE = ("local", "host", "wire")
@@ -24,25 +25,6 @@ _CLASSES = 24
 #: Most layouts of one tensor, and most characters of a region's runs, that are shown.
 _PARTS = 4
 _RUNS = 60
-
-
-def size(nbytes: float) -> str:
-    """1610612736 -> "1.61 GB" (powers of ten)."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-
-
-def counted(number: int, what: str) -> str:
-    """1, "class" -> "1 class"; 2, "class" -> "2 classes"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def explain(plan: BasePlan, seen: Survey, links: Links | None = None) -> str:
@@ -131,9 +113,9 @@ def _limits(plan: BasePlan, s: PlanStats, limit: LowerBounds) -> Iterator[str]:
 
 def _time(found: LinkTable, load: Loads, limit: LowerBounds, links: Links) -> Iterator[str]:
     p = predict(found, load, limit, links)
-    parts = f"wire {_seconds(p.wire)}, host {_seconds(p.host)}, local {_seconds(p.local)}"
-    yield f"  predicted  {_seconds(p.seconds)}: the longest of {parts}, and {_seconds(p.latency)} of latency; " + (
-        f"bound {_seconds(p.bound)}"
+    parts = f"wire {seconds(p.wire)}, host {seconds(p.host)}, local {seconds(p.local)}"
+    yield f"  predicted  {seconds(p.seconds)}: the longest of {parts}, and {seconds(p.latency)} of latency; " + (
+        f"bound {seconds(p.bound)}"
     )
     yield f"    at {links.nic:g} GB/s a NIC, {links.host:g} inside a host, {links.local:g} inside an agent"
 
@@ -168,7 +150,7 @@ def _short(runs: str) -> str:
 
 def _links(found: LinkTable) -> Iterator[str]:
     order = np.argsort(-found.nbytes, kind="stable")
-    yield f"links ({len(order)}, heaviest first)"
+    yield f"links ({len(order):,} in all, the heaviest first)"
     for i in order[:_LINKS].tolist():
         a, b, far = (int(c[i]) for c in (found.source, found.target, found.distance))
         of, to = (

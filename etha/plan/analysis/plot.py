@@ -1,94 +1,248 @@
-"""A plan as a picture: who sends how much to whom, and the load of every NIC against the bound. Needs matplotlib."""
+"""What a picture of a plan shows: ranks, hosts or groups of hosts, the arrows between them, the busiest NICs.
+
+Small plans are shown rank by rank. Where that would be more than a reader can follow, the ranks of one host are one
+node, and of many hosts some hosts together; then a map shows who sends how much to whom rank by rank.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from etha.errors import ConfigError
-from etha.plan.analysis.bounds import Loads, PlanStats, Survey
-from etha.plan.analysis.explain import size
+from etha.picture import PictureArrow, PictureNic, PictureNode, PlanPicture
+from etha.plan.analysis.bounds import Survey
 from etha.plan.analysis.links import LinkTable
 from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
+from etha.units import counted, size
 
 Ints = npt.NDArray[np.int64]
-#: Most cells of the map along one side; more ranks are drawn in groups.
-_MOST_CELLS = 256
-_OUT, _IN, _BOUND = "#2a6fbb", "#d97706", "#b91c1c"
+#: Most ranks, hosts, or groups of hosts of one side that are shown as nodes, and most arrows between them.
+_MOST_RANKS, _MOST_HOSTS, _MOST_GROUPS, _MOST_ARROWS = 16, 12, (6, 4, 2, 1), 48
+#: Most cells of the map along one side; more ranks are shown in groups.
+_MOST_CELLS = 64
+#: Most NICs whose loads are shown.
+_MOST_NICS = 12
 
 
-def plot(plan: BasePlan, seen: Survey, path: str | Path) -> None:
-    """Write the picture to ``path``. ConfigError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plotting needs matplotlib: pip install 'sub-etha[plot]'") from None
-    found, load, s = seen.flows, seen.loads, seen.stats
-    figure = Figure(figsize=(12.5, 5.6), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    figure.suptitle(
-        f"{len(plan.names)} tensors, {len(plan.topology.source_host)} → {len(plan.topology.target_host)} ranks: "
-        f"{size(s.wire_bytes)} between hosts, {size(s.host_bytes)} inside hosts, {size(s.local_bytes)} inside agents"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureNames:
+    """How a picture calls things: its title, the two sides, and hosts and agents by the names that the plan has."""
+
+    title: str = ""
+    sides: tuple[str, str] = ("source", "target")
+    hosts: Mapping[str, str] | None = None
+    agents: Mapping[str, str] | None = None
+
+
+def picture_of(plan: BasePlan, seen: Survey, names: PictureNames | None = None) -> PlanPicture:
+    """The picture of ``plan``; its size does not depend on the number of ranks."""
+    names = names or PictureNames()
+    found, s, t = seen.flows, seen.stats, plan.topology
+    ranks = len(t.source_host), len(t.target_host)
+    title = names.title or f"one transfer of {counted(len(plan.names), 'tensor')}: {size(s.total_bytes)}"
+    places = _Places(plan, names)
+    nodes = _nodes(places, found)
+    start, end = nodes.of[found.sender], nodes.of[found.receiver]
+    sums = _sums(start, end, found.distance, found.nbytes)
+    inside = dict.fromkeys(range(len(nodes.labels)), 0)
+    arrows = []
+    for a, b, distance, nbytes in sums:
+        if a == b:
+            inside[a] += nbytes
+        else:
+            arrows.append(PictureArrow(start=a, end=b, nbytes=nbytes, distance=distance))
+    rows, columns = (min(max(count, 1), _MOST_CELLS) for count in ranks)
+    nics, alike, mean, count = _nics(places, seen, nodes)
+    return PlanPicture(
+        title=title,
+        sides=names.sides,
+        ranks=ranks,
+        nbytes=(s.local_bytes, s.host_bytes, s.wire_bytes),
+        hosts=nodes.hosts,
+        nodes=tuple(
+            PictureNode(side=side, host=host, label=label, inside=inside[number])
+            for number, (side, host, label) in enumerate(nodes.labels)
+        ),
+        arrows=tuple(arrows),
+        nics=nics,
+        nics_in_all=count,
+        nic_mean=mean,
+        alike=alike,
+        bound=s.bound_nic,
+        quality=s.quality,
+        map=() if nodes.by_rank else _map(found, ranks, rows, columns),
+        map_size=(rows, columns),
     )
-    _map(figure, left, plan, found)
-    _bars(right, load, s)
-    figure.savefig(path)
 
 
-def _map(figure: Any, axes: Any, plan: BasePlan, found: LinkTable) -> None:
-    """Source ranks down, target ranks across; on a logarithmic scale if links differ by orders of magnitude."""
-    from matplotlib.colors import LogNorm
+class _Places:
+    """Hosts and agents of all ranks (source ranks, then target ranks), and what they are called."""
 
-    m, n = (max(len(h), 1) for h in (plan.topology.source_host, plan.topology.target_host))
-    rows, columns = min(m, _MOST_CELLS), min(n, _MOST_CELLS)
+    def __init__(self, plan: BasePlan, names: PictureNames) -> None:
+        t = plan.topology
+        self.ranks = len(t.source_host), len(t.target_host)
+        self.host = np.concatenate([t.source_host, t.target_host])
+        self.agent = np.concatenate([t.source_agent, t.target_agent])
+        self._hosts, self._agents, self._names = t.host_names, t.agent_names, names
+
+    def members(self, side: int) -> range:
+        """The numbers of a side's ranks."""
+        return range(self.ranks[0]) if not side else range(self.ranks[0], sum(self.ranks))
+
+    def host_name(self, host: int) -> str:
+        """What a host is called; "" if it has no name."""
+        if host >= len(self._hosts):
+            return ""
+        return (self._names.hosts or {}).get(self._hosts[host], self._hosts[host])
+
+    def rank_name(self, number: int) -> str:
+        """ "source rank 3"."""
+        side = int(number >= self.ranks[0])
+        return f"{self._names.sides[side]} rank {number - side * self.ranks[0]}"
+
+    def nic_name(self, agent: int) -> str:
+        """An agent by its host, and by its own name or its ranks where the host has several agents."""
+        mine = np.flatnonzero(self.agent == agent)
+        host = int(self.host[mine[0]])
+        name, alone = self.host_name(host), len(np.unique(self.agent[self.host == host])) == 1
+        if name and alone:
+            return name
+        if agent < len(self._agents):
+            own = (self._names.agents or {}).get(self._agents[agent], self._agents[agent])
+        else:
+            own = self.rank_name(int(mine[0])) + (f" and {len(mine) - 1} more" if len(mine) > 1 else "")
+        return f"{name}, {own}" if name else own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Nodes:
+    """The node ``of`` each rank (source ranks, then target ranks); (side, host, label) of each; names of hosts."""
+
+    of: Ints
+    labels: list[tuple[int, int, str]]
+    hosts: tuple[str, ...]
+    by_rank: bool
+
+
+def _nodes(places: _Places, found: LinkTable) -> _Nodes:
+    """Ranks, hosts, or groups of hosts, the first of these that a reader can still follow."""
+    hosts = [_hosts_of(places, side) for side in (0, 1)]
+    most = max(places.ranks)
+    if most <= _MOST_RANKS:
+        ranks = [[[number] for number in places.members(side)] for side in (0, 1)]
+        nodes = _grouped(places, ranks, by_rank=True)
+        if _followed(nodes, found):
+            return nodes
+    if max(map(len, hosts)) <= _MOST_HOSTS:
+        nodes = _grouped(places, hosts, by_rank=False)
+        if _followed(nodes, found):
+            return nodes
+    for groups in _MOST_GROUPS:
+        nodes = _grouped(places, [_together(some, groups) for some in hosts], by_rank=False)
+        if _followed(nodes, found):
+            break
+    return nodes
+
+
+def _followed(nodes: _Nodes, found: LinkTable) -> bool:
+    sums = _sums(nodes.of[found.sender], nodes.of[found.receiver], found.distance, found.nbytes)
+    return sum(start != end for start, end, _, _ in sums) <= _MOST_ARROWS
+
+
+def _hosts_of(places: _Places, side: int) -> list[list[int]]:
+    """The numbers of a side's ranks on each host, in the order of the ranks."""
+    found: dict[int, list[int]] = {}
+    for number in places.members(side):
+        found.setdefault(int(places.host[number]), []).append(number)
+    return list(found.values())
+
+
+def _together(hosts: list[list[int]], groups: int) -> list[list[int]]:
+    """Consecutive hosts joined to at most ``groups``."""
+    each = max(-(-len(hosts) // groups), 1)
+    return [list(chain(*hosts[at : at + each])) for at in range(0, len(hosts), each)]
+
+
+def _grouped(places: _Places, groups: Sequence[list[list[int]]], *, by_rank: bool) -> _Nodes:
+    of = np.zeros(sum(places.ranks), dtype=np.int64)
+    labels: list[tuple[int, int, str]] = []
+    boxes: dict[object, int] = {}
+    names: list[str] = []
+    for side in (0, 1):
+        for group in groups[side]:
+            hosts = list(dict.fromkeys(places.host[group].tolist()))
+            # Ranks of one host share a box, on both sides; a group of hosts has a box of its own.
+            key: object = hosts[0] if len(hosts) == 1 else (side, len(labels))
+            box = boxes.setdefault(key, len(boxes))
+            if box == len(names):
+                names.append(_box_name(places, hosts))
+            of[group] = len(labels)
+            first = side * places.ranks[0]
+            labels.append((side, box, _ranks([number - first for number in group])))
+    return _Nodes(of=of, labels=labels, hosts=tuple(names), by_rank=by_rank)
+
+
+def _box_name(places: _Places, hosts: Sequence[int]) -> str:
+    names = [places.host_name(host) for host in hosts]
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} to {names[-1]}" if all(names) else f"{len(names)} hosts"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """[0, 1, 2] -> "ranks 0-2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"
+
+
+def _sums(start: Ints, end: Ints, distance: Ints, nbytes: Ints) -> list[tuple[int, int, int, int]]:
+    """(start, end, distance, bytes), each once, where any byte moves."""
+    if not len(start):
+        return []
+    most = int(max(start.max(), end.max())) + 1
+    keys, at = np.unique((start * most + end) * 3 + distance, return_inverse=True)
+    total = np.zeros(len(keys), dtype=np.int64)
+    np.add.at(total, at.reshape(-1), nbytes)
+    ends, far = np.divmod(keys, 3)
+    rows = zip((ends // most).tolist(), (ends % most).tolist(), far.tolist(), total.tolist(), strict=True)
+    return [row for row in rows if row[3]]
+
+
+def _nics(places: _Places, seen: Survey, nodes: _Nodes) -> tuple[tuple[PictureNic, ...], int, float, int]:
+    """The busiest NICs, how many others are as busy as the first, the mean load, and the number with any load."""
+    sent, received = seen.loads.nic_out, seen.loads.nic_in
+    load = np.maximum(sent, received)
+    used = np.flatnonzero(load)
+    if not len(used):
+        return (), 0, 0.0, 0
+    order = used[np.argsort(-load[used], kind="stable")]
+    nics = tuple(
+        PictureNic(
+            label=places.nic_name(agent),
+            sent=int(sent[agent]),
+            received=int(received[agent]),
+            nodes=tuple(np.unique(nodes.of[places.agent == agent]).tolist()),
+        )
+        for agent in order[:_MOST_NICS].tolist()
+    )
+    alike = int((load[used] == load[order[0]]).sum()) - 1
+    return nics, alike, float(load[used].mean()), len(used)
+
+
+def _map(found: LinkTable, ranks: tuple[int, int], rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """From source ranks to target ranks; what one side passes on to itself is not on it."""
+    m, n = (max(count, 1) for count in ranks)
     keep = ~inside_target(found.kind) & (found.kind != CONTRIBUTE)
-    moved = np.zeros((rows, columns))
-    np.add.at(moved, (found.source[keep] * rows // m, found.target[keep] * columns // n), found.nbytes[keep] / 1e6)
-    shown = np.ma.masked_less_equal(moved, 0)
-    low, high = (float(shown.min()), float(shown.max())) if shown.count() else (0.1, 1.0)
-    norm = LogNorm(min(low, high / 1.001), high) if high / low > 20 else None
-    extent = (-0.5, n - 0.5, m - 0.5, -0.5)
-    image = axes.imshow(shown, aspect="auto", cmap="viridis", interpolation="nearest", norm=norm, extent=extent)
-    axes.set_facecolor("#eeeeee")
-    passed = int(found.nbytes[inside_target(found.kind)].sum())
-    besides = f"; targets pass on {size(passed)}" if passed else ""
-    axes.set(xlabel="target rank", ylabel="source rank", title=f"source to target (grey: nothing){besides}")
-    for axis, ranks in ((axes.xaxis, n), (axes.yaxis, m)):
-        axis.get_major_locator().set_params(integer=True)
-        if ranks <= 8:
-            axis.set_ticks(range(ranks))
-    grouped = " of a group of ranks" if max(m, n) > _MOST_CELLS else ""
-    figure.colorbar(image, ax=axes, label=f"MB{grouped}", shrink=0.9)
-
-
-def _bars(axes: Any, load: Loads, s: PlanStats) -> None:
-    """NICs by load, the busiest first, which shows how even the loads are."""
-    most = 0.0
-    # If all loads are equal, the lines coincide: the bound is broad and pale, and "in" has gaps that show "out".
-    for way, nics, colour, style in (("out", load.nic_out, _OUT, "-"), ("in", load.nic_in, _IN, (0, (5, 4)))):
-        loaded = np.sort(nics[nics > 0])[::-1] / 1e9
-        if not len(loaded):
-            continue
-        most = max(most, float(loaded[0]))
-        edges = np.linspace(0, 100, len(loaded) + 1)
-        text = f"{way}: {len(loaded)} NICs, busiest {loaded[0]:.4g} GB, mean {loaded.mean():.4g}"
-        axes.stairs(loaded, edges, color=colour, linewidth=1.8, linestyle=style, label=text)
-        axes.stairs(loaded, edges, color=colour, fill=True, alpha=0.10)
-    bound = s.bound_nic / 1e9
-    if bound:
-        axes.axhline(bound, color=_BOUND, linewidth=6, alpha=0.3, zorder=1, label=f"bound {bound:.4g} GB")
-    axes.set(
-        xlim=(0, 100),
-        ylim=(0, max(most, bound, 1e-9) * 1.3),
-        xlabel="NICs with load, busiest first (%)",
-        ylabel="GB between hosts",
-        title=f"load of every NIC; quality {s.quality:.3f}" if s.wire_bytes else "nothing crosses hosts",
-    )
-    if most or bound:
-        axes.legend(loc="upper right", frameon=False)
+    moved = np.zeros((rows, columns), dtype=np.int64)
+    np.add.at(moved, (found.source[keep] * rows // m, found.target[keep] * columns // n), found.nbytes[keep])
+    at = np.nonzero(moved)
+    return tuple(zip(at[0].tolist(), at[1].tolist(), moved[at].tolist(), strict=True))

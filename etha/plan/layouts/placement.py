@@ -97,7 +97,10 @@ class Axis:
             if "_MaskPartial" in names:
                 return cls("MP")
             return cls.from_plain(["P", str(placement.reduce_op)])
-        raise LayoutError(f"{placement!r} is not a placement that Etha knows")
+        raise LayoutError(
+            f"{placement!r} is not a placement that Etha knows: give torch's own, such as Shard(0) or Replicate() of "
+            f"torch.distributed.tensor"
+        )
 
     @classmethod
     def _norm(cls, p: Any) -> Axis:
@@ -129,7 +132,8 @@ class Axis:
 
     def __str__(self) -> str:
         args = ", ".join(str(v) for v in self.to_plain()[1:])
-        return f"{self.kind}({args})" if args else self.kind
+        name = "_S" if self.kind == "SS" else self.kind  # as torch prints a _StridedShard
+        return f"{name}({args})" if args else name
 
 
 def _small(dim: int) -> bool:

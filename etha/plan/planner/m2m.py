@@ -28,7 +28,8 @@ class Topology:
     """Host and agent of each rank, as numbers that are equal if the names are.
 
     A rank whose host or agent has no name is alone on it. ``source_order`` and ``target_order`` are the places of a
-    side's ranks when sorted by (host, rank).
+    side's ranks when sorted by (host, rank). ``host_names`` and ``agent_names`` are the names of the first numbers; the
+    others have none.
     """
 
     source_host: Ints
@@ -39,6 +40,8 @@ class Topology:
     target_order: Ints
     one_agent: bool
     apart: bool  # no source rank shares an agent or a host with any target rank
+    host_names: tuple[str, ...] = ()
+    agent_names: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -52,8 +55,8 @@ class Topology:
             _check_names(side, names, world_sizes[side == "target_hosts"])
         for side, names in (("source_agents", agents[0]), ("target_agents", agents[1])):
             _check_names(side, names, world_sizes[side == "target_agents"])
-        sh, th = _numbered(hosts, world_sizes)
-        sa, ta = _numbered(agents, world_sizes)
+        host_names, (sh, th) = _numbered(hosts, world_sizes)
+        agent_names, (sa, ta) = _numbered(agents, world_sizes)
         both = np.concatenate([sa, ta])
         return cls(
             source_host=sh,
@@ -64,6 +67,8 @@ class Topology:
             target_order=_order(th),
             one_agent=bool(len(both) and (both == both[0]).all()),
             apart=not (np.intersect1d(sh, th).size or np.intersect1d(sa, ta).size),
+            host_names=host_names,
+            agent_names=agent_names,
         )
 
 
@@ -74,7 +79,10 @@ def _check_names(what: str, names: Sequence[str] | None, world_size: int) -> Non
         )
 
 
-def _numbered(names: tuple[Sequence[str] | None, Sequence[str] | None], sizes: tuple[int, int]) -> tuple[Ints, Ints]:
+def _numbered(
+    names: tuple[Sequence[str] | None, Sequence[str] | None], sizes: tuple[int, int]
+) -> tuple[tuple[str, ...], tuple[Ints, Ints]]:
+    """The names in the order of their numbers, and the number of each rank of both sides."""
     known = {name: i for i, name in enumerate(sorted({n for side in names if side is not None for n in side}))}
     out, fresh = [], len(known)
     for side, size in zip(names, sizes, strict=True):
@@ -83,7 +91,7 @@ def _numbered(names: tuple[Sequence[str] | None, Sequence[str] | None], sizes: t
             fresh += size
         else:
             out.append(np.array([known[n] for n in side], dtype=np.int64))
-    return out[0], out[1]
+    return tuple(known), (out[0], out[1])
 
 
 def _order(host: Ints) -> Ints:

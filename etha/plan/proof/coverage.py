@@ -13,7 +13,7 @@ It uses none of the code that made the rows, only the layouts' own tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,15 @@ _Rows = dict[tuple[int, int, int, int], dict[str, list[tuple[object, ...]]]]
 _WAYS = {CONTRIBUTE: "one contributes", FORWARD: "one passes on", DELIVER: "one hands on"}
 
 
-def check(plan: BasePlan) -> None:
-    """Raise PlanError with every violation of ``plan``; return if it is proven."""
+def check(plan: BasePlan, progress: Callable[[int, int], None] | None = None) -> None:
+    """Raise PlanError with every violation of ``plan``; return if it is proven.
+
+    ``progress(done, total)`` is told the number of classes.
+    """
     found = list(plan.violations)
     for at in range(len(plan.classes)):
+        if progress is not None:
+            progress(at, len(plan.classes))
         members = np.flatnonzero(plan.class_of == at)
         for turn, problem in _Proof(plan, at, plan.names[int(members[0])]).problems():
             for tensor in members[plan.turn_of[members] == turn].tolist():

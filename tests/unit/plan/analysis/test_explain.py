@@ -1,16 +1,13 @@
-"""What a person is told of a plan: link classes, who is busiest, bounds, time, packing, and the picture."""
+"""What a person is told of a plan: link classes, who is busiest, bounds, time, packing."""
 
 from __future__ import annotations
 
-import builtins
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
-from etha.errors import ConfigError
 from etha.plan import Layout, Links, Plan, TensorSpec, build_plan
 from etha.plan.analysis.packing import packing
 
@@ -80,27 +77,12 @@ def test_short_pieces_and_casts_are_packed() -> None:
     assert packing(build_plan({"w": here}, {"w": there})).zero_copy == 0
 
 
-@pytest.mark.parametrize("target", [Shard(1), Replicate()])
-def test_a_picture_is_drawn(target: Placement, tmp_path: Path) -> None:
-    path = tmp_path / "plan.png"
-    plan_of(Shard(0), target).plot(path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_plans_that_move_nothing_have_a_text() -> None:
+    assert "0 tensors" in build_plan({}, {}).explain()
 
 
-def test_plans_that_move_nothing_have_a_text_and_a_picture(tmp_path: Path) -> None:
-    plan = build_plan({}, {})
-    assert "0 tensors" in plan.explain()
-    plan.plot(tmp_path / "none.png")
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: object, **kwargs: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"sub-etha\[plot\]"):
-        plan_of(Shard(0), Shard(1)).plot(tmp_path / "plan.png")
+def test_a_strided_placement_is_written_as_torch_and_the_json_write_it() -> None:
+    strided = TensorSpec((64, 8), torch.float32, Layout((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]))
+    whole = TensorSpec((64, 8), torch.float32, Layout((2,), [Replicate()]))
+    text = build_plan({"w": strided}, {"w": whole}).explain()
+    assert "[_S(0, 2), S(0)]" in text and "SS(" not in text
