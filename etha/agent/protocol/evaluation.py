@@ -116,7 +116,7 @@ def evaluate(records: Mapping[Member, Record], manifests: Mapping[str, Manifest]
         )
         wrong = common + [v for v in only_as_target if v.side == target]
         wrong += [
-            Violation(code=v.code, name=v.name, side=names[v.side], rank=v.rank, text=_labelled(v, source, target))
+            replace(v, side=names[v.side], text=_labelled(v, (source, here), (target, there)))
             for v in plan.violations
             if not _follows(v, common, specs)
         ]
@@ -298,9 +298,15 @@ def _asked(records: Sequence[tuple[Member, Record]], sides: tuple[str, ...]) -> 
     return frozenset(asked)
 
 
-def _labelled(violation: Violation, source: str, target: str) -> str:
+def _labelled(
+    violation: Violation, sending: tuple[str, Mapping[str, TensorSpec]], receiving: tuple[str, Mapping[str, TensorSpec]]
+) -> str:
     """A violation's text with the sides' names. If a side lacks a name, that depends on who sends, so it names the
-    direction."""
+    direction. That shapes differ does not, so both directions have one text."""
+    (source, here), (target, there) = sending, receiving
+    if violation.code == "shape_mismatch" and violation.name in here and violation.name in there:
+        shapes = sorted([(source, here[violation.name].shape), (target, there[violation.name].shape)])
+        return " and ".join(f"shape {shape} on {side}" for side, shape in shapes)
     if violation.code not in ("unknown_name", "missing_name"):
         return violation.text
     has, lacks = (source, target) if violation.code == "unknown_name" else (target, source)
@@ -312,7 +318,11 @@ def _refused(
 ) -> tuple[Violation, ...]:
     """Violations of every direction that a rank asked for; of both if no rank asked and neither works."""
     wanted = asked or (sides if all(violations.values()) else ())
-    return tuple(dict.fromkeys(v for source in sides if source in wanted for v in violations[source]))
+    found: dict[object, Violation] = {}
+    for v in (v for source in sides if source in wanted for v in violations[source]):
+        # Shapes that differ are wrong for either direction, and each has blamed its target.
+        found.setdefault((v.code, v.name, v.text) if v.code == "shape_mismatch" and v.rank is None else v, v)
+    return tuple(found.values())
 
 
 # ---- regions that are lists of products: each part is planned as a tensor of its own, with its tensor as source ----
