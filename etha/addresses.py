@@ -5,6 +5,7 @@ A client checks them before it starts an agent, which would find the same mistak
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -113,3 +114,11 @@ def _wrong_in(url: str) -> str:
         return "has the port 0"
     database = parts.path.strip("/")
     return f"has {database!r} where the number of a database stands" if database and not database.isdecimal() else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` (numeric or a name) means the machine that uses it. An unknown name does not."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -19,10 +19,10 @@ from typing import Any
 from etha.bus.channel import dial
 from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
-from etha.bus.messages import Events, GetEvents, GetRecords, GetStatus, Records, Status
+from etha.bus.messages import Events, GetEvents, GetPicture, GetRecords, GetStatus, Picture, Records, Status
 from etha.bus.process import Credentials, start_time
 from etha.config import Settings, agent_path
-from etha.errors import AgentLostError, AgentUnavailableError, RedisUnavailableError, note_of_log
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, RedisUnavailableError, note_of_log
 from etha.observe.logfiles import logs_in
 from etha.observe.logs import TERMINAL, log_of
 from etha.version import __version__
@@ -55,6 +55,13 @@ class AgentSession:
         events = await self._link.request(GetEvents(after=after, count=count, wait=wait), timeout=self._timeout)
         assert isinstance(events, Events)
         return list(events.events)
+
+    async def picture(self, pair: str, batch: str, source: str = "") -> dict[str, Any]:
+        """What the batch moves when side ``source`` sends, as ``etha.picture`` reads it. ConfigError if there is
+        none."""
+        found = await self._link.request(GetPicture(pair=pair, batch=batch, source=source), timeout=self._timeout)
+        assert isinstance(found, Picture)
+        return found.picture
 
 
 @asynccontextmanager
@@ -130,6 +137,16 @@ def agent_pid(path: Path) -> int:
         return 0
 
 
+def none_runs(settings: Settings) -> str:
+    """The message if no agent answers."""
+    return f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
+
+
+def place(settings: Settings) -> str:
+    """Where agents of the namespace are looked for."""
+    return settings.agent or str(settings.runtime_dir / settings.namespace)
+
+
 async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
     """The status of every agent that answers. Others are skipped."""
     found = []
@@ -140,6 +157,32 @@ async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
         except (AgentUnavailableError, AgentLostError):
             continue  # a socket that its agent left behind, or an agent that is just leaving
     return found
+
+
+async def picture(settings: Settings, pair: str, batch: str, source: str, *, timeout: float) -> dict[str, Any]:
+    """The picture of a batch from the first agent here that has it registered.
+
+    ConfigError lists the pairs and batches that there are. AgentUnavailableError if no agent answers.
+    """
+    there: list[tuple[str, str]] = []
+    answers = False
+    for address in addresses(settings):
+        try:
+            async with open_session(address, settings, timeout=timeout) as session:
+                answers = True
+                mine = [(line["pair"], line["batch"]) for line in (await session.status())["batches"]]
+                if (pair, batch) in mine:
+                    return await session.picture(pair, batch, source)
+                there += mine
+        except (AgentUnavailableError, AgentLostError):
+            continue
+    if not answers:
+        raise AgentUnavailableError(none_runs(settings))
+    names = sorted({f"{pair} {batch}" for pair, batch in there})
+    raise ConfigError(
+        f"no agent here has batch {batch!r} of pair {pair!r}; "
+        + (f"there are, as PAIR BATCH: {', '.join(names)}" if names else "no batch is registered")
+    )
 
 
 async def stop(path: Path, *, now: bool, timeout: float) -> int | None:

@@ -9,7 +9,6 @@ import logging
 from typing import Annotated
 
 import typer
-from rich.logging import RichHandler
 from rich.text import Text
 
 from etha.commands import agents, demo, doctor, events, logs, plans, traces
@@ -30,7 +29,6 @@ app = typer.Typer(
     help="Moves tensors between two PyTorch jobs that were launched separately, from any DTensor layout to any other.",
     epilog=EXPLAINED,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -38,7 +36,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the ``etha`` command. Etha's own errors become one line and status 1."""
     try:
-        app()
+        app(prog_name="etha")
     except EthaError as error:
         err.print(Text(f"{error.code}: {error.message}", "red"))
         for violation in getattr(error, "violations", ()):
@@ -72,6 +70,8 @@ def configure(
     if wanted.format == "json":
         handler = AgentLog("json")
     else:
+        from rich.logging import RichHandler
+
         handler = RichHandler(console=err, show_path=False, markup=False)
         handler.setFormatter(logging.Formatter("%(message)s"))
     root, own = levels("debug" if verbose else wanted.level)
@@ -87,6 +87,7 @@ COMMANDS = (
     logs.logs,
     traces.trace,
     plans.plan,
+    plans.plot,
     demo.demo,
     doctor.doctor,
 )

@@ -9,35 +9,108 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+#: Links that an operator must see to, by what they are called in the status.
+BROKEN = ("failed", "missing", "opening")
 
-def whole(agents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One agent's status unchanged; of several, all pairs and batches together, and each agent alone under "agents"."""
-    if len(agents) == 1:
-        return agents[0]
+
+def whole(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One agent's report unchanged; of several, their pairs and batches together, and each report under "local".
+
+    "agents" are all that Redis knows, each once, with the links that the agents of this host have to it.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    agents: dict[str, dict[str, Any]] = {}
+    for line in (line for one in reports for line in one.get("agents", ())):
+        known = agents.setdefault(line["id"], {**line, "links": [], "pairs": []})
+        known["links"] += line["links"]
+        known["pairs"] = sorted({*known["pairs"], *line["pairs"]})
     return {
-        "agent": agents[0]["agent"],
-        "pairs": [pair for one in agents for pair in one["pairs"]],
-        "batches": [batch for one in agents for batch in one["batches"]],
-        "agents": agents,
+        "agent": reports[0]["agent"],
+        "agents": list(agents.values()),
+        "pairs": [pair for one in reports for pair in one["pairs"]],
+        "batches": [batch for one in reports for batch in one["batches"]],
+        "local": reports,
     }
 
 
 def status_tables(found: dict[str, Any]) -> Group:
-    """Agents, their links, pairs and batches, one table each. The JSON has what is left out here."""
-    agents = [one["agent"] for one in found.get("agents", [found])]
-    links = [link for agent in agents for link in agent.get("links", ())]
-    link = ["agent", "host", "address", "state", "silent", "round_trip", "missed", "bytes_sent", "bytes_received"]
+    """This host's agents, all that Redis knows, pairs and batches, one table each, and which links are not as they
+    should be. The JSON has what is left out here."""
+    reports = [one["agent"] for one in found.get("local", [found])]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
-    stale = [agent["stale"] for agent in agents if agent.get("stale")]
+    stale = [one["stale"] for one in reports if one.get("stale")]
     agent = ["device", "namespace", "pid", "workers", "running", "encrypted", "redis", "version"]
-    agent += ["metrics"] if any(one.get("metrics") for one in agents) else []
+    agent += ["metrics"] if any(one.get("metrics") for one in reports) else []
+    agents = found.get("agents", [])
+    known: list[Table | Text] = []
+    if len(agents) > len(reports):
+        known = [agents_table(agents, reports), *map(Text, linked_lines(agents))]
     return Group(
-        dict_table("agents", agents, agent),
-        *([dict_table("links", links, link)] if links else []),
-        dict_table("pairs", found["pairs"], ["pair", "state", "epoch", "sides", "error"]),
+        dict_table("agents of this host", reports, agent),
+        *known,
+        dict_table("pairs", [pair_line(pair) for pair in found["pairs"]], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
         *(Text(f"pairs as they were last known: {why}") for why in stale),
     )
+
+
+def agents_table(agents: list[dict[str, Any]], reports: list[dict[str, Any]]) -> Table:
+    """Every agent that Redis knows, its lease, and how it is linked with those of this host."""
+    traffic = [{link["agent"]: link for link in one.get("links", ())} for one in reports]
+    lines = [
+        {
+            **line,
+            "lease renewed": f"{line['heartbeat']:.0f} s ago",
+            "link": [link_text(link, alone=len(line["links"]) == 1) for link in line["links"]],
+            "sent": sum(links[line["id"]]["bytes_sent"] for links in traffic if line["id"] in links),
+            "received": sum(links[line["id"]]["bytes_received"] for links in traffic if line["id"] in links),
+        }
+        for line in agents
+    ]
+    columns = ["host", "device", "pid", "version", "address", "lease renewed", "link", "pairs", "sent", "received"]
+    return dict_table("agents that Redis knows", lines, columns)
+
+
+def link_text(link: dict[str, Any], *, alone: bool) -> str:
+    """ "open, heard 0.4 s ago, 0.3 ms"; with the agent from which it leads unless that is the only one here."""
+    text = {"self": "this one", "none": "none, not needed"}.get(link["link"], link["link"])
+    if link["silent"] is not None:
+        text += f", heard {link['silent']:.1f} s ago"
+    if link["round_trip"] is not None:
+        text += f", {link['round_trip'] * 1e3:.1f} ms"
+    return text if alone else f"{link['from']}: {text}"
+
+
+def linked_lines(agents: list[dict[str, Any]]) -> list[str]:
+    """Whether every link is there that a pair needs; otherwise, and for what cannot be reached, one line for each."""
+    links = [(line, link) for line in agents for link in line["links"]]
+    needed = [link for line, link in links if line["pairs"]]
+    broken = [(line, link) for line, link in links if link["link"] in BROKEN or link["trouble"]]
+    lines = []
+    if needed and not any(link["link"] in BROKEN for link in needed):
+        lines.append(f"linked: all {len(needed)} links that formed pairs need are open")
+    for line, link in broken:
+        what = f"{link['from']} -> {line['device']} of host {line['host']}"
+        need = f", needed by {', '.join(line['pairs'])}" if line["pairs"] else ""
+        lines.append(f"not linked: {what} ({link['link']}{need}){': ' if link['trouble'] else ''}{link['trouble']}")
+    return lines
+
+
+def pair_line(pair: dict[str, Any]) -> dict[str, Any]:
+    """A pair's row. Of one that forms, "error" says who waits for whom, and which other name may be meant."""
+    if pair.get("error") or pair.get("waits") is None:
+        return pair
+    missing = [_missing(side, ranks, pair) for side, ranks in pair.get("waiting_for", {}).items()]
+    text = f"waits {pair['waits']:.0f} s" + (f" for {' and '.join(missing)}" if missing else "")
+    return {**pair, "error": f"{text}. {pair['hint']}" if pair.get("hint") else text}
+
+
+def _missing(side: str, ranks: list[int], pair: dict[str, Any]) -> str:
+    if not pair["sides"].get(side, {}).get("ranks"):
+        return f"side {side}, of which nobody has come"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{side} {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def events_table(events: list[dict[str, Any]], why: str = "") -> Table:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from etha.addresses import redact
+from etha.agent.pictures import Pictures
 from etha.agent.runtime.device import GpuDevice
 from etha.agent.runtime.event_writer import EventWriter
 from etha.agent.runtime.gc_scheduler import GcScheduler
@@ -31,7 +32,7 @@ from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.services.hints import Hints
 from etha.agent.services.record_queries import RecordQueries
 from etha.agent.services.registration import RegistrationService
-from etha.agent.services.rendezvous import RendezvousService
+from etha.agent.services.rendezvous import PATIENCE, RendezvousService
 from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfer_records import death, failed_request
 from etha.agent.services.transfers import TransferService
@@ -46,11 +47,13 @@ from etha.bus.messages import (
     Confirm,
     Events,
     GetEvents,
+    GetPicture,
     GetRecords,
     GetStatus,
     InitPair,
     LetGo,
     Ok,
+    Picture,
     Probe,
     Probed,
     Records,
@@ -136,6 +139,7 @@ class Agent:
         self._patience: asyncio.Timeout | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._gc = GcScheduler()
+        self._pictures = Pictures(self.agent_name)
         self.links = PeerLinks(
             me=self.id,
             host=settings.host_id,
@@ -197,6 +201,11 @@ class Agent:
             version=__version__,
             log=self.log,
         )
+
+    def agent_name(self, agent: str) -> str:
+        """What a picture calls an agent of a batch."""
+        record = self.record if agent == self.id else self.links.record(agent)
+        return agent[:8] if record is None else record.device
 
     def on_agent_lost(self, agent: str, text: str) -> None:
         """The link to another agent is lost. Transfers with it end first, because they know their outcomes best."""
@@ -465,7 +474,7 @@ class Agent:
                 self._show(peer, request)
 
     def _show(self, peer: Peer, request: Request) -> None:
-        """Answer the requests of workers and observers: status and events. ProtocolError for any other."""
+        """Answer the requests of workers and observers: status, events, pictures. ProtocolError for any other."""
         match request.message:
             case GetStatus():
                 self.spawn(self._status(peer, request.id))
@@ -473,14 +482,26 @@ class Agent:
                 self.spawn(self._events(peer, request.id, message))
             case GetRecords() as message:
                 self.spawn(self._records(peer, request.id, message))
+            case GetPicture() as message:
+                self.spawn(self._picture(peer, request.id, message))
             case _:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
 
     async def _status(self, peer: Peer, request_id: int) -> None:
-        stale, _ = await asyncio.gather(
-            self.rendezvous.refresh(), self.transfers.stragglers.refresh(self.registrations.registered_batches())
+        stale, _, seen = await asyncio.gather(
+            self.rendezvous.refresh(),
+            self.transfers.stragglers.refresh(self.registrations.registered_batches()),
+            self._seen(),
         )
-        peer.reply(request_id, Status(report=report(self, stale)))
+        peer.reply(request_id, Status(report=report(self, stale, seen, await self.rendezvous.hints())))
+
+    async def _seen(self) -> list[tuple[AgentRecord, float]]:
+        """The agents that Redis knows, and the seconds since they renewed their leases; none if it does not answer."""
+        try:
+            return await self.store.agents.seen(timeout=PATIENCE)
+        except EthaError as error:
+            log.debug("status without the agents of other hosts: %s", error)
+            return []
 
     async def _events(self, peer: Peer, request_id: int, message: GetEvents) -> None:
         count, after = max(1, min(message.count, MAX_EVENTS)), message.after or "-"
@@ -506,6 +527,14 @@ class Agent:
             self.record_queries.hear(agent, scope, message)
         else:
             self.registrations.hear(agent, scope, message)
+
+    async def _picture(self, peer: Peer, request_id: int, message: GetPicture) -> None:
+        try:
+            found = await self._pictures.of(self.registrations.known.values(), message)
+        except EthaError as error:
+            peer.fail(request_id, error, None)
+        else:
+            peer.reply(request_id, Picture(picture=found.to_plain()))
 
     def _refuse(self, peer: Peer, request: Request, error: EthaError) -> None:
         if (key := (peer.key, request.id)) in self.calls:

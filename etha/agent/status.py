@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from etha.addresses import is_loopback, parse_address
 from etha.agent.protocol.pair import PairMachine
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import WorkerSession
@@ -13,6 +15,7 @@ from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.transfers import TransferService
 from etha.config import Settings
+from etha.store.records import AgentRecord
 from etha.store.registry import Store
 from etha.version import __version__
 
@@ -34,11 +37,18 @@ class ReportedAgent(Protocol):
     transfers: TransferService
 
 
-def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
-    """{"agent": {...}, "pairs": [...], "batches": [...]}, of numbers, texts and lists only.
+def report(
+    agent: ReportedAgent,
+    stale: str = "",
+    seen: Sequence[tuple[AgentRecord, float]] = (),
+    hints: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...]}, of numbers, texts and lists only.
 
-    ``stale``: why the pairs could not be read again and may be outdated; "" if they were.
+    ``stale``: why the pairs could not be read again and may be outdated; "" if they were. ``seen``: the agents that
+    Redis knows, and the seconds since each has renewed its lease. ``hints``: by pair, which others may be meant.
     """
+    waits, hints = agent.rendezvous.waits(), hints or {}
     return {
         "agent": {
             "id": agent.id,
@@ -68,7 +78,15 @@ def report(agent: ReportedAgent, stale: str = "") -> dict[str, Any]:
             "links": _links(agent),
             "stale": stale,
         },
-        "pairs": [_pair(machine, ended) for machine, ended in agent.rendezvous.shown()],
+        "agents": _agents(agent, seen),
+        "pairs": [
+            {
+                **_pair(machine, ended),
+                "waits": round(waits[machine.pair], 3) if machine.pair in waits else None,
+                "hint": hints.get(machine.pair, ""),
+            }
+            for machine, ended in agent.rendezvous.shown()
+        ],
         "batches": [line for registration in agent.registrations.known.values() for line in _batch(registration)],
     }
 
@@ -93,6 +111,67 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
         "waiting_for": {} if view is None or over else view.missing(),
         "error": "" if over else error,
     }
+
+
+def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float]]) -> list[dict[str, Any]]:
+    """One line for each agent that Redis knows, this one's host first, with the state of this agent's link to it.
+
+    ``link`` is "self", "open", "opening", "failed" (``trouble`` says why), "missing" (a pair of both is formed, and yet
+    there is no link) or "none" (no pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis.
+    """
+    linked = {peer.agent: peer for peer in agent.links.hub.peers()}
+    needed: dict[str, list[str]] = {}
+    for machine, ended in agent.rendezvous.shown():
+        view = machine.view
+        if view is not None and view.state == "formed" and not ended:
+            for other in {holder.agent for side in view.sides.values() for holder in side.members.values()}:
+                needed.setdefault(other, []).append(machine.pair)
+    lines = []
+    for record, heartbeat in sorted(seen, key=lambda one: (one[0].host != agent.settings.host_id, one[0].shown_host)):
+        peer, trouble = linked.get(record.id), agent.links.trouble(record.id)
+        if record.id == agent.id:
+            link, why = "self", ""
+        elif peer is not None:
+            link, why = peer.state, ""
+        elif trouble:
+            link, why = "failed", trouble
+        else:
+            link, why = "missing" if record.id in needed else "none", _unreachable(record, agent.settings.host_id)
+        lines.append(
+            {
+                "id": record.id,
+                "host": record.shown_host,
+                "host_id": record.host,
+                "device": record.device,
+                "pid": record.pid,
+                "version": record.version,
+                "address": record.address,
+                "started_at": record.started_at,
+                "heartbeat": round(heartbeat, 1),
+                "pairs": [] if record.id == agent.id else sorted(needed.get(record.id, ())),
+                "links": [
+                    {
+                        "from": agent.device,
+                        "link": link,
+                        "silent": None if peer is None else round(peer.silent, 3),
+                        "round_trip": None if peer is None or peer.round_trip is None else round(peer.round_trip, 6),
+                        "trouble": why,
+                    }
+                ],
+            }
+        )
+    return lines
+
+
+def _unreachable(record: AgentRecord, host_id: str) -> str:
+    """Why no agent of this host can link to it; "" if nothing speaks against it."""
+    if record.host == host_id:
+        return ""
+    if not record.address:
+        return "it takes no links: it needs ETHA_LISTEN=HOST:PORT"
+    if is_loopback(parse_address(record.address)[0]):
+        return f"its address {record.address} is loopback, which leads from here to this host: it needs ETHA_LISTEN"
+    return ""
 
 
 def _links(agent: ReportedAgent) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The messages between a worker and its agent, one struct each.
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
-                      CloseBatch GetStatus GetEvents GetRecords LetGo
+                      CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
     agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost, BatchLost, Progress
 
@@ -305,6 +305,23 @@ class Status(StrictStruct, frozen=True, kw_only=True):
     """``report`` is what ``etha status --json`` prints."""
 
     report: JsonObject
+
+
+@message("get_picture")
+class GetPicture(StrictStruct, frozen=True, kw_only=True):
+    """What a registered batch moves, for a picture. ``source``: the side that sends; "" as in the last transfer.
+    -> Picture."""
+
+    pair: Text
+    batch: Text
+    source: Text = ""
+
+
+@message("picture")
+class Picture(StrictStruct, frozen=True, kw_only=True):
+    """``picture`` is an ``etha.picture.PlanPicture`` as plain data."""
+
+    picture: JsonObject
 
 
 #: Events that one request may ask for.

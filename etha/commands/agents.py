@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from etha.commands.terminal import out, print_json, stopped_by_ctrl_c
+from etha.commands.completion import devices
+from etha.commands.terminal import out, print_json, progress, stopped_by_ctrl_c
 from etha.config import CUDA_AGENT, Settings, agent_path, check_device
 from etha.errors import AgentUnavailableError
-from etha.status import events_table, status_tables, whole
 
 #: Seconds for a status call. An agent that takes longer is frozen.
 STATUS_SECONDS = 5.0
@@ -22,7 +22,7 @@ STATUS_SECONDS = 5.0
 STOP_SECONDS = 40.0
 #: Number of events that --watch shows.
 EVENTS_SHOWN = 10
-NOTHING: dict[str, Any] = {"agent": None, "pairs": [], "batches": []}
+NOTHING: dict[str, Any] = {"agent": None, "agents": [], "pairs": [], "batches": []}
 
 
 def agent(
@@ -67,7 +67,8 @@ def status(
     """
     import asyncio
 
-    from etha.agent_session import look
+    from etha.agent_session import look, none_runs
+    from etha.status import status_tables, whole
 
     settings = Settings.from_env()
     if watch:
@@ -83,7 +84,9 @@ def status(
 
 
 def stop(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; default: all agents of the namespace")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:N; default: all agents of the namespace", autocompletion=devices)
+    ] = None,
     now: Annotated[
         bool, typer.Option("--now", help="do not wait for running transfers; kill what does not end")
     ] = False,
@@ -94,14 +97,19 @@ def stop(
     """
     import asyncio
 
-    from etha.agent_session import addresses, stop
+    from etha.agent_session import addresses, place, stop
 
     settings = Settings.from_env()
     if device is None:
         paths = [agent_path(address) for address in addresses(settings)]
     else:
         paths = [settings.socket_path(name_of_agent(device))]
-    stopped = [pid for path in paths if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS))) is not None]
+    stopped = []
+    with progress("waiting for running transfers to end") as bar:
+        for number, path in enumerate(paths):
+            bar.at(number, len(paths))
+            if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS))) is not None:
+                stopped.append(pid)
     if not stopped:
         where = ", ".join(map(str, paths)) or place(settings)
         raise AgentUnavailableError(f"nothing to stop: no agent is running at {where}")
@@ -125,7 +133,8 @@ async def watch_status(settings: Settings, as_json: bool) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from etha.agent_session import Watch
+    from etha.agent_session import Watch, none_runs
+    from etha.status import events_table, status_tables, whole
 
     watch, lines = Watch(settings, timeout=STATUS_SECONDS), deque[dict[str, Any]](maxlen=EVENTS_SHOWN)
     # A terminal shows one picture that changes; a pipe or a file gets one after the other.
@@ -144,13 +153,3 @@ async def watch_status(settings: Settings, as_json: bool) -> None:
                     out.print(picture)
                     sys.stdout.flush()
             await asyncio.sleep(1)
-
-
-def none_runs(settings: Settings) -> str:
-    """The message if no agent answers."""
-    return f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
-
-
-def place(settings: Settings) -> str:
-    """Where agents of the namespace are looked for."""
-    return settings.agent or str(settings.runtime_dir / settings.namespace)

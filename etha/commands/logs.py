@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from etha.commands.agents import name_of_agent, place
+from etha.commands.agents import name_of_agent
 from etha.commands.terminal import closed_pipe_ends, err, stopped_by_ctrl_c
 from etha.config import Settings
 from etha.errors import AgentUnavailableError
@@ -28,7 +28,7 @@ def logs(
     ETHA_LOG and ETHA_LOG_FORMAT say what agents log. An agent that was not started by a client logs to its standard
     error; it is shown if that is a file.
     """
-    from etha.agent_session import LogFinder
+    from etha.agent_session import LogFinder, place
     from etha.observe.logfiles import LogView
 
     settings = Settings.from_env()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+#: Seconds after which a command that has not ended shows how far it is.
+PROGRESS_AFTER = 1.0
 #: Columns if the output is not a terminal.
 PLAIN_WIDTH = 132
 
@@ -43,3 +49,37 @@ def closed_pipe_ends() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         raise typer.Exit(0) from None
+
+
+class Bar:
+    """How far a command is; ``progress`` shows it."""
+
+    def __init__(self, shown: Progress | None, what: str) -> None:
+        self._shown = shown
+        self._task = None if shown is None else shown.add_task(what, total=None)
+
+    def at(self, done: float, total: float | None, what: str | None = None) -> None:
+        """``done`` of ``total`` steps are done; without a total the bar only moves. ``what`` comes next."""
+        if self._shown is not None and self._task is not None:
+            self._shown.update(self._task, completed=done, total=total, description=what)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Bar]:
+    """Show a bar on standard error if this takes more than a second, and nothing if that is no terminal."""
+    if not err.is_terminal:
+        yield Bar(None, what)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown = Progress(*columns, console=err, transient=True)
+    timer = threading.Timer(PROGRESS_AFTER, shown.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield Bar(shown, what)
+    finally:
+        timer.cancel()
+        timer.join()  # else it could start the bar after it was stopped
+        shown.stop()

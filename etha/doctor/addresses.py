@@ -1,4 +1,4 @@
-"""Addresses of this host, as the kernel lists them, and whether an address is reachable only from its own host."""
+"""Addresses of this host, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+
+from etha.addresses import is_loopback
 
 _SIOCGIFCONF = 0x8912
 #: struct ifreq of 64-bit Linux: a name of 16 bytes, then a sockaddr (family, port, IPv4 address) in 24.
@@ -59,14 +61,6 @@ def _ipv6() -> list[Address]:
         for row in rows
         if row[3] == _GLOBAL_SCOPE
     ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` (numeric or a name) means the machine that uses it. An unknown name does not."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def split_address(text: str) -> tuple[str, int]:

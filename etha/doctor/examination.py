@@ -25,12 +25,29 @@ CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
 )
 
 
-def examine(settings: Settings, *, between_hosts: bool = False) -> list[Finding]:
-    """Check this machine and, with ``between_hosts``, whether it reaches the agents that settings.redis_url lists."""
-    findings = [found(name, lambda check=check: check(settings)) for name, check in CHECKS]  # type: ignore[misc]
+BETWEEN_HOSTS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
+    ("Redis from elsewhere", hosts.check_redis_place),
+    ("listen address", hosts.check_listen),
+)
+
+
+def examine(
+    settings: Settings,
+    *,
+    between_hosts: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> list[Finding]:
+    """Check this machine and, with ``between_hosts``, whether it reaches the agents that settings.redis_url lists.
+
+    ``progress(done, total, name)`` is called before each check.
+    """
+    checks = CHECKS + (BETWEEN_HOSTS if between_hosts else ())
+    findings: list[Finding] = []
+    for name, check in checks:
+        progress(len(findings), len(checks) + between_hosts, name)
+        findings.append(found(name, lambda check=check: check(settings)))  # type: ignore[misc]
     if between_hosts:
-        findings.append(found("Redis from elsewhere", lambda: hosts.check_redis_place(settings)))
-        findings.append(found("listen address", lambda: hosts.check_listen(settings)))
+        progress(len(checks), len(checks) + 1, "agents")
         findings += _agents(settings, redis=all(finding.ok for finding in findings if finding.name == "Redis"))
     return findings
 

@@ -11,9 +11,9 @@ import socket
 import time
 from urllib.parse import urlsplit
 
-from etha.addresses import redact
+from etha.addresses import is_loopback, redact
 from etha.config import Settings
-from etha.doctor.addresses import Address, is_loopback, join_address, own_addresses, split_address
+from etha.doctor.addresses import Address, join_address, own_addresses, split_address
 from etha.doctor.finding import Failing, Finding, Noteworthy
 from etha.store.records import AgentRecord
 from etha.store.registry import opened

@@ -12,7 +12,7 @@ import logging
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
 from etha.store.batches import BatchRecords
 from etha.store.connect import Client
-from etha.store.keys import AGENT_BEAT, HISTORY_LEASE, REGISTRATION_LEASE
+from etha.store.keys import AGENT_BEAT, AGENT_LEASE, HISTORY_LEASE, REGISTRATION_LEASE
 from etha.store.pairs import PairRecords
 from etha.store.records import AgentRecord
 from etha.store.session import StoreSession
@@ -50,14 +50,19 @@ class AgentRecords:
 
     async def all(self, *, timeout: float | None = None) -> list[AgentRecord]:
         """The records of all live agents, by id, read now."""
+        return [record for record, _ in await self.seen(timeout=timeout)]
+
+    async def seen(self, *, timeout: float | None = None) -> list[tuple[AgentRecord, float]]:
+        """The records of all live agents, by id, and for each the seconds since it renewed its lease."""
         found = await self._session.connection.raw_script(
             "agents", [self._keys.agents], {}, self._session.limit(timeout)
         )
         records = []
-        for agent, flat in found:
+        for agent, flat, left in found:
             values = dict(zip(flat[::2], flat[1::2], strict=True))
-            records.append(AgentRecord.from_redis(f"{self._keys.prefix}agent:{agent}", agent, values))
-        return sorted(records, key=lambda record: record.id)
+            record = AgentRecord.from_redis(f"{self._keys.prefix}agent:{agent}", agent, values)
+            records.append((record, max(0.0, AGENT_LEASE - left / 1000)))
+        return sorted(records, key=lambda one: one[0].id)
 
     async def keep(self) -> None:
         """Renew until cancelled."""

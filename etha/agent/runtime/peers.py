@@ -91,6 +91,8 @@ class PeerLinks:
         self._early: OrderedDict[tuple[str, int], dict[str, Meet]] = OrderedDict()
         self._asked: dict[int, tuple[str, asyncio.Future[Sequence[bytes]]]] = {}
         self._requests = 0
+        #: Agents to which there is no link since it was lost or could not be opened: when (loop time), and why.
+        self._troubles: dict[str, tuple[float, str]] = {}
         #: Agents of this host whose processes this agent has proven to read, and those that read ours.
         self.reads: set[str] = set()
         self.read_by: set[str] = set()
@@ -174,6 +176,11 @@ class PeerLinks:
         found = (record.log_note for agent, record in self._records.items() if agent != self.me and agent in text)
         return next(filter(None, found), self.log_note)
 
+    def trouble(self, agent: str) -> str:
+        """Why there is no link to an agent, if it was lost or could not be opened; else ""."""
+        at, why = self._troubles.get(agent, (0.0, ""))
+        return f"{self._loop.time() - at:.0f} s ago: {why}" if why else ""
+
     # ---- forming an epoch ---------------------------------------------------------------------
 
     async def form(self, pair: str, epoch: int, agents: Collection[str]) -> None:
@@ -231,8 +238,10 @@ class PeerLinks:
         try:
             await self.hub.open(agent, self._reached(record)[0], record.public_key, MEET_TIMEOUT)
         except AgentUnavailableError as error:
+            self._troubles[agent] = (self._loop.time(), error.message)
             text = with_note(f"pair {pair!r}: {error.message}", record.log_note)
             raise AgentUnavailableError(text) from None
+        self._troubles.pop(agent, None)
 
     def _meet(self, agent: str, scope: Scope, message: Meet) -> None:
         meeting = self._meetings.get((scope.pair, scope.epoch))
@@ -275,6 +284,7 @@ class PeerLinks:
     async def _refresh(self) -> None:
         records = await self._store.agents.all(timeout=MEET_TIMEOUT)
         self._records = {record.id: record for record in records}
+        self._troubles = {agent: why for agent, why in self._troubles.items() if agent in self._records}
         self._known.clear()
         self._known |= {record.public_key: record.id for record in records if record.public_key}
 
@@ -362,6 +372,7 @@ class PeerLinks:
     def _on_link_lost(self, agent: str, text: str) -> None:
         text = with_note(text, self.log_of(agent))
         error = PeerLostError(f"agent {agent} is gone: {text}", reason="died")
+        self._troubles[agent] = (self._loop.time(), f"its link was lost: {text}")
         self.plane.drop(agent)
         self._tokens.revoke(agent)
         self.reads.discard(agent)

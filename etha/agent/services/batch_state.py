@@ -303,6 +303,8 @@ class RegisteredBatch:
         self.offers: dict[CallKey, str] = {}
         self.version: Version = None
         self.last_seconds: float | None = None
+        #: The side that sent in the last transfer.
+        self.last_source = ""
         self.last_error: EthaError | None = None
 
     @property

@@ -34,6 +34,8 @@ PATIENCE = 1.0
 #: Most seconds that a call which has ended early waits until its rank is given up in Redis. Looking for hints comes
 #: before that, and the worker waits one second in all.
 _GIVEN_UP = 0.25
+#: Waiting pairs for which a status report looks for others that may be meant.
+_MOST_HINTS = 4
 #: Pairs that status shows although no worker here belongs to them any more.
 _MAX_ENDED = 64
 
@@ -50,6 +52,8 @@ class _Known:
     forgotten: bool = False
     #: Running tasks, except the one that reads the pair.
     working: int = 0
+    #: When (loop time) the oldest call that waits here came.
+    since: float = 0.0
     #: Whether Redis may still show an epoch as formed that this agent knows to be over.
     ahead: bool = False
 
@@ -102,6 +106,8 @@ class RendezvousService:
             give_up=message.give_up,
             holder=session.holder,
         )
+        if not known.asked:
+            known.since = asyncio.get_running_loop().time()
         known.asked[key] = (session, asked, request.deadline)
         self._perform(known, known.machine.ask(asked))
 
@@ -156,6 +162,20 @@ class RendezvousService:
         latter."""
         found = self._ended | {name: known.machine for name, known in self._known.items()}
         return [(found[name], name not in self._known) for name in sorted(found)]
+
+    def waits(self) -> dict[str, float]:
+        """The pairs for which workers of this agent wait, and for how many seconds."""
+        now = asyncio.get_running_loop().time()
+        return {name: now - known.since for name, known in self._known.items() if known.asked}
+
+    async def hints(self) -> dict[str, str]:
+        """For pairs at which workers here wait for a side of which nobody has come: other pairs that may be meant."""
+        views = [(known.machine.pair, known.machine.view) for known in self._known.values() if known.asked]
+        alone = [(pair, view) for pair, view in views if view and not all(s.members for s in view.sides.values())]
+        texts = await asyncio.gather(
+            *(self._hints.of_pair(pair, view.sides, alone=False) for pair, view in alone[:_MOST_HINTS])
+        )
+        return {pair: text.removeprefix(". ") for (pair, _), text in zip(alone, texts, strict=False) if text}
 
     async def refresh(self) -> str:
         """Read all pairs that status shows, because an idle agent may have missed the latest; returns why that failed,

@@ -328,6 +328,7 @@ class TransferService:
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}
         if effect.error is None:
             batch.version, batch.last_seconds, batch.last_error = effect.version, seconds, None
+            batch.last_source = effect.source
             if batch.transport is not None:
                 batch.transport.settled()
             self._answer(batch, effect, current, now)

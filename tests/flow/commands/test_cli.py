@@ -28,12 +28,14 @@ from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from tests.flow.commands.running import agent, etha
 from tests.flow.sites import Site, started_in
 
-COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "demo", "doctor")
+COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "plot", "demo", "doctor")
 SECONDS = 60
 #: A shell's background job ignores SIGINT, and so would what it starts.
 INTERRUPTIBLE = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from etha.cli import main; main()"
 )
+#: What a status call must not wait for: each takes a good part of its half second, or more.
+SLOW = {"torch", "numpy", "matplotlib", "redis", "uvloop", "etha.plan", "etha.client", "etha.agent", "rich.progress"}
 
 
 def here(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -88,7 +90,7 @@ def test_status_without_an_agent_says_so_and_starts_nothing(runtime: Path) -> No
 def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: Path) -> None:
     with fresh_agent() as process:
         found = json.loads(etha("status", "--json").stdout)
-        assert set(found) == {"agent", "pairs", "batches"}
+        assert set(found) == {"agent", "agents", "pairs", "batches"}
         assert found["agent"]["pid"] == process.pid
         assert found["agent"]["device"] == "cpu"
         assert found["pairs"] == found["batches"] == []
@@ -217,6 +219,21 @@ def test_the_doctor_says_how_to_mend_what_fails(runtime: Path) -> None:
     assert "shorten ETHA_RUNTIME_DIR" in shown.stdout
 
 
+def test_the_doctor_as_json_says_the_same(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(monkeypatch, "doctor", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(set(line) == {"check", "verdict", "found", "mend"} for line in found)
+    assert {line["check"] for line in found} >= {"python and torch", "Redis", "runtime directory"}
+    assert {line["verdict"] for line in found} <= {"ok", "note"}
+    monkeypatch.setenv("ETHA_REDIS_URL", "redis://:secret@127.0.0.1:1/0")
+    assert here(monkeypatch, "doctor", "--json") == 1
+    shown = capsys.readouterr().out
+    (redis,) = [line for line in json.loads(shown) if line["check"] == "Redis"]
+    assert redis["verdict"] == "fails" and "ETHA_REDIS_URL" in redis["mend"] and "secret" not in shown
+
+
 def test_the_doctor_wants_the_runtime_directory_closed_to_others(runtime: Path) -> None:
     runtime.chmod(0o755)
     with pytest.raises(ConfigError, match="mode 755; it must be yours with mode 700"):
@@ -256,12 +273,12 @@ def test_status_imports_no_torch(runtime: Path) -> None:
     code = (
         "import sys; from etha.cli import app\n"
         "try: app(['status', '--json'])\nexcept SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
+        f"assert not {SLOW} & set(sys.modules), {SLOW} & set(sys.modules)"
     )
     with agent():
         shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert shown.returncode == 0, shown.stderr
-    assert set(json.loads(shown.stdout)) == {"agent", "pairs", "batches"}
+    assert set(json.loads(shown.stdout)) == {"agent", "agents", "pairs", "batches"}
 
 
 def form(pair: str) -> None:
@@ -276,7 +293,7 @@ def form(pair: str) -> None:
 def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path) -> None:
     events: list[dict[str, Any]] = []
     with watching() as lines:
-        assert next(lines) == {"agent": None, "pairs": [], "batches": [], "events": []}
+        assert next(lines) == {"agent": None, "agents": [], "pairs": [], "batches": [], "events": []}
         with agent() as pid:
             form("weights")
             for line in lines:

@@ -22,12 +22,16 @@ async def shown(site: Site, pair: str, *sides: str) -> list[dict[str, Any]]:
 
     Who has left last comes first: its agent answers once Redis knows, so the other one finds it there.
     """
+    return [line for report in await reports(site, *sides) for line in report["pairs"] if line["pair"] == pair]
+
+
+async def reports(site: Site, *sides: str) -> list[dict[str, Any]]:
+    """What each agent of these sides says, each agent once."""
     found = []
     for place in dict.fromkeys(site.way.place(side, 0) for side in sides):
         with environment(site.at(place)):
             settings = Settings.from_env()
-        for status in await look(settings, timeout=SECONDS):
-            found += [line for line in status["pairs"] if line["pair"] == pair]
+        found += await look(settings, timeout=SECONDS)
     return found
 
 

@@ -1,0 +1,96 @@
+"""What ``etha status`` makes of the agents' reports: one JSON of several, and which links and names are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from etha.status import linked_lines, status_tables, whole
+
+
+def link(state: str, device: str = "cpu", trouble: str = "") -> dict[str, Any]:
+    silent = 0.4 if state == "open" else None
+    return {"from": device, "link": state, "silent": silent, "round_trip": 0.0003, "trouble": trouble}
+
+
+def known(name: str, *links: dict[str, Any], pairs: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {
+        "id": name * 8,
+        "host": f"host-{name}",
+        "host_id": name,
+        "device": "cpu",
+        "pid": 7,
+        "version": "1",
+        "address": "10.0.0.1:7000",
+        "started_at": 1.0,
+        "heartbeat": 2.0,
+        "pairs": list(pairs),
+        "links": list(links),
+    }
+
+
+def report(device: str, *agents: dict[str, Any], pairs: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    return {
+        "agent": {"id": "a" * 8, "device": device, "namespace": "default", "pid": 1, "links": [], "stale": ""},
+        "agents": list(agents),
+        "pairs": list(pairs),
+        "batches": [],
+    }
+
+
+def text_of(found: dict[str, Any]) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(status_tables(found))
+    return " ".join(capture.get().split())
+
+
+def test_one_agent_that_is_alone_is_shown_without_a_table_of_others() -> None:
+    shown = text_of(whole([report("cpu", known("a", link("self")))]))
+    assert "agents that Redis knows" not in shown and "linked" not in shown
+
+
+def test_linked_agents_are_said_to_be_linked() -> None:
+    shown = text_of(whole([report("cpu", known("a", link("self")), known("b", link("open"), pairs=("weights",)))]))
+    assert "host-b" in shown and "open, heard 0.4 s ago, 0.3 ms" in shown and "2 s ago" in shown
+    assert "linked: all 1 links that formed pairs need are open" in shown and "not linked" not in shown
+
+
+def test_a_link_that_is_missing_or_failed_is_named_with_its_cause() -> None:
+    agents = [
+        known("a", link("self")),
+        known("b", link("missing"), pairs=("weights",)),
+        known("c", link("failed", trouble="3 s ago: it did not answer")),
+        known("d", link("none")),
+    ]
+    assert linked_lines(agents) == [
+        "not linked: cpu -> cpu of host host-b (missing, needed by weights)",
+        "not linked: cpu -> cpu of host host-c (failed): 3 s ago: it did not answer",
+    ]
+
+
+def test_several_agents_of_a_host_give_one_list_with_the_links_of_each() -> None:
+    one = report("cuda-1", known("a", link("self", "cuda-1")), known("b", link("open", "cuda-1"), pairs=("p",)))
+    two = report("cuda-2", known("a", link("none", "cuda-2")), known("b", link("missing", "cuda-2"), pairs=("q",)))
+    found = whole([one, two])
+    assert [line["id"] for line in found["agents"]] == ["a" * 8, "b" * 8] and found["local"] == [one, two]
+    (_, b) = found["agents"]
+    assert [(line["from"], line["link"]) for line in b["links"]] == [("cuda-1", "open"), ("cuda-2", "missing")]
+    assert b["pairs"] == ["p", "q"] and len(one["agents"][1]["links"]) == 1, "the reports are left as they are"
+
+
+def test_who_came_first_to_a_pair_can_be_recognised() -> None:
+    pair = {
+        "pair": "weigths",  # codespell:ignore weigths
+        "state": "forming",
+        "epoch": 0,
+        "sides": {"trainer": {"world_size": 2, "ranks": [0]}, "inference": {"world_size": None, "ranks": []}},
+        "waiting_for": {"trainer": [1], "inference": [0]},
+        "error": "",
+        "waits": 41.2,
+        "hint": "Other pairs are there, is one of them meant? pair 'weights' of inference and trainer",
+    }
+    shown = text_of(report("cpu", known("a", link("self")), pairs=(pair,)))
+    assert "waits 41 s for trainer rank 1 and side inference, of which nobody has come." in shown
+    assert "is one of them meant? pair 'weights'" in shown
