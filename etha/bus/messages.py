@@ -211,7 +211,8 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     """Wait for GO and move. -> Moved. ``slot`` is the index of the call's slot in the revocation page.
 
     ``edition`` names the snapshot that is sent and is equal on all ranks of the side; "" sends the tensors themselves.
-    ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none.
+    ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none. ``trace_id``: that of the
+    call's OpenTelemetry span, for the agent's trace; "" for none.
     """
 
     batch: Text
@@ -222,6 +223,7 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     progress: bool
     edition: Text = ""
     mark: Annotated[bytes, Meta(max_length=MARK)] = b""
+    trace_id: Annotated[str, Meta(max_length=32)] = ""
 
 
 @message("moved")

@@ -33,6 +33,8 @@ class ActiveCall:
         self.registration = registration
         #: Set once the transfer is committed: received data must be put in place, whatever else happens.
         self.committed = False
+        #: Of the call's OpenTelemetry span; "" for none.
+        self.trace_id = ""
         self._calls, self._what = calls, what
         self._link: AgentLink | None = None
         self._why: str | None = None

@@ -445,7 +445,16 @@ class AsyncTensorBusClient(OfOneProcess):
 
         async def whole() -> TransferResult:
             with self._calls.begin(transfer_type, registration) as call:
+                if self._spans is not None:
+                    call.trace_id = self._spans.trace_id()
                 return await move(call)
+
+        async def seen(call: ActiveCall, edition: str) -> TransferResult:
+            if self._spans is None:
+                return await move(call, edition)
+            call.trace_id = self._spans.trace_id()
+            about = {"verb": transfer_type, "edition": edition, **self._about(registration)}
+            return await self._spans.watch("transfer", move(call, edition), about)
 
         if snapshot:
             with self._using(registration):  # until ``move`` does the same
@@ -456,7 +465,7 @@ class AsyncTensorBusClient(OfOneProcess):
                     deadline=deadline,
                     mark=mark,
                     calls=self._calls,
-                    send=move,
+                    send=seen,
                 )
         return await reported(mode, registration.pairs, transfer_type, whole)
 

@@ -239,6 +239,7 @@ async def _once(
         progress=progress.wanted,
         edition=edition,
         mark=mark.handle,
+        trace_id=call.trace_id,
     )
     asked = time.monotonic()
     try:

@@ -49,6 +49,10 @@ class CallSpans:
         side, rank = self._places.get(pair, ("", None))
         return {"side": side, "rank": rank}
 
+    def trace_id(self) -> str:
+        """That of the current OpenTelemetry span, in hex; "" if there is none."""
+        return "" if self._otel is None else _hex(self._otel.get_current_span())
+
     async def watch(self, name: str, work: Awaitable[T], args: Mapping[str, Any]) -> T:
         """Await ``work`` inside of a span. What it returns or raises tells seq, version, bytes, phases and error."""
         begun, real = time.monotonic_ns(), time.time_ns()
@@ -57,7 +61,7 @@ class CallSpans:
             number = self._tracer.begin("calls", name, begun, args)
         result: Any = None
         error: BaseException | None = None
-        with self._otel_span(name, args) as span:
+        with self._otel_span(name, args, real) as span:
             try:
                 result = await work
                 error = getattr(result, "error", None)
@@ -71,15 +75,16 @@ class CallSpans:
                 parts = _parts(getattr(result if error is None else error, "phases", None), begun, ended)
                 if span is not None:
                     self._tell_otel(span, about, parts, real - begun, error)
-                    if trace_id := span.get_span_context().trace_id:
-                        about["trace_id"] = f"{trace_id:032x}"
+                    about["trace_id"] = _hex(span)
                 if self._tracer is not None:
                     self._tracer.span("calls", name, begun, ended, about, parts, number)
 
-    def _otel_span(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    def _otel_span(self, name: str, args: Mapping[str, Any], begun: int) -> AbstractContextManager[Any]:
         if self._scope is None:
             return nullcontext()
-        found: AbstractContextManager[Any] = self._scope.start_as_current_span(name, attributes=_attributes(args))
+        found: AbstractContextManager[Any] = self._scope.start_as_current_span(
+            name, attributes=_attributes(args), start_time=begun
+        )
         return found
 
     def _tell_otel(
@@ -149,6 +154,12 @@ def watched(
         return call
 
     return decorate
+
+
+def _hex(span: Any) -> str:
+    """The id of the trace that an OpenTelemetry span belongs to; "" if that is nowhere recorded."""
+    trace_id = span.get_span_context().trace_id
+    return f"{trace_id:032x}" if trace_id else ""
 
 
 def _outcome(result: Any, error: BaseException | None) -> dict[str, Any]:

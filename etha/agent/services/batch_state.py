@@ -86,6 +86,7 @@ class Ask:
     progress: bool
     member: Member
     verb: Verb
+    trace_id: str = ""
     since: float = field(default_factory=time.monotonic)
 
 
@@ -107,6 +108,8 @@ class RunningProgram:
     moved: float = 0.0
     #: When each call came; kept because the calls are forgotten one by one.
     asked: Mapping[Member, float] = field(default_factory=dict)
+    #: OpenTelemetry's ids of the calls, while a trace is written.
+    trace_ids: tuple[str, ...] = ()
     program: DirectionProgram | None = None
     run: TransferRun | None = None
     progress: TransferProgress | None = None

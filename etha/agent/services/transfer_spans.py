@@ -32,6 +32,8 @@ def trace_transfer(
         "sources": [m for m in members if m[0] == effect.source],
         "targets": [m for m in members if m[0] != effect.source],
     }
+    if trace_ids := list(filter(None, current.trace_ids)):
+        about["trace_id"] = ", ".join(trace_ids)
     if current.program is not None:
         about["bytes"] = sum(current.program.nbytes.values())
     if effect.error is not None:

@@ -105,7 +105,12 @@ class TransferService:
             raise ProtocolError(f"batch {batch.name!r}: {member[0]} rank {member[1]} has attached no snapshot to send")
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(batch, key, expired))
         batch.asks[key] = Ask(
-            session=session, slot=message.slot, progress=message.progress, member=member, verb=message.verb
+            session=session,
+            slot=message.slot,
+            progress=message.progress,
+            member=member,
+            verb=message.verb,
+            trace_id=message.trace_id,
         )
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         self._stream_order.pass_on(
@@ -215,6 +220,8 @@ class TransferService:
             booking=start.booking,
             asked={member: batch.asks[key].since for member, key in start.calls.items()},
         )
+        if trace.active is not None:
+            current.trace_ids = tuple({batch.asks[key].trace_id: None for key in start.calls.values()})
         if batch.offers:  # workers wait for this side's offer
             self.offers.tell(batch, going=start.source)
         program = batch.programs.get((start.source, start.snapshot))
