@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,3 +122,57 @@ def test_a_trace_of_one_host_needs_no_program(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"init_pair", "register_tensors", "transfer", "move", "copy"} <= names
+
+
+#: How far the clock of one host is ahead, in seconds.
+AHEAD = 1000
+
+
+@contextlib.contextmanager
+def agent_in_its_own_time(site: Site, place: str) -> Iterator[None]:
+    """A traced agent at a place, whose CLOCK_MONOTONIC is AHEAD of everybody else's."""
+    env = {**os.environ, **site.at(place), "ETHA_TRACE": str(site.directory / f"trace-{place}")}
+    ready, theirs = os.pipe()
+    command = ["unshare", "--time", "--monotonic", str(AHEAD), "--fork", "--kill-child=TERM"]
+    command += [sys.executable, "-m", "etha.agent", "--ready-fd", str(theirs)]
+    process = subprocess.Popen(command, env=env, pass_fds=[theirs])
+    os.close(theirs)
+    try:
+        with os.fdopen(ready) as lines:
+            assert lines.readline().strip() == "ready"
+        yield
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
+@pytest.mark.needs("unshare")
+def test_a_host_with_another_clock_is_put_on_the_others(tmp_path: Path) -> None:
+    """Agents measure on their links how far their clocks are apart, here 1,000 s, and the trace is right to 1 ms."""
+    tried = subprocess.run(["unshare", "--time", "--fork", "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"no time namespaces here: {tried.stderr.strip()}")
+    with open_site(Way.TCP) as site, agent_in_its_own_time(site, "b"):
+
+        def env(side: str, rank: int) -> dict[str, str]:
+            place = site.way.place(side, rank)
+            return {**site.at(place), "ETHA_TRACE": str(site.directory / f"trace-{place}")}
+
+        with Job(env) as job:
+            members = [(side, rank) for side in ("trainer", "inference") for rank in range(2)]
+            job.results([job.start(work, *member, "apart", {}, at=member) for member in members], PATIENCE)
+        stop_all(str(site.directory))
+        printed = merged(sorted(site.directory.glob("trace-*")), tmp_path / "trace.json")
+    assert "system clocks" not in printed
+    events = json.loads((tmp_path / "trace.json").read_text())
+    error = events["otherData"]["clock_error_s"]
+    assert 0 < error < 0.1
+    names = {e["pid"]: e["args"]["name"] for e in events["traceEvents"] if e["name"] == "process_name"}
+    ends: dict[int, list[float]] = {}
+    for event in events["traceEvents"]:
+        if event["ph"] == "X" and event["name"] == "commit" and "agent" in names[event["pid"]]:
+            ends.setdefault(event["pid"], []).append(event["ts"] + event["dur"])
+    one, other = ends.values()
+    assert len(one) == len(other) == VERSIONS
+    # Both agents commit within the way of one message, which takes less than a second even on a busy machine.
+    assert all(abs(a - b) < 1e6 + error * 1e6 for a, b in zip(one, other, strict=True))
