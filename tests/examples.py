@@ -7,6 +7,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 #: What each profile makes of a hundred examples.
@@ -18,6 +21,11 @@ def register() -> None:
     for name, hundred in PROFILES.items():
         settings.register_profile(name, max_examples=hundred, deadline=None)
     settings.load_profile("suite")
+
+
+def parts(number: int, kept: int) -> list[Any]:
+    """Numbers of equal parts of a random test; all but the first ``kept`` are left to `make test-more`."""
+    return [pytest.param(part, marks=() if part < kept else pytest.mark.more) for part in range(number)]
 
 
 def examples(number: int) -> int:

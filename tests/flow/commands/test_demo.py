@@ -116,6 +116,7 @@ def test_one_wrong_element_fails_the_demo(temporary: Path, tmp_path: Path) -> No
     assert_nothing_left(temporary)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("job", ["trainer", pytest.param("inference", marks=pytest.mark.proof)])
 def test_a_killed_rank_ends_the_demo_with_an_error(temporary: Path, job: str) -> None:
     with demo(temporary, "--steps", "1000", "--every", "1") as process:

@@ -371,14 +371,21 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
     sections: dict[str, tuple[Any, ...]] = {
-        "every_pair": (ON_8, PARTIAL_8),
         "odd_tensors": (ON_8, PARTIAL_8),
         **dict.fromkeys(("replicas", "sub_meshes", "strided_readings", "details", "refused"), ()),
     }
     yield launch(8, tmp_path_factory.mktemp("eight") / "store", sections)
 
 
-@pytest.mark.parametrize(("size", "layouts", "partial"), [("three", 20, 4), ("eight", 20, 7)])
+@pytest.fixture
+def every_eight(tmp_path: Path) -> list[dict[str, Any]]:
+    return launch(8, tmp_path / "store", {"every_pair": (ON_8, PARTIAL_8)})
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts", "partial"),
+    [("three", 20, 4), pytest.param("every_eight", 20, 7, id="eight-20-7", marks=pytest.mark.more)],
+)
 def test_every_pair_of_layouts(request: pytest.FixtureRequest, size: str, layouts: int, partial: int) -> None:
     for found in request.getfixturevalue(size):
         assert found["every_pair"] == (layouts * layouts + partial * layouts // 4, [])

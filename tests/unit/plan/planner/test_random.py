@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, parts
 from tests.unit.plan.prove import prove
 
 CASES = 1000
@@ -16,7 +16,7 @@ PART = 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(CASES // PART))
+@pytest.mark.parametrize("part", parts(CASES // PART, 5))
 def test_random_redistributions_are_exact_and_proven(part: int) -> None:
     for seed in range(part * PART, (part + 1) * PART):
         prove(seed)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from etha.plan import CARRY, DELIVER, FORWARD, MOVE, Layout, Plan, TensorSpec, build_plan
-from tests.examples import examples
+from tests.examples import examples, parts
 from tests.unit.plan.analysis.test_bounds import check_loads
 from tests.unit.plan.relayed import prove_relayed
 
@@ -23,7 +23,7 @@ PART = 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(CASES // PART))
+@pytest.mark.parametrize("part", parts(CASES // PART, 2))
 def test_random_relays_are_exact_and_proven(part: int) -> None:
     seen = Counter[str]()
     for seed in range(part * PART, (part + 1) * PART):

@@ -17,14 +17,14 @@ from etha.plan.planner.rank_plan import FORWARD
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.wire.forwarding import Arrivals, ForwardingProgress, ForwardingTable, TensorPlace
 from etha.transport.wire.routing import account
-from tests.examples import examples
+from tests.examples import examples, parts
 from tests.unit.transport.agents import Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.relaying import Crossed, Played, copies, relayed_job
 
 ORDERS = st.lists(st.integers(0, 1 << 30), max_size=200)
 
 
-@pytest.mark.parametrize("seed", range(examples(40)))
+@pytest.mark.parametrize("seed", parts(examples(40), 20))
 async def test_random_relays_equal_simulate(seed: int) -> None:
     job = relayed_job(seed)
     job.streams, job.bucket_size = 2, 1 << (10 + seed % 12)
