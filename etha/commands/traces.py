@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from etha.commands.terminal import err, out
+from etha.commands.terminal import err, out, progress
 
 
 def trace(
@@ -25,7 +25,8 @@ def trace(
     """
     from etha.observe.trace_merge import merge
 
-    merged = merge(places, output)
+    with progress("merging") as bar:
+        merged = merge(places, output, bar.at)
     for path, why in merged.strangers:
         err.print(Text(f"{path}: {why}, left out", "yellow"), soft_wrap=True)
     for line in merged.warnings:

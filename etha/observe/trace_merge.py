@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -119,10 +119,10 @@ class Merged:
         return found
 
 
-def merge(places: Sequence[Path], output: Path) -> Merged:
+def merge(places: Sequence[Path], output: Path, progress: Callable[[int, int], None] = lambda *_: None) -> Merged:
     """Merge all files of these directories into ``output``, gzipped if its name ends in ".gz".
 
-    ConfigError if there is no trace in them.
+    ``progress`` is called with the files that are done, and their number. ConfigError if there is no trace in them.
     """
     merged = Merged(files=[], strangers=[])
     for path in _paths(places, output):
@@ -143,7 +143,7 @@ def merge(places: Sequence[Path], output: Path) -> Merged:
     merged.hosts = tuple(dict.fromkeys(file.host for file in merged.files))
     part = output.with_name(f"{output.name}.part")
     with _opened(part, output.suffix == ".gz") as out:
-        _Writer(merged, keys, out).write()
+        _Writer(merged, keys, out).write(progress)
     part.replace(output)
     return merged
 
@@ -263,11 +263,13 @@ class _Writer:
         #: For each registration of a batch, one byte for each seq that some agent has moved.
         self._moved: dict[tuple[str, ...], bytearray] = defaultdict(bytearray)
 
-    def write(self) -> None:
+    def write(self, progress: Callable[[int, int], None]) -> None:
+        """Write all files."""
         self._out.write(b'{"displayTimeUnit":"ns","traceEvents":[')
-        for file in self._merged.files:
+        for done, file in enumerate(self._merged.files, 1):
             self._name_process(file)
             _FileWriter(self, file).write()
+            progress(done, len(self._merged.files))
         begun = self._merged.begun
         about = {
             "begun": "" if begun is None else begun.isoformat(),
@@ -325,7 +327,7 @@ class _Writer:
 
 
 #: Which tracks of a process come first.
-_ORDER = {"calls": 0, "transfers": 0, "lane": 1, "loop": 2, "send": 3, "receive": 4}
+_ORDER = {"calls": 0, "transfers": 0, "lane": 1, "loop": 2, "nccl": 3, "send": 4, "receive": 5}
 
 
 class _FileWriter:

@@ -20,6 +20,7 @@ from etha.cuda.driver import DeviceError
 from etha.cuda.nccl import NcclError
 from etha.errors import PeerLostError, TransferError
 from etha.memory.revocation import Guard
+from etha.observe import trace
 from etha.transport.copy.device import Copier
 from etha.transport.copy.device_memory import reaching
 from etha.transport.copy.program import Member
@@ -68,13 +69,17 @@ class NcclPipeline:
         budget: Budget,
         count: Count,
         progress: Callable[[int], None] | None = None,
+        label: tuple[bytes, int] = (b"", 0),
     ) -> None:
+        """``label`` is (key, seq), as the trace names the run."""
+        self._label = label
         self.steps, self.ring, self.copier, self.guards = steps, ring, copier, guards
         self.cause: BaseException | None = None
         self.done = 0
         self._budget, self._count, self._progress = budget, count, progress
         self._copy_slots = [CopySlot(number, budget) for number in numbers[:DEPTH]]
-        self._flight: deque[tuple[int, LaunchStep, ExitStack]] = deque()
+        #: (number, group, guards, when it was begun if a trace is written).
+        self._flight: deque[tuple[int, LaunchStep, ExitStack, int]] = deque()
         self._progress_at = 0.0
 
     def stop(self, cause: BaseException) -> None:
@@ -134,7 +139,7 @@ class NcclPipeline:
         self._check(comm)
         guarded = ExitStack()
         guarded.enter_context(self._copy_slots[slot].inside(self.guards, step.group.owners))
-        self._flight.append((number, step, guarded))
+        self._flight.append((number, step, guarded, 0 if trace.active is None else time.monotonic_ns()))
         # ``done`` events come in the order of the groups, so a younger one stands for those whose events are reused.
         after = max(step.group.after, number - DEPTH)
         if after >= 0:
@@ -168,7 +173,7 @@ class NcclPipeline:
 
     def _landed(self, comm: Communicator) -> bool:
         """Release the oldest group if the device has passed it."""
-        number, step, guarded = self._flight[0]
+        number, step, guarded, begun = self._flight[0]
         if not self.ring.driver.reached(self.ring.done[number % DEPTH]):
             self._check(comm)
             return False
@@ -183,6 +188,10 @@ class NcclPipeline:
                 nbytes = message.span.nbytes
                 self._count(message.peer, nbytes if sent else 0, 0 if sent else nbytes)
         self.done += step.group.nbytes
+        if (tracer := trace.active) is not None:
+            key, seq = self._label
+            about = {"key": key.hex(), "seq": seq, "group": number, "bytes": step.group.nbytes}
+            tracer.span("nccl", "group", begun, time.monotonic_ns(), about)
         now = time.monotonic()
         if self._progress is not None and now - self._progress_at >= PROGRESS_EVERY:
             self._progress_at = now

@@ -95,7 +95,7 @@ class NcclPlane:
         assert self._ring is not None and self._copier is not None
         return NcclPipeline(
             steps, self._ring, self._copier, run.guards,
-            numbers=self.numbers, budget=self.budget, count=self._count, progress=progress,
+            numbers=self.numbers, budget=self.budget, count=self._count, progress=progress, label=(run.key, run.seq),
         )  # fmt: skip
 
     async def forget(self, programs: Collection[WireProgram]) -> None:

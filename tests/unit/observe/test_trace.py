@@ -217,3 +217,21 @@ def test_a_zipped_file_is_written_for_gz(tmp_path: Path) -> None:
 def test_merging_imports_no_torch() -> None:
     program = "import sys, etha.observe.trace_merge; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_client_refuses_a_directory_that_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from etha import TensorBusClient
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ETHA_TRACE", str(tmp_path / "file" / "t"))
+    with pytest.raises(ConfigError, match=r"ETHA_TRACE=.*: no trace can be written there: Not a directory; name a dir"):
+        TensorBusClient()
+    assert trace.active is None
+
+
+def test_an_agent_without_the_wanted_trace_is_another(tmp_path: Path) -> None:
+    wanted = settings(tmp_path)
+    assert wanted.wishes["ETHA_TRACE"] == str(tmp_path)
+    assert wanted.differ(wanted.wishes) == ""
+    untraced = Settings.from_env({})
+    assert untraced.differ(wanted.wishes) == f"no ETHA_TRACE instead of ETHA_TRACE={tmp_path}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from etha.observe import trace
 from etha.plan import Layout, TensorSpec
 from etha.transport.nccl.schedule import make_rounds
 from etha.transport.wire.crossings import SlotPart
@@ -239,3 +242,15 @@ async def test_a_witness_is_shown_every_contribution_and_what_it_came_to() -> No
         assert set(one.values) == {part.number for part in runs[name].program.parts} and one.values
         for number, (part, value) in one.values.items():
             assert torch.equal(sum(one.contributions[number, i] for i in range(part.slot.count)), value)
+
+
+async def test_groups_are_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = trace.Tracer(tmp_path, {"etha_trace": 1, "host_name": "h", "role": "agent", "pid": 1})
+    monkeypatch.setattr(trace, "active", tracer)
+    job = rows(2, 2, (2048, 2048), Shard(0), "aa", "bb")
+    async with fleet("ab") as at:
+        await Placed(job, at).transfer()
+    tracer.close()
+    groups = [line for line in map(json.loads, tracer.path.read_text().splitlines()[1:]) if line[:2] == ["x", "nccl"]]
+    assert sum(group[5]["bytes"] for group in groups) == 2 * 2048 * 2048 * 4  # each byte is sent and received
+    assert all(group[2] == "group" and group[4] >= 0 for group in groups)
