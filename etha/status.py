@@ -61,7 +61,7 @@ def agents_table(agents: list[dict[str, Any]], reports: list[dict[str, Any]]) ->
     lines = [
         {
             **line,
-            "lease renewed": f"{line['heartbeat']:.0f} s ago",
+            "lease renewed": "not in Redis" if line["heartbeat"] is None else f"{line['heartbeat']:.0f} s ago",
             "link": [link_text(link, alone=len(line["links"]) == 1) for link in line["links"]],
             "sent": sum(links[line["id"]]["bytes_sent"] for links in traffic if line["id"] in links),
             "received": sum(links[line["id"]]["bytes_received"] for links in traffic if line["id"] in links),

@@ -495,13 +495,19 @@ class Agent:
         )
         peer.reply(request_id, Status(report=report(self, stale, seen, await self.rendezvous.hints())))
 
-    async def _seen(self) -> list[tuple[AgentRecord, float]]:
-        """The agents that Redis knows, and the seconds since they renewed their leases; none if it does not answer."""
+    async def _seen(self) -> list[tuple[AgentRecord, float | None]]:
+        """The agents that Redis knows, and the seconds since they renewed their leases.
+
+        None for what this agent remembers: all if Redis does not answer, and linked agents that Redis has lost.
+        """
         try:
-            return await self.store.agents.seen(timeout=PATIENCE)
+            seen: list[tuple[AgentRecord, float | None]] = [*await self.store.agents.seen(timeout=PATIENCE)]
+            known = [self.links.record(peer.agent) for peer in self.links.hub.peers()]
         except EthaError as error:
-            log.debug("status without the agents of other hosts: %s", error)
-            return []
+            log.debug("status with the agents that were known: %s", error)
+            seen, known = [], [self.record, *self.links.records()]
+        ids = {record.id for record, _ in seen}
+        return [*seen, *((record, None) for record in known if record is not None and record.id not in ids)]
 
     async def _events(self, peer: Peer, request_id: int, message: GetEvents) -> None:
         count, after = max(1, min(message.count, MAX_EVENTS)), message.after or "-"

@@ -40,13 +40,13 @@ class ReportedAgent(Protocol):
 def report(
     agent: ReportedAgent,
     stale: str = "",
-    seen: Sequence[tuple[AgentRecord, float]] = (),
+    seen: Sequence[tuple[AgentRecord, float | None]] = (),
     hints: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...]}, of numbers, texts and lists only.
 
     ``stale``: why the pairs could not be read again and may be outdated; "" if they were. ``seen``: the agents that
-    Redis knows, and the seconds since each has renewed its lease. ``hints``: by pair, which others may be meant.
+    Redis knows or knew, and the seconds since each has renewed its lease. ``hints``: by pair, others that may be meant.
     """
     waits, hints = agent.rendezvous.waits(), hints or {}
     return {
@@ -113,11 +113,12 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
     }
 
 
-def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float]]) -> list[dict[str, Any]]:
+def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float | None]]) -> list[dict[str, Any]]:
     """One line for each agent that Redis knows, this one's host first, with the state of this agent's link to it.
 
     ``link`` is "self", "open", "opening", "failed" (``trouble`` says why), "missing" (a pair of both is formed, and yet
-    there is no link) or "none" (no pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis.
+    there is no link) or "none" (no pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis; None if
+    Redis does not list it now.
     """
     linked = {peer.agent: peer for peer in agent.links.hub.peers()}
     needed: dict[str, list[str]] = {}
@@ -147,7 +148,7 @@ def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float]]) -> 
                 "version": record.version,
                 "address": record.address,
                 "started_at": record.started_at,
-                "heartbeat": round(heartbeat, 1),
+                "heartbeat": None if heartbeat is None else round(heartbeat, 1),
                 "pairs": [] if record.id == agent.id else sorted(needed.get(record.id, ())),
                 "links": [
                     {

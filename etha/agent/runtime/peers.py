@@ -166,6 +166,10 @@ class PeerLinks:
         """What Redis said of an agent when it was last asked."""
         return self._records.get(agent)
 
+    def records(self) -> list[AgentRecord]:
+        """What Redis said of all other agents when it was last asked."""
+        return [record for agent, record in self._records.items() if agent != self.me]
+
     def log_of(self, agent: str) -> str:
         """Where another agent logs, for the end of a message; "" if it is not known."""
         record = self._records.get(agent)

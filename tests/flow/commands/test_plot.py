@@ -1,4 +1,4 @@
-"""``etha plot PAIR BATCH`` and completion, against an agent with a registered batch; and what status says of agents."""
+"""``etha plot PAIR BATCH`` and completion, against an agent with a registered batch."""
 
 from __future__ import annotations
 
@@ -6,56 +6,26 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor import Replicate
 
-from etha import AsyncTensorBusClient
 from etha.cli import app
-from etha.config import Settings
 from etha.errors import AgentUnavailableError, ConfigError
 from tests.flow.commands.running import etha
-from tests.flow.commands.test_status import both, reports
-from tests.flow.sites import Site, environment
+from tests.flow.commands.sending import here, sent
+from tests.flow.sites import Site
+from tests.flow.ways import Way
 
 SECONDS = 60
 SHELLS = ("bash", "zsh", "fish")
-
-
-@asynccontextmanager
-async def sent(site: Site, pair: str, batch: str) -> AsyncIterator[None]:
-    """A batch of two tensors, of which version 7 has been sent."""
-    async with site.client("trainer", 0, timeout=SECONDS) as one, site.client("inference", 0, timeout=SECONDS) as two:
-        await asyncio.gather(meet(one, pair, "trainer", "inference"), meet(two, pair, "inference", "trainer"))
-        tensors = {"a": torch.zeros(256, 4), "b": torch.zeros(16)}
-        here, there = await asyncio.gather(
-            one.register_tensors(batch, tensors, pair_name=pair),
-            two.register_tensors(batch, {name: t.clone() for name, t in tensors.items()}, pair_name=pair),
-        )
-        await asyncio.gather(here.transfer("send", version=7), there.transfer("recv"))
-        yield
-
-
-async def meet(client: AsyncTensorBusClient, pair: str, side: str, other: str) -> None:
-    await client.init_pair(pair, side, other, 1, rank=0, device_mesh=(1,), placements=[Replicate()])
-
-
-async def here(site: Site, *words: str) -> None:
-    """``etha WORDS`` in this process, as on the trainer's host; its errors are raised."""
-    with environment(site.at(site.way.place("trainer", 0))):
-        await asyncio.to_thread(app, words, standalone_mode=False)
 
 
 def texts(path: Path) -> str:
     return " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text()))
 
 
-@both
+@pytest.mark.ways(Way.LOCAL, Way.TCP)
 async def test_a_live_batch_is_drawn_with_its_last_transfer(
     site: Site, pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,66 +119,3 @@ def test_the_completion_script_can_be_shown(
     with pytest.raises(SystemExit):
         app([], prog_name="etha")
     assert "_ETHA_COMPLETE" in capsys.readouterr().out
-
-
-def links(report: dict[str, Any]) -> dict[int, tuple[str, list[str]]]:
-    """By pid: the state of the link to an agent, and the pairs that need it."""
-    return {line["pid"]: (line["links"][0]["link"], line["pairs"]) for line in report["agents"]}
-
-
-@both
-async def test_status_says_whether_every_agent_that_is_needed_is_linked(
-    site: Site, pair: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with sent(site, pair, "policy"):
-        found = await reports(site, "trainer", "inference")
-        pids = [one["agent"]["pid"] for one in found]
-        for report in found:
-            mine = report["agent"]["pid"]
-            for pid in pids:
-                state, pairs = links(report)[pid]
-                assert state == ("self" if pid == mine else "open")
-                assert (pair in pairs) is (pid != mine)
-            for line in report["agents"]:
-                assert 0 <= line["heartbeat"] < 30 and line["version"] and line["host"]
-        await here(site, "status")
-        shown = " ".join(capsys.readouterr().out.split())
-        assert ("agents that Redis knows" in shown) is (len(pids) > 1)
-        assert ("linked: all" in shown) is (len(pids) > 1), shown
-
-
-async def test_status_says_of_an_agent_on_loopback_of_another_host_that_it_cannot_be_reached(served: Site) -> None:
-    from etha.store.records import AgentRecord
-    from etha.store.registry import Store
-
-    async with served.client("trainer", 0, timeout=SECONDS) as client:
-        status = await client.status()
-        async with await Store.open(status["agent"]["redis"], Settings.from_env().namespace, timeout=SECONDS) as store:
-            far = {"host": "far", "host_name": "far-away", "address": "127.0.0.1:7000", "public_key": ""}
-            record = AgentRecord(id="feed", device="cpu", pid=4711, started_at=1.0, version="old", **far)
-            await store.agents.publish(record)
-            status = await client.status()
-            await store.agents.withdraw()
-    (line,) = [line for line in status["agents"] if line["id"] == "feed"]
-    assert (line["host"], line["version"], line["links"][0]["link"]) == ("far-away", "old", "none")
-    assert "127.0.0.1:7000 is loopback" in line["links"][0]["trouble"]
-
-
-async def test_a_wrong_pair_name_can_be_recognised_while_its_worker_waits(served: Site, pair: str) -> None:
-    right, wrong = f"{pair[:80]}.weights", f"{pair[:80]}.weigths"  # codespell:ignore weigths
-    async with served.client("trainer", 0, timeout=SECONDS) as one, served.client("inference", 0) as two:
-        calls = [
-            asyncio.ensure_future(one.init_pair(right, "trainer", "inference", 1, rank=0, timeout=SECONDS)),
-            asyncio.ensure_future(two.init_pair(wrong, "inference", "trainer", 1, rank=0, timeout=SECONDS)),
-        ]
-        try:
-            found: dict[str, dict[str, Any]] = {}
-            while not all(found.get(name, {}).get("hint") for name in (right, wrong)):
-                found = {line["pair"]: line for line in (await one.status())["pairs"]}
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-    assert found[wrong]["waits"] >= 0 and found[wrong]["waiting_for"] == {"trainer": [0]}
-    assert f"is one of them meant? pair '{right}'" in found[wrong]["hint"]
-    assert f"'{wrong}'" in found[right]["hint"]

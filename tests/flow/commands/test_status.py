@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from etha.agent_session import look
 from etha.config import Settings
-from etha.errors import RendezvousTimeoutError
+from etha.errors import PeerLostError, RendezvousTimeoutError
+from etha.store.records import AgentRecord
+from etha.store.registry import Store
+from tests.flow.commands.sending import here, meet, sent
 from tests.flow.sites import Site, environment
 from tests.flow.ways import Way
 
@@ -76,3 +81,79 @@ async def test_who_asks_at_once_after_giving_up_alone_is_not_listed(site: Site, 
                 await client.init_pair(pair, "trainer", "inference", 2, rank=0, timeout=0.3)
             [line] = [line for line in (await client.status())["pairs"] if line["pair"] == pair]
             assert line["sides"]["trainer"]["ranks"] == [], "the agent forgets the pair while it reads it again"
+
+
+def links(report: dict[str, Any]) -> dict[int, tuple[str, list[str]]]:
+    """By pid: the state of the link to an agent, and the pairs that need it."""
+    return {line["pid"]: (line["links"][0]["link"], line["pairs"]) for line in report["agents"]}
+
+
+@both
+async def test_status_says_whether_every_agent_that_is_needed_is_linked(
+    site: Site, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sent(site, pair, "policy"):
+        found = await reports(site, "trainer", "inference")
+        pids = [one["agent"]["pid"] for one in found]
+        for report in found:
+            mine = report["agent"]["pid"]
+            for pid in pids:
+                state, pairs = links(report)[pid]
+                assert state == ("self" if pid == mine else "open")
+                assert (pair in pairs) is (pid != mine)
+            for line in report["agents"]:
+                assert 0 <= line["heartbeat"] < 30 and line["version"] and line["host"]
+        await here(site, "status")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("agents that Redis knows" in shown) is (len(pids) > 1)
+        assert ("linked: all" in shown) is (len(pids) > 1), shown
+
+
+async def test_status_says_of_an_agent_on_loopback_of_another_host_that_it_cannot_be_reached(served: Site) -> None:
+    async with served.client("trainer", 0, timeout=SECONDS) as client:
+        status = await client.status()
+        async with await Store.open(status["agent"]["redis"], Settings.from_env().namespace, timeout=SECONDS) as store:
+            far = {"host": "far", "host_name": "far-away", "address": "127.0.0.1:7000", "public_key": ""}
+            record = AgentRecord(id="feed", device="cpu", pid=4711, started_at=1.0, version="old", **far)
+            await store.agents.publish(record)
+            status = await client.status()
+            await store.agents.withdraw()
+    (line,) = [line for line in status["agents"] if line["id"] == "feed"]
+    assert (line["host"], line["version"], line["links"][0]["link"]) == ("far-away", "old", "none")
+    assert "127.0.0.1:7000 is loopback" in line["links"][0]["trouble"]
+
+
+async def test_a_wrong_pair_name_can_be_recognised_while_its_worker_waits(served: Site, pair: str) -> None:
+    right, wrong = f"{pair[:80]}.weights", f"{pair[:80]}.weigths"  # codespell:ignore weigths
+    async with served.client("trainer", 0, timeout=SECONDS) as one, served.client("inference", 0) as two:
+        calls = [
+            asyncio.ensure_future(one.init_pair(right, "trainer", "inference", 1, rank=0, timeout=SECONDS)),
+            asyncio.ensure_future(two.init_pair(wrong, "inference", "trainer", 1, rank=0, timeout=SECONDS)),
+        ]
+        try:
+            found: dict[str, dict[str, Any]] = {}
+            while not all(found.get(name, {}).get("hint") for name in (right, wrong)):
+                found = {line["pair"]: line for line in (await one.status())["pairs"]}
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+    assert found[wrong]["waits"] >= 0 and found[wrong]["waiting_for"] == {"trainer": [0]}
+    assert f"is one of them meant? pair '{right}'" in found[wrong]["hint"]
+    assert f"'{wrong}'" in found[right]["hint"]
+
+
+@pytest.mark.ways(Way.TCP)
+async def test_status_says_why_a_link_is_lost(rough: Site, pair: str) -> None:
+    async with rough.client("trainer", 0, timeout=SECONDS) as one, rough.client("inference", 0, timeout=SECONDS) as two:
+        await asyncio.gather(meet(one, pair, "trainer", "inference"), meet(two, pair, "inference", "trainer"))
+        far = (await two.status())["agent"]["pid"]
+        os.kill(far, signal.SIGSTOP)
+        try:
+            with pytest.raises(PeerLostError):
+                await one.register_tensors("b", {}, pair_name=pair)
+            (line,) = [line for line in (await one.status())["agents"] if line["pid"] == far]
+        finally:
+            os.kill(far, signal.SIGCONT)
+    (link,) = line["links"]
+    assert link["link"] == "failed" and "its link was lost: it missed 3 beats" in link["trouble"]

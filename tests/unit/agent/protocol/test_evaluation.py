@@ -185,6 +185,12 @@ def test_what_only_a_target_may_not_be_is_told_with_the_rest() -> None:
     assert codes(found.violations["i"]) == {("shape_mismatch", "w", "t", None)}
 
 
+def test_shapes_that_differ_are_told_once_with_the_names_of_the_sides() -> None:
+    roster = Roster().sides({"w": tensor()}, {"w": tensor(shape=(5,))})
+    (found,) = roster.evaluate().refused
+    assert found.code == "shape_mismatch" and found.text == "shape (5,) on i and shape (4,) on t"
+
+
 def test_a_name_belongs_to_one_pair_and_a_list_meets_lists() -> None:
     roster = Roster().sides({"w": tensor()}, {"w": tensor(pair="q")}, t={"form": "list"})
     found = codes(roster.evaluate().refused)

@@ -202,7 +202,7 @@ def test_untrusted_plain_data_is_refused(plain: object) -> None:
         ([[0, 1], [2]], [Shard(0)], "no table of ranks"),
         ([-1, 0], [Shard(0)], "ranks of a mesh"),
         ((2,), Shard(0), "one placement per mesh axis"),
-        ((2,), ["Shard(0)"], "not a placement"),
+        ((2,), ["Shard(0)"], "'Shard.0.' is not a placement .*: give torch's own, such as Shard.0. or Replicate"),
         ((2,), [_StridedShard(0, split_factor=0)], "not a placement"),
     ],
 )
