@@ -232,6 +232,10 @@ def _walk(cls: type[EthaError]) -> Sequence[type[EthaError]]:
 _BY_CODE: dict[str, type[EthaError]] = {c.code: c for c in _walk(EthaError) if not c.__name__.startswith("_")}
 
 
+#: The codes of all errors.
+CODES = tuple(sorted(_BY_CODE))
+
+
 def from_wire(wire: Mapping[str, Any], traceback: str | None = None) -> EthaError:
     """The error that ``to_wire`` described. An unknown code becomes a ProtocolError that says so."""
     code, text = str(wire.get("code")), str(wire.get("text"))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
 from types import TracebackType
 from typing import Protocol, Self
 
 from etha.addresses import format_address, parse_address
+from etha.agent.protocol.pair import PairPhase
+from etha.agent.protocol.registration import RegistrationState
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import WorkerSession
@@ -21,6 +25,7 @@ from etha.config import Settings
 from etha.observe.metrics import AgentGauges, TransferTotals
 from etha.observe.metrics_server import MetricsServer
 from etha.observe.recorder import Recorder
+from etha.peer.link import State
 from etha.store.registry import Store
 
 log = logging.getLogger(__name__)
@@ -82,9 +87,9 @@ def gauges(agent: MeasuredAgent, lag: float = 0.0) -> AgentGauges:
         namespace=agent.settings.namespace,
         sessions=len(agent.sessions),
         running=agent.transfers.idle_tracker.running,
-        pairs=Counter(machine.state.name.lower() for machine, ended in agent.rendezvous.shown() if not ended),
-        batches=Counter(one.machine.state.name.lower() for one in agent.registrations.known.values()),
-        links=Counter(peer.state for peer in peers),
+        pairs=_count(PairPhase, (machine.state.name for machine, ended in agent.rendezvous.shown() if not ended)),
+        batches=_count(RegistrationState, (one.machine.state.name for one in agent.registrations.known.values())),
+        links=_count(State, (peer.state for peer in peers)),
         heartbeat_age=max((peer.silent for peer in peers), default=0.0),
         staging_used=budget.used,
         staging_peak=budget.peak,
@@ -94,6 +99,12 @@ def gauges(agent: MeasuredAgent, lag: float = 0.0) -> AgentGauges:
         redis_up=agent.store.agents.up,
         lag=lag,
     )
+
+
+def _count(states: type[Enum], found: Iterable[str]) -> dict[str, int]:
+    """How often each state was found, in small letters; also those that were not."""
+    counts = Counter(map(str.lower, found))
+    return {state.name.lower(): counts[state.name.lower()] for state in states}
 
 
 def own_address(wanted: str, ordinal: int | None) -> str:

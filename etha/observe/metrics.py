@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from etha.errors import CODES
 from etha.observe.records import Incident, Record, TransferRecord
 from etha.version import __version__
 
@@ -56,7 +57,8 @@ class TransferTotals:
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
-        self.failures: dict[str, int] = {}
+        # From the beginning, because Prometheus sees no increase in a counter whose first value is 1.
+        self.failures = dict.fromkeys(CODES, 0)
         self.incidents: dict[str, int] = {}
         self.ways: dict[str, int] = {}
         self.sent = self.received = 0

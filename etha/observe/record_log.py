@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from etha.observe.records import Record, TransferRecord
-from etha.observe.sentences import sentence
+from etha.observe.sentences import sentence, where
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,16 @@ def log_records(records: Sequence[Record]) -> None:
     failed = [record for record in records if record.failed]
     for record in failed[:MOST]:
         begun = not isinstance(record, TransferRecord) or record.outcome != "withdrawn"
-        log.log(logging.WARNING if begun else logging.INFO, "%s", sentence(record))
+        log.log(logging.WARNING if begun else logging.INFO, "%s", line(record))
     if len(failed) > MOST:
         log.warning("%d more failures in the same tenth of a second: see `etha events`", len(failed) - MOST)
     if log.isEnabledFor(logging.DEBUG):
         for record in records:
             if not record.failed:
-                log.debug("%s", sentence(record))
+                log.debug("%s", line(record))
+
+
+def line(record: Record) -> str:
+    """Where it happened, if it concerns a pair, and what."""
+    place = where(record)
+    return f"{place}: {sentence(record)}" if place else sentence(record)

@@ -171,6 +171,7 @@ Outbox = list[tuple[str, Message | Settle]]
 class Coordinator(Machine[Phase]):
     """``agents`` maps each side to the agent of each of its ranks, by rank. ``source`` is the side that sends."""
 
+    LOGGED = False
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         Phase.COLLECTING: frozenset({Phase.BOOKING, Phase.MOVING}),
         Phase.BOOKING: frozenset({Phase.MOVING, Phase.COLLECTING}),

@@ -25,6 +25,8 @@ class Machine(Generic[S]):
     """A named state with a transition table. ``history`` holds the last 32 states."""
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]]
+    #: Whether moves are logged at debug. Those of each transfer are not: a transfer has one line, at its end.
+    LOGGED: ClassVar[bool] = True
 
     def __init__(self, name: str, start: S) -> None:
         self.name = name
@@ -45,6 +47,7 @@ class Machine(Generic[S]):
             raise ImpossibleMove(
                 f"{self.name}: {self._state.name} -> {to.name} is impossible; so far: {', '.join(self.history)}"
             )
-        log.debug("%s: %s -> %s", self.name, self._state.name, to.name)
+        if self.LOGGED:
+            log.debug("%s: %s -> %s", self.name, self._state.name, to.name)
         self._state = to
         self.history.append(to.name)

@@ -277,6 +277,7 @@ class Participant(Machine[Moving]):
     this agent is free; it changes nothing.
     """
 
+    LOGGED = False
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         Moving.IDLE: frozenset({Moving.MOVING, Moving.FAILED}),
         Moving.MOVING: frozenset({Moving.VOTED, Moving.STOPPING, Moving.FAILED}),

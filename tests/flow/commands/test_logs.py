@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,9 +18,10 @@ import pytest
 
 import etha
 from etha.errors import ConfigError
+from etha.observe.inotify import FolderWatch
 from etha.observe.logfiles import logs_in
-from tests.flow.commands.test_cli import agent
-from tests.flow.commands.test_cli import etha as command
+from tests.flow.commands.running import agent
+from tests.flow.commands.running import etha as command
 
 LINE = re.compile(
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) \S+ ([0-9a-f]{16}|-) [a-z_.]+: .+"
@@ -42,7 +44,7 @@ async def test_an_agent_has_the_log_settings_of_who_starts_it_and_says_where_it_
     monkeypatch.setenv("ETHA_LOG", "debug")
     monkeypatch.setenv("ETHA_LOG_FORMAT", "json")
     shown = await started()
-    assert shown["log"] == str(log_at(runtime))
+    assert shown["log"] == str(log_at(runtime)) and command("stop").returncode == 0
     lines = [json.loads(line) for line in log_at(runtime).read_text().splitlines()]
     assert {line["device"] for line in lines} == {"cpu"} and lines[-1]["agent"] == shown["id"]
     assert {"DEBUG", "INFO"} <= {line["level"] for line in lines}
@@ -56,13 +58,15 @@ async def test_another_level_is_given_by_an_agent_that_nobody_needs_and_refused_
     assert all(LINE.fullmatch(line) for line in log_at(runtime).read_text().splitlines())
     monkeypatch.setenv("ETHA_LOG", "debug")
     second = await started()
-    assert first["pid"] != second["pid"] and " DEBUG cpu " in log_at(runtime).read_text()
+    assert first["pid"] != second["pid"]
     async with etha.AsyncTensorBusClient(timeout=60.0) as client:
         await client.status()
         monkeypatch.setenv("ETHA_LOG", "warning")
         caplog.clear()
         assert (await started())["pid"] == second["pid"]
         assert "runs with ETHA_LOG=debug instead of ETHA_LOG=warning" in caplog.text
+    assert command("stop").returncode == 0
+    assert " DEBUG cpu " in log_at(runtime).read_text()
 
 
 @pytest.mark.parametrize(("name", "value"), [("ETHA_LOG", "verbose"), ("ETHA_LOG_FORMAT", "xml")])
@@ -77,24 +81,15 @@ async def test_what_cannot_be_a_setting_starts_no_agent(
     assert logs_in(runtime / "default") == {}
 
 
-def test_an_agent_in_the_foreground_logs_in_the_same_format(runtime: Path) -> None:
-    with agent() as process:
-        assert process.stderr is not None
-        process.send_signal(signal.SIGTERM)
-        found = json.loads(command("status", "--json").stdout or "{}")
-        rest = process.stderr.read()
-    assert not found or found["agent"]["log"] == "-"
-    assert all(LINE.fullmatch(line) for line in rest.splitlines())
-
-
-def test_verbose_holds_for_an_agent_in_the_foreground(runtime: Path) -> None:
+def test_an_agent_in_the_foreground_logs_in_the_same_format_and_at_debug_if_it_is_told_verbosely(runtime: Path) -> None:
     line = [sys.executable, "-m", "etha", "-v", "agent"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             while "serves cpu" not in process.stderr.readline():
                 assert process.poll() is None
-            assert command("status").returncode == 0  # that a session is over is said at debug
+            shown = json.loads(command("status", "--json").stdout)  # that a session is over is said at debug
+            assert (shown["agent"]["log"], shown["agent"]["metrics"]) == ("-", "")
         finally:
             process.terminate()
         lines = process.stderr.read().splitlines()
@@ -124,20 +119,28 @@ async def test_logs_are_shown_of_agents_that_run_and_that_have_left(runtime: Pat
     assert "Traceback" not in command("logs", "--device", "x").stderr
 
 
-def test_the_log_of_an_agent_in_the_foreground_is_shown_if_it_is_a_file(runtime: Path, tmp_path: Path) -> None:
-    with agent() as process:
+def test_where_an_agent_in_the_foreground_logs_is_said(runtime: Path) -> None:
+    with agent() as pid:
         shown = command("logs")
-        where = "log of the agent: its terminal or its service"
-        assert f"the agent of cpu (process {process.pid}): {where}" in " ".join(shown.stderr.split())
-        assert (shown.returncode, shown.stdout) == (0, "")
+    where = "log of the agent: its terminal or its service"
+    assert f"the agent of cpu (process {pid}): {where}" in " ".join(shown.stderr.split())
+    assert (shown.returncode, shown.stdout) == (0, "")
+
+
+def test_the_log_of_an_agent_in_the_foreground_is_shown_if_it_is_a_file(runtime: Path, tmp_path: Path) -> None:
+    watch, pipe = FolderWatch(), os.pipe()
+    watch.add(tmp_path)
     with (tmp_path / "service.log").open("w") as file:
         with subprocess.Popen([sys.executable, "-m", "etha", "agent"], stderr=file) as process:
             try:
-                while not command("status", "--json").stdout:
-                    assert process.poll() is None
+                while "serves cpu" not in (tmp_path / "service.log").read_text():
+                    assert watch.wait(pipe[1])
                 assert "serves cpu" in logs()
             finally:
                 process.terminate()
+                watch.close()
+                for end in pipe:
+                    os.close(end)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import mmap
 import os
 import re
 import signal
@@ -17,8 +19,8 @@ from torch.distributed.tensor import Replicate
 import etha
 from etha.agent_session import open_session
 from etha.config import Settings
-from etha.errors import AgentLostError, AgentUnavailableError, EthaError, PeerLostError
-from tests.flow.commands.test_cli import agent
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, PeerLostError, TransferError
+from tests.flow.commands.test_cli import fresh_agent
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
 from tests.flow.ways import Way
@@ -97,10 +99,33 @@ async def test_an_agent_that_has_left_is_named_with_its_log(runtime: Path) -> No
 
 
 async def test_of_an_agent_in_the_foreground_the_error_says_who_has_its_log(runtime: Path) -> None:
-    with agent() as process:
+    with fresh_agent() as process:
         async with etha.AsyncTensorBusClient(timeout=60.0) as client:
             await client.status()
             process.kill()
             with pytest.raises(AgentLostError, match="log of the agent: its terminal or its service"):
                 while True:
                     await client.init_pair(uuid.uuid4().hex, "a", "b", 1, rank=0)
+
+
+@pytest.mark.ways("local", "tcp")
+async def test_memory_that_an_agent_cannot_read_is_told_to_both_sides_with_the_log_of_that_agent(
+    rough: Site, pair: str, way: Way
+) -> None:
+    libc, pages = ctypes.CDLL(None, use_errno=True), mmap.mmap(-1, 1 << 20)
+    tensor = torch.frombuffer(pages, dtype=torch.float32)
+    trainer = way.place("trainer", 0)
+    async with Sides(rough, pair) as sides:
+        await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        tensors = {"trainer": tensor, "inference": torch.zeros_like(tensor)}
+        handles = await sides.register("b", lambda side, rank: ({"w": tensors[side]}, {}))
+        address = ctypes.c_void_p(tensor.data_ptr())
+        assert libc.mprotect(address, ctypes.c_size_t(1 << 20), 0) == 0
+        try:
+            calls = [handles["trainer", 0].transfer("send"), handles["inference", 0].transfer("recv")]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            libc.mprotect(address, ctypes.c_size_t(1 << 20), mmap.PROT_READ | mmap.PROT_WRITE)
+        for error in errors:
+            assert isinstance(error, TransferError) and "trainer rank 0" in error.message, error
+            assert named(error) == log_at(rough, trainer)

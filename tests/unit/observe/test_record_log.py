@@ -21,7 +21,8 @@ def test_a_transfer_that_went_well_has_one_line_at_debug_and_none_at_info(caplog
     with caplog.at_level(logging.DEBUG, "etha"):
         log_records([record()])
     (line,) = caplog.records
-    assert line.levelname == "DEBUG" and "transfer 7" in line.getMessage() and "committed" in line.getMessage()
+    assert line.levelname == "DEBUG" and line.getMessage().startswith("p/b: transfer 7")
+    assert "committed" in line.getMessage()
 
 
 def test_what_failed_has_one_line_and_a_call_that_gave_up_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
