@@ -116,6 +116,53 @@ def test_readmes_two_programs_run_as_they_stand_and_have_twelve_lines(tmp_path: 
     assert received.splitlines() == [f"received version {n}: layer7 holds {float(n)}" for n in range(1, 6)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_tutorials_programs_run_as_they_stand_and_survive_a_kill(tmp_path: Path) -> None:
+    for text in blocks("docs/tutorial.md"):
+        name = text.splitlines()[0].removeprefix("# ")
+        shorter = text.replace("range(1, 2001)", "range(1, 201)").replace("asyncio.sleep(0.5)", "asyncio.sleep(0)")
+        assert shorter != text
+        (tmp_path / name).write_text(shorter)
+    # The one that is killed stops after its first version, because the trainer could be done before the kill.
+    line = '{await serve():.4f}", flush=True)'
+    assert line in shorter
+    (tmp_path / "killed.py").write_text(shorter.replace(line, f"{line}; await asyncio.sleep(1000)"))
+    with private_directory() as directory:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ETHA_")}
+        environment = {**kept, "ETHA_RUNTIME_DIR": str(directory), "PYTHONPATH": str(ROOT)}
+
+        def start(*words: str) -> subprocess.Popen[str]:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                cwd=tmp_path,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+
+        assert "torchrun --standalone --nproc-per-node 2 trainer.py" in text_of("docs/tutorial.md")
+        trainer = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "trainer.py")
+        first = start("killed.py")
+        running = [trainer, first]
+        try:
+            assert first.stdout is not None
+            assert any(line.startswith("version 50: loss") for line in first.stdout)
+            first.kill()
+            running.append(start("inference.py"))
+            sent, _, received = (process.communicate(timeout=200)[0] for process in running)
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
+    assert trainer.returncode == 0, sent + received
+    assert "rank 0 sent version 200: 34,308 bytes to (('inference', 0),)" in sent, sent
+    assert "rank 1 sent version 200: 33,280 bytes" in sent, sent
+    assert "inference rank 0 died" in sent and "epoch 1 is over" in sent, sent
+    assert running[-1].returncode == 0 and "version 200: loss" in received, received
+
+
 @pytest.mark.parametrize("page", [name for name in pages() if name != "CHANGELOG.md"])
 def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
     text = text_of(page)
