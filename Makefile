@@ -40,16 +40,18 @@ lint: install
 	$(BIN)/mypy etha tests
 	$(BIN)/codespell . .ci .github
 
+# Format, lint, types and spelling beside the tests; their words come at the end.
+LINT = $(MAKE) --no-print-directory lint >"$$tmp/lint" 2>&1 & lint=$$!;
+LINTED = wait $$lint || { cat "$$tmp/lint"; exit 1; };
+
 # The contributor's loop, under a minute on two idle cores: the fast tests with a tenth of the random examples, and format,
 # lint, types and spelling beside them.
 check: install
-	@$(PRIVATE) export OMP_NUM_THREADS=1; \
-	$(MAKE) --no-print-directory lint >"$$tmp/lint" 2>&1 & lint=$$!; \
+	@$(PRIVATE) export OMP_NUM_THREADS=1; $(LINT) \
 	trap 'kill $$lint 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
-	tests=0; $(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --dist loadfile --hypothesis-profile dev \
+	$(BIN)/python -m pytest -p no:cacheprovider -q --numprocesses auto --dist loadfile --hypothesis-profile dev \
 		-m "not slow and not proof and not faults and not chaos and not soak and not families" \
-		tests/test_*.py tests/unit $(PYTEST) || tests=$$?; \
-	wait $$lint || { cat "$$tmp/lint"; exit 1; }; exit $$tests
+		tests/test_*.py tests/unit $(PYTEST) || exit 1; $(LINTED)
 
 # $(1): which tests. What starts no jobs runs beside the stories of jobs, in the time that they leave: they wait for
 # processes more than they compute. (5: no test was selected here.) JOBS and PURE: processes of pytest for each of the
@@ -61,20 +63,20 @@ run="$(BIN)/python -m pytest -p no:cacheprovider --dist loadfile -m"; \
 select="not proof and not faults and not chaos and not soak and $(1)"; \
 nice -n 19 $$run "$$select" tests --ignore tests/flow --ignore tests/faults --numprocesses $(PURE) $(PYTEST) \
 	>"$$tmp/pure" 2>&1 & pure=$$!; \
-trap 'kill $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
+trap 'kill $$lint $$pure 2>/dev/null; rm -rf "$$tmp"' EXIT INT TERM; \
 jobs=0; $$run "$$select" tests/faults tests/flow --ways local,tcp,three --numprocesses $(JOBS) $(PYTEST) || jobs=$$?; \
 rest=0; wait $$pure || rest=$$?; cat "$$tmp/pure"; \
 [ $$jobs -eq 0 ] || [ $$jobs -eq 5 ] && { [ $$rest -eq 0 ] || [ $$rest -eq 5 ]; }
 endef
 
 # Every kind of story, each in the way that says most: sides on one agent, on two hosts or on three.
-test: lint
-	@$(PRIVATE) $(call TEST,not more)
+test: install
+	@$(PRIVATE) :; $(LINT) $(call TEST,not more) || exit 1; $(LINTED)
 
 # The further variants of what `make test` has: the other ways, and other moments of the same fault. `make ways` has the
 # flow tests on two agents of one host, too.
 test-more: install
-	@$(PRIVATE) $(call TEST,more)
+	@$(PRIVATE) lint=; $(call TEST,more)
 
 # What `make test` skipped on a machine without these programs (a list with commas: make test-tools NEEDING=ip,nft).
 NEEDING ?= redis-server,ip,nft,node,openssl,prometheus,promtool,unshare
