@@ -8,6 +8,7 @@ torch nor numpy. matplotlib is imported when a picture is drawn.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _DISTANCES = ("inside agents", "inside hosts", "between hosts")
 _LABELLED = 12
 #: Width of the heaviest arrow and of the lightest, in points.
 _WIDEST, _THINNEST = 6.0, 0.8
+#: Most characters of a name beside or above something, and of a line of the title.
+_LABEL, _TITLE = 28, 90
 # Where things are across the chart, in hundredths of its width: host boxes, node boxes, and room for what one side
 # passes on to itself.
 _HOSTS, _NODES, _BULGE = (8.0, 92.0), (10.0, 29.0, 71.0, 90.0), 7.0
@@ -132,7 +135,10 @@ def draw(picture: PlanPicture, path: str | Path) -> None:
     chart = _Chart(picture)
     # Text stays text, so that it can be searched and read aloud; two runs write the same bytes.
     fixed: Any = {"svg.fonttype": "none", "svg.hashsalt": "etha", "pdf.fonttype": 42, "font.size": 10.0}
-    with matplotlib.rc_context(fixed):
+    fixed["text.parse_math"] = False  # a host's name may have dollar signs
+    with matplotlib.rc_context(fixed), warnings.catch_warnings():
+        # A host's name may have characters that the font lacks: an SVG's reader has others, and boxes do elsewhere.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(
             figsize=(13.0 if picture.nics else 9.0, chart.inches), layout="constrained", dpi=120, facecolor="white"
         )
@@ -162,7 +168,8 @@ def _panels(figure: Any, picture: PlanPicture) -> list[Any]:
 def _heading(figure: Any, picture: PlanPicture) -> None:
     parts = [f"{size(n)} {what}" for n, what in zip(picture.nbytes, _DISTANCES, strict=True) if n]
     where = ", ".join(reversed(parts)) or "nothing moves"
-    figure.suptitle(f"{picture.title}\n{where}", fontsize=13, color=_INK)
+    lines = [_shortened(line, _TITLE) for line in (*picture.title.splitlines(), where)]
+    figure.suptitle("\n".join(lines), fontsize=13, color=_INK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +249,7 @@ class _Chart:
         axes.set(xlim=(0, 100), ylim=(self.rows, -0.75))
         axes.axis("off")
         for side, (name, what) in enumerate(zip(self.picture.sides, ("sends", "receives"), strict=True)):
+            name = _shortened(name, 20)
             text = f"{name} {what}" if name not in ("source", "target") else name
             axes.text(
                 (_NODES[2 * side] + _NODES[2 * side + 1]) / 2,
@@ -262,7 +270,7 @@ class _Chart:
     def _draw_hosts(self, axes: Any) -> None:
         for (host, _), box in self.hosts.items():
             axes.add_patch(_rectangle(box, facecolor=_PALE, edgecolor=_EDGE, linewidth=1.0, zorder=0))
-            name = _shortened(self.picture.hosts[host], int(box.right - box.left))
+            name = _shortened(self.picture.hosts[host], int((box.right - box.left) * 0.85))
             axes.text(box.left + 1, box.top + 0.12, name, ha="left", va="top", fontsize=9.5, color=_INK, zorder=6)
 
     def _draw_nodes(self, axes: Any) -> None:
@@ -391,7 +399,7 @@ def _nics(axes: Any, picture: PlanPicture) -> None:
                 axes.annotate(
                     f" {size(value)}", (value, place + offset), va="center", ha="left", fontsize=8, color=_INK
                 )
-    axes.set_yticks(range(len(picture.nics)), [nic.label for nic in picture.nics], fontsize=9)
+    axes.set_yticks(range(len(picture.nics)), [_shortened(nic.label, _LABEL) for nic in picture.nics], fontsize=9)
     axes.set_ylim(len(picture.nics) - 0.4, -0.6)
     axes.set_xlim(0, max(picture.nics[0].load, picture.bound) * 1.28)
     axes.xaxis.set_major_formatter(lambda value, _: size(value))
@@ -420,8 +428,8 @@ def _map(figure: Any, axes: Any, picture: PlanPicture) -> None:
         values, aspect="auto", cmap="YlGnBu", interpolation="nearest", norm=norm, extent=extent, **limits
     )
     axes.set_facecolor("#EDEDED")
-    axes.set_xlabel(f"{picture.sides[1]} rank")
-    axes.set_ylabel(f"{picture.sides[0]} rank")
+    axes.set_xlabel(f"{_shortened(picture.sides[1], _LABEL)} rank")
+    axes.set_ylabel(f"{_shortened(picture.sides[0], _LABEL)} rank")
     grouped = (rows, columns) != (m, n)
     axes.set_title(
         f"bytes from rank to rank{', several ranks to a cell' if grouped else ''} (grey: none)",

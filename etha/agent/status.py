@@ -15,6 +15,7 @@ from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.transfers import TransferService
 from etha.config import Settings
+from etha.errors import ConfigError
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
 from etha.version import __version__
@@ -170,7 +171,11 @@ def _unreachable(record: AgentRecord, host_id: str) -> str:
         return ""
     if not record.address:
         return "it takes no links: it needs ETHA_LISTEN=HOST:PORT"
-    if is_loopback(parse_address(record.address)[0]):
+    try:
+        host, _ = parse_address(record.address)
+    except ConfigError:
+        return f"its address {record.address!r} cannot be read: no agent of Etha wrote it"
+    if is_loopback(host):
         return f"its address {record.address} is loopback, which leads from here to this host: it needs ETHA_LISTEN"
     return ""
 

@@ -193,6 +193,14 @@ def test_a_misspelt_key_is_named(plan: Plan, side: object, reason: str) -> None:
     assert status == 1 and re.search(f"target.json: {reason}", reported), reported
 
 
+def test_a_picture_is_written_beside_the_text_and_its_name_is_checked_first(plan: Plan, tmp_path: Path) -> None:
+    target = {"mesh": [2], "placements": ["R"]}
+    status, shown, _ = plan(SOURCE, target, "--plot", str(tmp_path / "plan.svg"))
+    assert status == 0 and "2 tensors" in shown and "busiest NIC" in (tmp_path / "plan.svg").read_text()
+    status, shown, reported = plan(SOURCE, target, "--plot", str(tmp_path / "plan.jpg"))
+    assert status == 1 and not shown and "its name must end in .svg, .png, .pdf" in reported
+
+
 def test_a_check_says_that_it_has_passed(plan: Plan) -> None:
     status, shown, _ = plan(SOURCE, {"mesh": [2], "placements": ["R"]}, "--check")
     assert status == 0 and "checked: every element of every target arrives exactly once" in shown

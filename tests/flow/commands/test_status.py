@@ -109,18 +109,24 @@ async def test_status_says_whether_every_agent_that_is_needed_is_linked(
         assert ("linked: all" in shown) is (len(pids) > 1), shown
 
 
-async def test_status_says_of_an_agent_on_loopback_of_another_host_that_it_cannot_be_reached(served: Site) -> None:
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("127.0.0.1:7000", "127.0.0.1:7000 is loopback"), ("", "takes no links"), ("no address", "cannot be read")],
+)
+async def test_status_says_of_an_agent_of_another_host_that_it_cannot_be_reached(
+    address: str, says: str, served: Site
+) -> None:
     async with served.client("trainer", 0, timeout=SECONDS) as client:
         status = await client.status()
         async with await Store.open(status["agent"]["redis"], Settings.from_env().namespace, timeout=SECONDS) as store:
-            far = {"host": "far", "host_name": "far-away", "address": "127.0.0.1:7000", "public_key": ""}
+            far = {"host": "far", "host_name": "far-away", "address": address, "public_key": ""}
             record = AgentRecord(id="feed", device="cpu", pid=4711, started_at=1.0, version="old", **far)
             await store.agents.publish(record)
             status = await client.status()
             await store.agents.withdraw()
     (line,) = [line for line in status["agents"] if line["id"] == "feed"]
     assert (line["host"], line["version"], line["links"][0]["link"]) == ("far-away", "old", "none")
-    assert "127.0.0.1:7000 is loopback" in line["links"][0]["trouble"]
+    assert says in line["links"][0]["trouble"]
 
 
 async def test_a_wrong_pair_name_can_be_recognised_while_its_worker_waits(served: Site, pair: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from etha.errors import ConfigError
-from etha.picture import PlanPicture
+from etha.picture import PlanPicture, draw
 from etha.plan import Layout, Plan, TensorSpec, build_agent_plan, build_plan
 from etha.plan.analysis.plot import PictureNames
 
@@ -114,6 +114,17 @@ def test_an_svg_has_its_text_as_text_and_says_what_its_signs_mean(tmp_path: Path
     before = path.read_bytes()
     four_to_two().plot(path)
     assert path.read_bytes() == before, "a picture can be kept under version control"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
+def test_any_name_of_a_host_can_be_drawn(suffix: str, tmp_path: Path) -> None:
+    hosts = ["$x$ & <b>\\frac", "ホスト", "h" * 300, ""]
+    names = PictureNames(title="t" * 500, sides=("a" * 100, "b" * 100))
+    plan = plan_of(Layout((4,), [Shard(0)]), Layout((2,), [Shard(1)]), hosts, hosts[:2])
+    draw(plan.picture(names), tmp_path / f"plan.{suffix}")
+    if suffix == "svg":
+        assert "$x$ &amp; &lt;b&gt;\\frac" in texts(tmp_path / "plan.svg") and "ホスト" in texts(tmp_path / "plan.svg")
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("SVG", b"<?xml")])
