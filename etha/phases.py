@@ -9,11 +9,11 @@ What is between the worker and its agent belongs to no phase; it takes less than
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
+class Phases(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each phase of one transfer, as one worker or one agent saw it. Iterating gives (name, seconds).
 
     A phase that was not reached has 0.
@@ -59,4 +59,4 @@ class Phases:
 #: Of a call that has not reached any.
 NO_PHASES = Phases()
 #: Names of the phases, in order.
-PHASES = tuple(field.name for field in fields(Phases))
+PHASES = Phases.__struct_fields__

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
@@ -36,7 +37,7 @@ from etha.errors import (
     TransferTimeoutError,
     with_note,
 )
-from etha.phases import Phases
+from etha.phases import NO_PHASES
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +271,7 @@ async def _once(
         shield.release()
         raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
     except TransferError as error:
-        error.phases = replace(error.phases or Phases(), copy_in=asked - deadline.begun)
+        error.phases = replace(error.phases or NO_PHASES, copy_in=asked - deadline.begun)
         error.torn = error.torn and registration.in_place
         registration.torn = registration.torn or error.torn
         raise

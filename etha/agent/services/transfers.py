@@ -47,7 +47,7 @@ from etha.observe import trace
 from etha.observe.recorder import Recorder
 from etha.peer.introductions import Copied, Sums, UniqueId
 from etha.peer.messages import Message
-from etha.phases import Phases
+from etha.phases import NO_PHASES, Phases
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
 
@@ -192,7 +192,7 @@ class TransferService:
         """Give a worker the error of its call. A call that is part of no transfer here has a record of its own."""
         error, ask, now = effect.error, batch.asks.pop(effect.call, None), time.monotonic()
         current = batch.current if effect.seq is not None else None
-        phases = Phases()
+        phases = NO_PHASES
         if ask is not None:
             phases = Phases(wait=now - ask.since) if current is None else current.phases(ask.member, now)
         if isinstance(error, TransferError):
