@@ -19,13 +19,12 @@ class RingFollower:
     def __init__(self, directory: Path) -> None:
         """OSError if the directory cannot be watched."""
         libc = ctypes.CDLL(None, use_errno=True)
-        self._directory = directory
+        self._directory, self._open = directory, dict[Path, _Tail]()
         self._handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         if self._handle < 0 or libc.inotify_add_watch(self._handle, os.fsencode(directory), _IN_NEWS) < 0:
             number = ctypes.get_errno()
             self.close()
             raise OSError(number, os.strerror(number), str(directory))
-        self._open: dict[Path, _Tail] = {}
         for path in ring_files(directory):
             self._follow(path, at_end=True)
 
@@ -48,8 +47,8 @@ class RingFollower:
 
     def close(self) -> None:
         """Close all descriptors."""
-        for tail in getattr(self, "_open", {}).values():
-            tail.close()
+        while self._open:
+            self._open.popitem()[1].close()
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

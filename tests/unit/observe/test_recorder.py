@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
 
-from etha.observe.recorder import Recorder
+from etha.observe.recorder import Recorder, WarningRecords
 from etha.observe.records import Incident, Record
 
 
@@ -45,3 +46,22 @@ async def test_a_consumer_that_fails_hurts_no_other(caplog: pytest.LogCaptureFix
     recorder.add(incident(1))
     recorder.flush()
     assert len(found) == 1 and "a consumer of records failed" in caplog.text
+
+
+async def test_warnings_are_incidents_from_any_thread() -> None:
+    recorder, found = Recorder(), list[Record]()
+    recorder.subscribe(found.extend)
+    handler = WarningRecords(recorder)
+    log = logging.getLogger("etha.peer.gate")
+    log.addHandler(handler)
+    try:
+        log.info("linked")
+        await asyncio.to_thread(log.warning, "refused a link: %s", "its key is no agent's of this namespace")
+        logging.getLogger("etha.observe.ring").warning("must not come back as a record")
+        await asyncio.sleep(0)
+        recorder.flush()
+    finally:
+        log.removeHandler(handler)
+    [one] = found
+    assert isinstance(one, Incident) and one.what == "warning" and one.failed
+    assert one.reason == "refused a link: its key is no agent's of this namespace"

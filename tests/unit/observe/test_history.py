@@ -1,0 +1,97 @@
+"""What agents' files and Redis tell, merged and said in English."""
+
+from __future__ import annotations
+
+import pytest
+
+from etha.observe.history import Happening, merge, of_event, of_record
+from etha.observe.records import Culprit, Incident, Payload, TransferRecord
+from etha.observe.sentences import seconds_text, sentence, size_text
+from etha.phases import Phases
+
+COMMITTED = TransferRecord(
+    at=5.0,
+    pairs=("weights",),
+    batch="model",
+    outcome="committed",
+    seq=812,
+    version="step 9",
+    source="trainer",
+    target="inference",
+    ranks=(("trainer", 0),),
+    payload=Payload(sent=3_200_000_000, ways={"tcp": 3_200_000_000}, staged=True),
+    seconds=1.2,
+    phases=Phases(wait=2.0, move=1.1, commit=0.1),
+)
+ABORTED = TransferRecord(
+    at=6.0,
+    pairs=("weights",),
+    batch="model",
+    outcome="aborted",
+    seq=813,
+    source="trainer",
+    target="inference",
+    torn=True,
+    code="peer_lost",
+    reason="trainer rank 3 died in the transfer",
+    culprits=(Culprit(side="trainer", rank=3, host="a7", pid=99),),
+    phases=Phases(wait=0.5, move=12.0),
+)
+
+
+def test_a_committed_transfer_says_where_its_time_went() -> None:
+    assert sentence(COMMITTED) == (
+        "transfer 812 (version step 9) from trainer to inference committed: 3.2 GB (tcp, staged) in 3.2 s, "
+        "2 s of it waiting for the others to call"
+    )
+
+
+def test_a_failure_says_cause_culprit_and_what_was_under_way() -> None:
+    assert sentence(ABORTED) == (
+        "transfer 813 from trainer to inference was aborted after 12.5 s: trainer rank 3 died in the transfer "
+        "[peer_lost]; because of trainer rank 3 (host a7, process 99); under way: moving bytes; "
+        "targets may be half-written"
+    )
+
+
+def test_sizes_and_times_have_units() -> None:
+    assert [size_text(n) for n in (0, 999, 4096, 3_200_000_000)] == ["0 B", "999 B", "4.1 kB", "3.2 GB"]
+    assert [seconds_text(s) for s in (0.00035, 0.0217, 12.34)] == ["350 us", "21.7 ms", "12.3 s"]
+
+
+def entry(host: str, text: str) -> dict[str, str]:
+    about = {"pair": "weights", "batch": "model"}
+    return {"id": "7000-0", "kind": "transfers", "at": "7.0", "on": host, "text": text, **about}
+
+
+def test_redis_tells_what_the_files_that_were_read_do_not() -> None:
+    records = [of_record(ABORTED, "a", "cpu"), of_record(COMMITTED, "a", "cpu"), of_record(COMMITTED, "a", "cpu")]
+    formed = {"id": "5500-3", "kind": "formed", "pair": "weights", "epoch": "2"}
+    found = merge(records, [entry("a", "of a"), entry("b", "of b"), formed], {"a"})
+    assert [one.at for one in found] == [5.0, 5.5, 6.0, 7.0]
+    assert found[1].text == "both sides are complete: epoch 2 is formed" and not found[1].failed
+    assert found[3].text == "of b" and found[3].host == "b"
+
+
+def test_what_is_about_others_is_left_out() -> None:
+    one = of_record(ABORTED, "a", "cpu")
+    assert [only for only in ("", "weights", "model", "weights/model", "weight", "odel") if one.fits(only)] == [
+        "",
+        "weights",
+        "model",
+        "weights/model",
+    ]
+    assert one.fits("", failed=True) and not of_record(COMMITTED, "a", "cpu").fits("", failed=True)
+
+
+@pytest.mark.parametrize("kind", ["lost", "left", "agent_came", "something of a later version"])
+def test_an_event_that_lacks_fields_is_shown(kind: str) -> None:
+    found = of_event({"id": "x", "kind": kind})
+    assert isinstance(found, Happening) and found.text and found.at == 0.0
+
+
+def test_an_incident_says_its_reason() -> None:
+    incident = Incident(
+        at=1.0, what="link_lost", reason="the agent b is gone", culprits=(Culprit(agent="b", host="h"),)
+    )
+    assert sentence(incident) == "the agent b is gone; because of an agent (host h)"
