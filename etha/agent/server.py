@@ -76,7 +76,7 @@ from etha.errors import (
     with_note,
 )
 from etha.memory.mapping import WorkerMemory
-from etha.observe.logs import log_of
+from etha.observe.logs import shown_log
 from etha.observe.record_log import log_records
 from etha.observe.recorder import Recorder
 from etha.observe.records import Culprit, Incident
@@ -115,7 +115,7 @@ class Agent:
         self.card = card
         self.settings, self.device, self.redis, self.store = settings, device, redis, store
         self.id = uuid.uuid4().hex[:16]
-        self.log = log_of()
+        self.log = shown_log()
         #: HOST:PORT of its metrics, or why it has none; "" if nobody asked for them.
         self.metrics = ""
         self.started_at = time.time()

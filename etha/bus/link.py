@@ -237,7 +237,7 @@ class AgentLink:
         """Where the agent logs, for the end of a message: what it says, or, before it has, what can be seen of it."""
         if not self._log and not self.lost.done() and self.agent_pid:
             self._log = log_of(self.agent_pid)
-        return note_of_log(self._log)
+        return note_of_log(self._log.encode(errors="backslashreplace").decode())
 
     async def _open(self, hello: WorkerHello) -> None:
         await self._channel.ready()

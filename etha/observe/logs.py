@@ -179,3 +179,8 @@ def log_of(pid: int | str = "self") -> str:
         return str(link.readlink()).removesuffix(" (deleted)") if is_file else TERMINAL
     except OSError:
         return ""
+
+
+def shown_log() -> str:
+    """``log_of`` this process, as text for others: a path may hold bytes that are no UTF-8."""
+    return printable(log_of()).replace("\n", "\\n").encode(errors="backslashreplace").decode()

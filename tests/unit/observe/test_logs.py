@@ -220,6 +220,14 @@ def test_where_a_process_logs_is_seen_from_outside(tmp_path: Path) -> None:
     assert log_of(process.pid) == "", "it has ended"
 
 
+def test_a_path_that_is_no_text_is_shown_as_one(tmp_path: Path) -> None:
+    """It travels in messages and in Redis, where an agent would fail on anything else."""
+    code = "import os; from etha.observe.logs import shown_log; os.write(1, shown_log().encode())"
+    with (tmp_path / "\udcff\n.log").open("wb") as log:
+        shown = subprocess.run([sys.executable, "-c", code], stderr=log, stdout=subprocess.PIPE, check=True)
+    assert shown.stdout.decode() == str(tmp_path / r"\udcff\n.log")
+
+
 def test_an_error_names_one_log_only() -> None:
     assert note_of_log("") == "" and note_of_log("-", "node1") == (
         "log of the agent: its terminal or its service on node1"
