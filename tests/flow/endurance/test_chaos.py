@@ -9,7 +9,7 @@ from tests.flow.sides import Sides
 from tests.flow.sites import Site
 
 
-@pytest.mark.ways("local", "tcp", reason="host shares all that is disturbed here with tcp; tests/proof runs it")
+@pytest.mark.ways("tcp", "local", reason="host shares all that is disturbed here with tcp; tests/proof runs it")
 @pytest.mark.parametrize("atomic", [True, pytest.param(False, marks=pytest.mark.proof)])
 async def test_disturbed_transfers_end_alike_for_all(rough: Site, pair: str, atomic: bool) -> None:
     async with Sides(rough, pair, trainer=2, inference=2, timeout=20) as sides:

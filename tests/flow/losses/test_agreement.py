@@ -14,9 +14,8 @@ from etha.errors import TransferAbortedError, TransferTimeoutError
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
-from tests.flow.ways import Way
 
-pytestmark = pytest.mark.ways(*Way)
+pytestmark = pytest.mark.ways("three", "tcp", "local", "host")
 
 SHAPE = (4096, 4096)
 MEMBERS = [("trainer", 0), ("trainer", 1), ("inference", 0), ("inference", 1)]

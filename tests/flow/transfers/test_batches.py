@@ -13,9 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import etha
 from tests.flow.team import Seat, Team
 from tests.flow.truth import cut, stale, whole
-from tests.flow.ways import Way
 
-pytestmark = pytest.mark.ways(*Way)
+pytestmark = pytest.mark.ways("tcp", "local", "host", "three")
 
 
 def lay(me: Seat) -> list[Any]:

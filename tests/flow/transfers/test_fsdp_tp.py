@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import etha
 from tests.flow.jobs import Job
 from tests.flow.truth import cut
-from tests.flow.ways import Way
 
 VERSIONS = 3
 
@@ -154,7 +153,7 @@ def check_versions(sent: list[Any], got: list[Any], sizes: tuple[int, int, int],
                 assert torch.equal(torch.from_numpy(held[version][name]), truth), (version, name, rank)
 
 
-@pytest.mark.ways(*Way)
+@pytest.mark.ways("tcp", "local", "host", "three")
 def test_fsdp_by_tensor_parallel_to_tensor_parallel_version_by_version(guests: Job, pair: str, tmp_path: Path) -> None:
     both = {"dp": 2, "tp": 2}
     trainers = guests.side(

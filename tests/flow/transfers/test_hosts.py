@@ -85,7 +85,7 @@ def batch_in(status: dict[str, Any], pair: str) -> dict[str, Any]:
 # ---- which way ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ways(*Way)
+@pytest.mark.ways(*Way, each=True)
 async def test_status_says_which_way_the_bytes_take(site: Site, way: Way, pair: str) -> None:
     async with Sides(site, pair, trainer=2, inference=2) as sides:
         await exact(sides, "b", {"w": ((8, 6), Shard(0), Shard(1))})

@@ -19,7 +19,7 @@ from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site, open_site
 from tests.flow.ways import Way
 
-EVERY_WAY = pytest.mark.ways(*Way)
+EVERY_WAY = pytest.mark.ways("tcp", "local", "host", "three")
 #: Of all of a tensor, cut in two over rows at the source and over columns at the target.
 ROWS, COLUMNS = 701, 530
 

@@ -75,7 +75,7 @@ def worker(rank: int, world: int, side: str, versions: int, pair_name: str) -> l
         return results
 
 
-@pytest.mark.ways(*Way)
+@pytest.mark.ways(*Way, each=True)
 def test_uneven_layouts_of_plain_tensors_three_to_two(guests: Job, pair: str) -> None:
     trainers = guests.side("trainer", worker, 3, "trainer", 3, pair)
     inference = guests.side("inference", worker, 2, "inference", 3, pair)
