@@ -373,6 +373,7 @@ def exporter() -> Iterator[tuple[BaseProcess, Callable[[str], list[str]], bytes,
 Exporter = tuple[BaseProcess, Callable[[str], list[str]], bytes, bytes]
 
 
+@pytest.mark.slow
 def test_memory_is_shared_between_processes_and_mappings_are_counted(gpu: FakeDriver, exporter: Exporter) -> None:
     _, tell, memory, _ = exporter
     address = gpu.open(GPU0, memory)
@@ -394,6 +395,7 @@ def test_memory_is_shared_between_processes_and_mappings_are_counted(gpu: FakeDr
     assert tell("free") == []
 
 
+@pytest.mark.slow
 def test_an_exporter_that_frees_what_is_open_elsewhere_is_noticed(gpu: FakeDriver, exporter: Exporter) -> None:
     _, tell, memory, _ = exporter
     address = gpu.open(GPU0, memory)
@@ -403,6 +405,7 @@ def test_an_exporter_that_frees_what_is_open_elsewhere_is_noticed(gpu: FakeDrive
         gpu.open(GPU0, memory)
 
 
+@pytest.mark.slow
 def test_a_mapping_that_is_left_open_is_noticed(exporter: Exporter) -> None:
     gpu = FakeDriver()
     gpu.open(GPU0, exporter[2])
@@ -410,6 +413,7 @@ def test_a_mapping_that_is_left_open_is_noticed(exporter: Exporter) -> None:
         gpu.check()
 
 
+@pytest.mark.slow
 def test_only_peers_reach_each_other(exporter: Exporter) -> None:
     gpu = FakeDriver((GPU0, GPU1), peers=set())
     assert gpu.peers(GPU1, GPU1) and not gpu.peers(GPU0, GPU1)
@@ -419,6 +423,7 @@ def test_only_peers_reach_each_other(exporter: Exporter) -> None:
     gpu.check()
 
 
+@pytest.mark.slow
 def test_an_event_of_another_process_is_waited_for(gpu: FakeDriver, exporter: Exporter) -> None:
     _, tell, _, handle = exporter
     event, stream = gpu.open_event(GPU0, handle), gpu.stream(GPU0)
@@ -441,6 +446,7 @@ def test_an_event_of_another_process_is_waited_for(gpu: FakeDriver, exporter: Ex
     gpu.drop_stream(stream)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_exported_can_be_closed_and_its_event_never_comes(
     gpu: FakeDriver, exporter: Exporter
 ) -> None:

@@ -162,6 +162,7 @@ def byte(address: int) -> int:
     return ctypes.string_at(address, 1)[0]
 
 
+@pytest.mark.slow
 def test_an_allocation_is_open_once_and_until_its_last_holder_closes(gpu: FakeDriver, worker: Worker) -> None:
     mappings = Mappings(gpu, GPU0)
     one, two = (mappings.attach(worker.pid, worker.started, worker.headers[0]) for _ in range(2))
@@ -181,6 +182,7 @@ def test_an_allocation_is_open_once_and_until_its_last_holder_closes(gpu: FakeDr
     other.close()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_closed_without_an_error(gpu: FakeDriver, worker: Worker) -> None:
     mappings = Mappings(gpu, GPU0)
     one, two = (mappings.attach(worker.pid, worker.started, worker.headers[i]) for i in (0, 1))
@@ -195,6 +197,7 @@ def test_a_killed_worker_is_closed_without_an_error(gpu: FakeDriver, worker: Wor
         mappings.attach(worker.pid, worker.started, worker.headers[0])
 
 
+@pytest.mark.slow
 def test_an_error_at_closing_is_logged_and_a_sticky_one_told(
     gpu: FakeDriver, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,6 +217,7 @@ def test_an_error_at_closing_is_logged_and_a_sticky_one_told(
         gpu.close(left)
 
 
+@pytest.mark.slow
 def test_all_is_unmapped_at_the_end(gpu: FakeDriver, worker: Worker) -> None:
     mappings = Mappings(gpu, GPU0)
     held = mappings.attach(worker.pid, worker.started, worker.headers[0])
@@ -255,6 +259,7 @@ def test_a_header_is_believed_by_nobody(gpu: FakeDriver, change: dict[str, Any],
     assert gpu.calls["close"] == 0
 
 
+@pytest.mark.slow
 def test_an_allocation_in_the_midst_of_what_is_mapped_is_good(
     gpu: FakeDriver, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +281,7 @@ def test_an_allocation_in_the_midst_of_what_is_mapped_is_good(
     assert not gpu.mapped
 
 
+@pytest.mark.slow
 def test_a_size_beyond_what_is_mapped_is_refused(gpu: FakeDriver, worker: Worker) -> None:
     header = worker.headers[0]
     mappings = Mappings(gpu, GPU0)
@@ -291,6 +297,7 @@ def test_a_size_beyond_what_is_mapped_is_refused(gpu: FakeDriver, worker: Worker
     held.close()
 
 
+@pytest.mark.slow
 def test_memory_of_a_gpu_that_is_out_of_reach_is_refused(worker: Worker) -> None:
     gpu = FakeDriver((GPU0, GPU1), peers=set())
     mappings = Mappings(gpu, GPU0)
@@ -378,6 +385,7 @@ def test_an_event_that_cannot_be_recorded_is_not_lost(gpu: FakeDriver, caplog: p
     gpu.drop_event(event)
 
 
+@pytest.mark.slow
 def test_the_agent_waits_for_what_the_workers_stream_had_queued(gpu: FakeDriver, worker: Worker) -> None:
     waits, mappings = Waits(gpu, GPU0), Mappings(gpu, GPU0)
     memory = mappings.attach(worker.pid, worker.started, worker.headers[0])
@@ -407,6 +415,7 @@ def test_the_agent_waits_for_what_the_workers_stream_had_queued(gpu: FakeDriver,
     memory.close()
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_killed_worker_is_told(gpu: FakeDriver, worker: Worker) -> None:
     waits = Waits(gpu, GPU0)
     worker.tell("hold")
@@ -466,6 +475,7 @@ def test_a_worker_cannot_make_the_agent_open_events_without_end(
     assert len(waits) == 0
 
 
+@pytest.mark.slow
 def test_sticky_errors_of_events_are_told(gpu: FakeDriver, worker: Worker) -> None:
     reported: list[DeviceError] = []
     waits = Waits(gpu, GPU0, on_sticky=reported.append)

@@ -193,6 +193,7 @@ def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     assert writer._thread is not None
 
 
+@pytest.mark.slow
 def test_a_failure_is_found_after_a_million_transfers(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path, "cpu")
     writer._write([aborted(812)], 0)

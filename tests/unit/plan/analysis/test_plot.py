@@ -127,6 +127,7 @@ def test_any_name_of_a_host_can_be_drawn(suffix: str, tmp_path: Path) -> None:
         assert "$x$ &amp; &lt;b&gt;\\frac" in texts(tmp_path / "plan.svg") and "ホスト" in texts(tmp_path / "plan.svg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("SVG", b"<?xml")])
 def test_a_picture_is_written_as_its_suffix_says(suffix: str, begins: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"plan.{suffix}"
