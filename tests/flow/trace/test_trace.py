@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ def work(side: str, rank: int, pair: str, options: dict[str, Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def recorded(
-    way: Way, pair: str, **options: Any
-) -> Iterator[tuple[Site, list[Path], dict[tuple[str, int], list[Any]]]]:
+    way: Way, pair: str, function: Callable[..., Any], **options: Any
+) -> Iterator[tuple[Site, list[Path], dict[tuple[str, int], Any]]]:
     """Two ranks a side, each host's trace in a directory of its own; the results by (side, rank)."""
     with open_site(way) as site:
 
@@ -62,7 +62,7 @@ def recorded(
 
         with Job(env) as job:
             members = [(side, rank) for side in ("trainer", "inference") for rank in range(2)]
-            workers = [job.start(work, *member, pair, options, at=member) for member in members]
+            workers = [job.start(function, *member, pair, options, at=member) for member in members]
             results = dict(zip(members, job.results(workers, PATIENCE), strict=True))
         stop_all(str(site.directory))  # agents write the rest when they leave
         yield site, sorted(site.directory.glob("trace-*")), results
@@ -93,7 +93,7 @@ def check_phases(query: Query, results: dict[tuple[str, int], list[Any]]) -> Non
 
 @pytest.mark.needs("node")
 def test_two_hosts_are_one_trace_in_perfetto(tmp_path: Path) -> None:
-    with recorded(Way.TCP, "traced", atomic=True, verify="full") as (_, directories, results):
+    with recorded(Way.TCP, "traced", work, atomic=True, verify="full") as (_, directories, results):
         assert len(directories) == 2
         printed = merged(directories, tmp_path / "trace.json")
     assert "2 hosts (host-a, host-b), 4 workers, 2 agents, 3 transfers" in printed
@@ -116,12 +116,30 @@ def test_two_hosts_are_one_trace_in_perfetto(tmp_path: Path) -> None:
         assert sum(int(args_of(query, send)["bytes"]) for send in sends) == VERSIONS * ROWS * COLUMNS * 4
 
 
-def test_a_trace_of_one_host_needs_no_program(tmp_path: Path) -> None:
-    with recorded(Way.LOCAL, "alone") as (_, directories, _):
-        merged(directories, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"init_pair", "register_tensors", "transfer", "move", "copy"} <= names
+def work_in_spans(side: str, rank: int, pair: str, options: dict[str, Any]) -> str:
+    """``work`` inside of a span of OpenTelemetry; the id of its trace."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    trace.set_tracer_provider(TracerProvider())
+    with trace.get_tracer("job").start_as_current_span("step") as span:
+        work(side, rank, pair, options)
+        return f"{span.get_span_context().trace_id:032x}"
+
+
+def test_one_host_with_opentelemetry(tmp_path: Path) -> None:
+    """The trace of workers and of their agent names the traces of OpenTelemetry that their calls belong to."""
+    with recorded(Way.LOCAL, "alone", work_in_spans) as (_, directories, trace_ids):
+        printed = merged(directories, tmp_path / "trace.json")
+    assert "1 host " in printed and "largest error of the clocks: none" in printed
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    names = {span["name"] for span in spans}
+    assert {"init_pair", "register_tensors", "transfer", "wait", "move", "commit", "copy"} <= names
+    calls = {(s["args"]["side"], s["args"]["rank"]): s["args"] for s in spans if "verb" in s["args"]}
+    assert {member: args["trace_id"] for member, args in calls.items()} == trace_ids
+    transfers = [s["args"] for s in spans if s["name"] == "transfer" and "sources" in s["args"]]
+    assert len(transfers) == VERSIONS
+    assert all(set(args["trace_id"].split(", ")) == set(trace_ids.values()) for args in transfers)
 
 
 #: How far the clock of one host is ahead, in seconds.
