@@ -56,12 +56,13 @@ class Bar:
 
     def __init__(self, shown: Progress | None, what: str) -> None:
         self._shown = shown
-        self._task = None if shown is None else shown.add_task(what, total=None)
+        self._task = None if shown is None else shown.add_task(what, total=None, steps="")
 
-    def at(self, done: float, total: float | None, what: str | None = None) -> None:
+    def at(self, done: int, total: int | None, what: str | None = None) -> None:
         """``done`` of ``total`` steps are done; without a total the bar only moves. ``what`` comes next."""
         if self._shown is not None and self._task is not None:
-            self._shown.update(self._task, completed=done, total=total, description=what)
+            steps = "" if total is None else f"{done}/{total}"
+            self._shown.update(self._task, completed=done, total=total, description=what, steps=steps)
 
 
 @contextmanager
@@ -70,9 +71,9 @@ def progress(what: str) -> Iterator[Bar]:
     if not err.is_terminal:
         yield Bar(None, what)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[steps]}"), TimeElapsedColumn())
     shown = Progress(*columns, console=err, transient=True)
     timer = threading.Timer(PROGRESS_AFTER, shown.start)
     timer.daemon = True

@@ -32,6 +32,15 @@ def test_a_command_that_takes_long_shows_how_far_it_is(monkeypatch: pytest.Monke
     assert "checking" in written.getvalue() and "3/7" in written.getvalue()
 
 
+def test_a_step_of_unknown_length_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = on(monkeypatch, terminals=True, after=0.0)
+    with terminal.progress("planning") as bar:
+        bar.at(0, None, "counting")
+        for timer in timers():
+            timer.join()
+    assert "counting" in written.getvalue() and "0/" not in written.getvalue()
+
+
 @pytest.mark.parametrize(("terminals", "after"), [(False, 0.0), (True, 3600.0)])
 def test_nothing_is_written_elsewhere_or_by_a_quick_command(
     terminals: bool, after: float, monkeypatch: pytest.MonkeyPatch
