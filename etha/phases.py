@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 
-class Phases(msgspec.Struct, frozen=True, kw_only=True):
+class Phases(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of each phase of one transfer, as one worker or one agent saw it. Iterating gives (name, seconds).
 
     A phase that was not reached has 0.
