@@ -239,6 +239,7 @@ COMMANDS = (
     *("+hget", "+hgetall", "+hlen", "+hmget", "+hset", "+hsetnx", "+hdel", "+hexists", "+hincrby", "+exists", "+del"),
     *(
         "+pexpire",
+        "+pttl",
         "+rename",
         "+sadd",
         "+srem",
