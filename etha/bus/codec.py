@@ -37,7 +37,8 @@ __all__ = [
     "message",
 ]
 
-PROTOCOL = 1
+#: Version of these messages. Raise it when a message gains, loses or changes a field: neither end takes unknown ones.
+PROTOCOL = 2
 #: Largest message in bytes; both ends pass it to their sockets, too.
 MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.

@@ -229,10 +229,10 @@ async def test_a_message_of_another_version_is_refused_by_name(
     real = codec.encode
 
     def newer(envelope: Any) -> bytes:
-        return real(envelope).replace(b"\xa1v\x01", b"\xa1v\x02", 1)
+        return real(envelope).replace(b"\xa1v" + bytes([codec.PROTOCOL]), b"\xa1v" + bytes([codec.PROTOCOL + 1]), 1)
 
     monkeypatch.setattr("etha.bus.channel.encode", newer)
-    with pytest.raises(ProtocolError, match="speaks protocol 2, this one 1"):
+    with pytest.raises(ProtocolError, match=f"speaks protocol {codec.PROTOCOL + 1}, this one {codec.PROTOCOL}"):
         await AgentLink.connect(path, hello(), timeout=5.0)
 
 

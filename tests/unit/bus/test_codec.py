@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from etha.bus import codec, schema
-from etha.bus.codec import Cancel, Failure, Malformed, Push, Reply, Request, decode, encode, message
+from etha.bus.codec import PROTOCOL, Cancel, Failure, Malformed, Push, Reply, Request, decode, encode, message
 from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
 from etha.errors import (
     EthaError,
@@ -115,7 +115,7 @@ errors = st.sampled_from(
 
 
 def request(args: Any, **changes: Any) -> bytes:
-    wire = {"v": 1, "id": 5, "op": "test_all", "left": 2.0, "args": args} | changes
+    wire = {"v": PROTOCOL, "id": 5, "op": "test_all", "left": 2.0, "args": args} | changes
     return bytes(msgpack.packb({key: value for key, value in wire.items() if value is not ...}))
 
 
@@ -215,8 +215,8 @@ def test_what_a_message_itself_refuses_is_a_protocol_error() -> None:
 @pytest.mark.parametrize(
     ("changes", "reported"),
     [
-        ({"v": 2}, "speaks protocol 2, this one 1"),
-        ({"v": 2, "more": 1}, "speaks protocol 2, this one 1"),
+        ({"v": PROTOCOL + 1}, f"speaks protocol {PROTOCOL + 1}, this one {PROTOCOL}"),
+        ({"v": PROTOCOL + 1, "more": 1}, f"speaks protocol {PROTOCOL + 1}, this one {PROTOCOL}"),
         ({"v": True}, "Expected `int`, got `bool` - at `$.v`"),
         ({"v": ...}, "missing required field `v`"),
         ({"id": ...}, "missing required field `id`"),
@@ -267,7 +267,7 @@ def test_a_wrong_envelope_is_refused(changes: dict[str, Any], reported: str) -> 
 )
 def test_a_wrong_answer_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(Malformed):
-        decode(msgpack.packb({"v": 1, "id": 1, **body}))
+        decode(msgpack.packb({"v": PROTOCOL, "id": 1, **body}))
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,8 @@ def test_a_wrong_answer_is_refused(body: dict[str, Any]) -> None:
         b"\x81\x01\x02",
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(msgpack.packb([1, 2])),
-        bytes(msgpack.packb({"v": 1, "id": 1, "cancel": msgpack.Timestamp(1)})),
-        bytes(msgpack.packb({"v": 1, "id": 1, "cancel": msgpack.ExtType(5, b"x")})),
+        bytes(msgpack.packb({"v": PROTOCOL, "id": 1, "cancel": msgpack.Timestamp(1)})),
+        bytes(msgpack.packb({"v": PROTOCOL, "id": 1, "cancel": msgpack.ExtType(5, b"x")})),
     ],
 )
 def test_garbage_is_refused(data: bytes) -> None:
@@ -318,7 +318,7 @@ def test_a_valid_message_with_bytes_changed_decodes_or_is_refused(sent: All, dat
 @given(st.dictionaries(st.sampled_from(["v", "id", "op", "left", "args", "ok", "push", "error", "cancel"]), plain))
 def test_any_map_decodes_or_is_refused(wire: dict[str, Any]) -> None:
     try:
-        decode(msgpack.packb({"v": 1, "id": 1, **wire}))
+        decode(msgpack.packb({"v": PROTOCOL, "id": 1, **wire}))
     except ProtocolError:
         return
 
@@ -377,7 +377,7 @@ def test_an_overlong_error_text_is_cut() -> None:
 
 def test_an_error_code_of_a_newer_version_is_told_as_such() -> None:
     wire = {"code": "brand_new", "text": "hm", "data": {}, "traceback": None}
-    got = decode(msgpack.packb({"v": 1, "id": 1, "error": wire}))
+    got = decode(msgpack.packb({"v": PROTOCOL, "id": 1, "error": wire}))
     assert isinstance(got, Failure)
     assert type(got.error) is ProtocolError
     assert "brand_new" in got.error.message

@@ -135,7 +135,7 @@ def test_a_scope_checks_itself(scope: dict[str, Any]) -> None:
         Scope(**{"pair": "p", "epoch": 1, "batch": "b", "generation": 1, **scope})
 
 
-GOOD: dict[str, Any] = {"v": 1, "op": "commit", "scope": ["p", 1, "b", 2], "args": {"seq": 7}}
+GOOD: dict[str, Any] = {"v": wire.PROTOCOL, "op": "commit", "scope": ["p", 1, "b", 2], "args": {"seq": 7}}
 ERROR: dict[str, Any] = {"code": "transfer", "text": "no", "data": {}, "traceback": None}
 
 
@@ -158,7 +158,7 @@ def test_the_examples_below_are_wrong_in_one_thing_only() -> None:
         (msgpack.packb(GOOD) + b"\x00", "trailing"),
         (msgpack.packb([GOOD]), "not a message"),
         (msgpack.packb({**GOOD, "more": 1}), "not a message"),
-        (msgpack.packb({**GOOD, "v": 2}), "use one version of etha"),
+        (msgpack.packb({**GOOD, "v": wire.PROTOCOL + 1}), "use one version of etha"),
         (msgpack.packb({**GOOD, "v": True}), r"got `bool` - at `\$\.v`"),
         (msgpack.packb({**GOOD, "op": "explode"}), "unknown message 'explode'"),
         (msgpack.packb({**GOOD, "op": ["commit"]}), r"got `array` - at `\$\.op`"),
