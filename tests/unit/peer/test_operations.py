@@ -20,9 +20,9 @@ from etha.peer.wire import Control, Said, Scope, encode
 #: Between a worker and its agent.
 BUS = {
     "attach", "attach_shadows", "attach_snapshot", "batch_lost", "close_batch", "confirm", "descriptors", "done",
-    "events", "get_events", "get_records", "get_status", "goodbye", "hello", "init_pair", "let_go", "moved", "offered",
-    "ok", "records",
-    "pair_formed", "pair_lost", "probe", "probed", "progress", "register", "registered", "released", "status",
+    "events", "get_events", "get_picture", "get_records", "get_status", "goodbye", "hello", "init_pair", "let_go",
+    "moved", "offered", "ok", "pair_formed", "pair_lost", "picture", "probe", "probed", "progress", "records",
+    "register", "registered", "released", "status",
     "supersede", "transfer", "wait_offer", "welcome",
 }  # fmt: skip
 #: Between agents: about a pair or a batch, and about the link itself.
