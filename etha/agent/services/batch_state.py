@@ -123,9 +123,11 @@ class RunningProgram:
         compiled = self.submitted or now
         moved = self.moved or now
         verify = self.run.verify_seconds if self.run is not None else 0.0
+        waited = self.started - self.asked[member]
+        book = min(self.booking, waited)  # another agent measured it, with its own clock
         return Phases(
-            wait=max(0.0, self.started - self.asked[member] - self.booking),
-            book=self.booking,
+            wait=waited - book,
+            book=book,
             compile=compiled - self.started,
             move=max(0.0, moved - compiled - verify),
             verify=verify,

@@ -35,6 +35,7 @@ failures = st.sampled_from(
     ]
 )
 OF_HINT: dict[Any, st.SearchStrategy[Any]] = {str: texts, int: st.integers(-(2**63), 2**63 - 1), EthaError: failures}
+OF_HINT[float] = st.floats(allow_nan=False)  # which is not equal to itself
 
 
 def of_hint(hint: Any) -> st.SearchStrategy[Any]:
