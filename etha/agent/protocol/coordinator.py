@@ -214,7 +214,8 @@ class Coordinator(Machine[Phase]):
                 return self._go() if self.reservation.complete else []
             case Recall(side=self.source) if self.state is Phase.BOOKING:
                 return [*self.reservation.recall(agent, message)]
-            case Recall(side=self.source) if self.state is Phase.COLLECTING:
+            case Recall(side=self.source):
+                # READY for the next transfer, and its recall, may come while this one still moves or commits.
                 return self._give_way(agent, message)
             case Done(seq=seq) if self._current(seq, Phase.MOVING):
                 self.votes.add(agent)

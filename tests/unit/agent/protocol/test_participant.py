@@ -400,3 +400,24 @@ def test_an_older_transfer_takes_a_lane_back_before_go_and_a_lost_coordinator_fr
     assert world.lanes["b"].holders == {"elder"} and world.machines["b"].booking is not None
     world.lose("b", "a")
     assert world.machines["b"].booking is None
+
+
+def test_a_lane_held_for_the_next_transfer_is_given_back_while_this_one_still_commits() -> None:
+    """Otherwise the elder waits for a lane that its holder may get to use only after the elder."""
+    world = World({"t": ("a",), "i": ("b", "c")}, held=True)
+    coordinator = world.machines["a"].coordinators["t"]
+    for member, verb in world.verbs():
+        world.call(member, verb)
+    while links := [link for link in world.busy() if link != ("c", "a") or coordinator.state is not Phase.COMMITTING]:
+        world.deliver(*links[0])
+        for agent in list(world.running):
+            world.moved(agent)
+    world.call(("i", 0), "recv")
+    assert coordinator.state is Phase.COMMITTING and world.lanes["b"].holders == {"b"}
+    world.worlds["elder"] = world
+    world.route("b", [n for n in world.lanes["b"].want("elder", (1, "z", "z")) if isinstance(n, Recalled)])
+    world.deliver("b", "a")  # READY
+    world.deliver("b", "a")  # Recall
+    assert coordinator.state is Phase.COMMITTING
+    world.drain()
+    assert world.lanes["b"].holders == {"elder"}
