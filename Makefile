@@ -99,9 +99,9 @@ coverage: install
 ways: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/flow -m "not proof" --ways local,tcp,host,three $(PYTEST)
 
-# 10,000 random layout pairs against enumerated truth (the suite takes 1,000), 20,000 transfers by real agents over tensors
-# that share memory (the suite takes 300), Redis away for 30 s, 200 cancelled calls, and the other halves of what the
-# suite takes one half of.
+# 10,000 random layout pairs against enumerated truth (the suite takes 1,000), 100,000 orders in which batches that share
+# agents may book them, 20,000 transfers by real agents over tensors that share memory (the suite takes 300), Redis away for
+# 30 s, 200 cancelled calls, and the other halves of what the suite takes one half of.
 proof: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow tests/unit/transport -m proof $(PYTEST)
 

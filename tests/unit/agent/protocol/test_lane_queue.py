@@ -156,7 +156,7 @@ needs = st.dictionaries(st.sampled_from(sorted(LIMITS)), st.integers(1, 120), ma
 def test_transfers_over_shared_agents_all_end(
     batches: list[tuple[str, list[str]]], held: bool, data: st.DataObject
 ) -> None:
-    play(batches, held, data, lambda: {"lane": 1}, lambda resource: 1)
+    play(batches, held, chosen_by(data), lambda: {"lane": 1}, lambda resource: 1)
 
 
 @given(batches=batches, held=st.booleans(), data=st.data())
@@ -167,17 +167,24 @@ def test_transfers_that_share_amounts_all_end(
     def need() -> Need:
         return {name: min(amount, LIMITS[name]) for name, amount in data.draw(needs).items()}
 
-    play(batches, held, data, need, LIMITS.__getitem__)
+    play(batches, held, chosen_by(data), need, LIMITS.__getitem__)
+
+
+def chosen_by(data: st.DataObject) -> Callable[[int], int]:
+    return lambda count: data.draw(st.integers(0, count - 1))
 
 
 def play(
     batches: list[tuple[str, list[str]]],
     held: bool,
-    data: st.DataObject,
+    choose: Callable[[int], int],
     need: Callable[[], Need],
     limit: Callable[[str], int],
 ) -> None:
-    """Two calls of each rank, everything that can happen in any order; and nobody waits for ever."""
+    """Two calls of each rank, everything that can happen in any order; and nobody waits for ever.
+
+    ``choose(n)``: which of n things happens next.
+    """
     ticks, lanes, worlds = count(), dict[str, LaneQueue](), dict[str, World]()
     for number, (sender, receivers) in enumerate(batches):
         agents = {"t": (sender,), "i": tuple(receivers)}
@@ -191,7 +198,7 @@ def play(
         moves += [("call", *todo[i]) for i in range(len(todo))]
         if not moves:
             break
-        match moves[data.draw(st.integers(0, len(moves) - 1))]:
+        match moves[choose(len(moves))]:
             case "link", world, link:
                 world.deliver(*link)
             case "moved", world, agent:
