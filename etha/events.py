@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Self
@@ -115,7 +115,7 @@ class Follower:
     def __exit__(self, *exc: object) -> None:
         self._files.close()
 
-    async def follow(self, after: Gathered) -> AsyncIterator[Happening]:
+    async def follow(self, after: Gathered) -> AsyncGenerator[Happening, None]:
         """What has happened since the context was entered and was not in ``after``, until cancelled."""
         queue, news = asyncio.Queue[Happening](), asyncio.Event()
         known = frozenset(after.happenings)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from etha.addresses import is_loopback
 from etha.config import Settings
 from etha.doctor import Failing, Finding, hosts
-from etha.doctor.addresses import is_loopback, own_addresses, split_address
+from etha.doctor.addresses import own_addresses, split_address
 from etha.doctor.finding import Noteworthy, found
 from etha.peer.ports import Ports
 from etha.store.records import AgentRecord

@@ -17,6 +17,7 @@ from etha.testing import AsyncDummyTensorBusClient, DummyTensorBusClient
 otel = pytest.importorskip("opentelemetry.trace")
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 
+from opentelemetry.sdk.trace import ReadableSpan  # noqa: E402
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
@@ -34,7 +35,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def named(spans: InMemorySpanExporter, name: str) -> sdk.ReadableSpan:
+def named(spans: InMemorySpanExporter, name: str) -> ReadableSpan:
     found = [span for span in spans.get_finished_spans() if span.name == name]
     assert len(found) == 1, [span.name for span in spans.get_finished_spans()]
     return found[0]
