@@ -16,6 +16,7 @@ from etha.commands.terminal import err
 from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
 from etha.observe.logs import AgentLog, levels
+from etha.printable import printable
 from etha.version import __version__
 
 # Heavy imports (torch, the client, the demo, asyncio) stay inside the commands, so that --help answers at once.
@@ -38,9 +39,9 @@ def main() -> None:
     try:
         app(prog_name="etha")
     except EthaError as error:
-        err.print(Text(f"{error.code}: {error.message}", "red"))
+        err.print(Text(printable(f"{error.code}: {error.message}"), "red"))
         for violation in getattr(error, "violations", ()):
-            err.print(Text(str(violation), "red"))
+            err.print(Text(printable(str(violation)), "red"))
         raise SystemExit(1) from None
     except OSError as error:
         err.print(Text(f"{error}", "red"))

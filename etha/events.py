@@ -24,6 +24,7 @@ from etha.observe.follow import RingFollower
 from etha.observe.history import Happening, merge, of_event, of_record, written_by_agent
 from etha.observe.records import from_line
 from etha.observe.ring import read_ring
+from etha.printable import one_line
 
 #: Seconds for which a question for news waits before it is asked again.
 WAIT = 3600.0
@@ -164,4 +165,4 @@ def line(happening: Happening) -> str:
     """One line for people."""
     place = "/".join(filter(None, [happening.host, happening.device]))
     parts = [time_text(happening.at), place or "redis", happening.where, happening.text]
-    return "  ".join(filter(None, parts))
+    return one_line("  ".join(filter(None, parts)))

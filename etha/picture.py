@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from etha.errors import ConfigError
+from etha.printable import in_all_texts, printable
 from etha.units import counted, size
 
 #: What a picture's file may end in.
@@ -112,6 +113,10 @@ class PlanPicture:
         """From ``to_plain``. msgspec.ValidationError for anything else."""
         return msgspec.convert(plain, cls)
 
+    def printable(self) -> PlanPicture:
+        """With control characters of names written out: an SVG that held them would be no XML."""
+        return self.from_plain(in_all_texts(printable, self.to_plain()))
+
 
 def check_path(path: str | Path) -> Path:
     """``path`` itself, before time is spent on a picture. ConfigError if no picture can be written there."""
@@ -132,6 +137,7 @@ def draw(picture: PlanPicture, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    picture = picture.printable()
     chart = _Chart(picture)
     # Text stays text, so that it can be searched and read aloud; two runs write the same bytes.
     fixed: Any = {"svg.fonttype": "none", "svg.hashsalt": "etha", "pdf.fonttype": 42, "font.size": 10.0}

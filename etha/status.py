@@ -9,6 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from etha.printable import in_all_texts, one_line
+
 #: Links that an operator must see to, by what they are called in the status.
 BROKEN = ("failed", "missing", "opening")
 
@@ -37,6 +39,7 @@ def whole(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def status_tables(found: dict[str, Any]) -> Group:
     """This host's agents, all that Redis knows, pairs and batches, one table each, and which links are not as they
     should be. The JSON has what is left out here."""
+    found = in_all_texts(one_line, found)
     reports = [one["agent"] for one in found.get("local", [found])]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
     stale = [one["stale"] for one in reports if one.get("stale")]
@@ -115,10 +118,10 @@ def _missing(side: str, ranks: list[int], pair: dict[str, Any]) -> str:
 
 def events_table(events: list[dict[str, Any]], why: str = "") -> Table:
     """What happened, oldest first, in local time. ``why`` says why there is nothing newer."""
-    table = Table(title="events", title_justify="left", caption=why or None, caption_justify="left")
+    table = Table(title="events", title_justify="left", caption=one_line(why) or None, caption_justify="left")
     for column in ("time", "event", ""):
         table.add_column(column, overflow="fold")
-    for event in events:
+    for event in in_all_texts(one_line, events):
         milliseconds = str(event.get("id", "")).partition("-")[0]
         at = datetime.fromtimestamp(int(milliseconds) / 1000) if milliseconds.isdecimal() else None
         rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("id", "kind"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from etha.agent.services.batch_state import LocalRegistration, RegisteredBatch
 from etha.bus.messages import GetPicture
 from etha.errors import AgentUnavailableError, ConfigError
+from etha.printable import one_line
 from etha.units import counted, seconds, size
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _last(batch: RegisteredBatch, source: str) -> str:
     """What the last transfer was, for the title."""
     if batch.last_seconds is None:
         return f"{counted(batch.evaluation.tensors, 'tensor')}, not sent yet"
-    version = "" if batch.version is None else f" version {batch.version},"
+    version = "" if batch.version is None else f" version {one_line(str(batch.version))},"
     way = "" if batch.last_source == source else f" from {batch.last_source}"
     moved = size(batch.evaluation.nbytes(batch.last_source))
     return f"last transfer{way}:{version} {moved} in {seconds(batch.last_seconds)}"

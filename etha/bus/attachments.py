@@ -69,7 +69,11 @@ class Attachments:
             credentials = Credentials.of_socket(connection)
             if credentials.uid != self._uid:
                 self._refusals.warn(
-                    "refused a descriptor connection of process %d, uid %d", credentials.pid, credentials.uid
+                    "refused process %d of uid %d: this agent runs as uid %d and serves no other user; every user "
+                    "needs an ETHA_RUNTIME_DIR of their own",
+                    credentials.pid,
+                    credentials.uid,
+                    self._uid,
                 )
                 connection.close()
                 continue

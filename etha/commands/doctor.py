@@ -12,6 +12,7 @@ from rich.text import Text
 
 from etha.commands.terminal import out, progress
 from etha.config import Settings, check_name
+from etha.printable import printable
 
 if TYPE_CHECKING:
     from etha.doctor import Finding
@@ -63,8 +64,8 @@ def show(findings: Sequence[Finding]) -> None:
     for heading in ("check", "", "found"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, Text(finding.verdict, COLOURS[finding.verdict]), Text(finding.text))
+        table.add_row(finding.name, Text(finding.verdict, COLOURS[finding.verdict]), Text(printable(finding.text)))
     out.print(table)
     for finding in findings:
         if finding.mend:
-            out.print(Text(f"{finding.name}: {finding.mend}", COLOURS[finding.verdict]))
+            out.print(Text(printable(f"{finding.name}: {finding.mend}"), COLOURS[finding.verdict]))

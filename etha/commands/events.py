@@ -12,6 +12,7 @@ from rich.text import Text
 
 from etha.commands.terminal import err, print_json, stopped_by_ctrl_c
 from etha.config import Settings
+from etha.printable import one_line
 
 #: Seconds for agents, also those of other hosts, to answer.
 SECONDS = 5.0
@@ -46,7 +47,7 @@ async def show(settings: Settings, only: str, since: str, *, failed: bool, as_js
             if happening.fits(only, failed=failed):
                 print_json(happening.as_json()) if as_json else typer.echo(line(happening))
         for note in gathered.notes:
-            err.print(Text(f"note: {note}", "yellow"))
+            err.print(Text(f"note: {one_line(note)}", "yellow"))
         if follower is not None:
             async for happening in follower.follow(gathered):
                 if happening.fits(only, failed=failed):

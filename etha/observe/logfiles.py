@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from etha.observe.inotify import FolderWatch
-from etha.observe.logs import printable
+from etha.printable import printable
 
 #: Most bytes that are read of one file: what a service appends to may be of any size.
 MOST = 16 << 20

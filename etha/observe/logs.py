@@ -15,18 +15,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import stat
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from etha.config import MAX_LOG
+from etha.printable import printable
 
 #: Stands for an agent whose standard error is no file.
 TERMINAL = "-"
-#: Characters that could make a terminal do something, and ends of lines that editors know but ``split`` does not.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class LogSource:
@@ -81,11 +79,6 @@ def _time(record: logging.LogRecord) -> str:
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     parts = [formatter.formatException(record.exc_info)] if record.exc_info and record.exc_info[0] else []
     return "\n".join([*parts, *([record.stack_info] if record.stack_info else [])])
-
-
-def printable(text: str) -> str:
-    """``text`` with its control characters written out, except for tabs and newlines."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def formatter(form: str, source: LogSource) -> logging.Formatter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from etha.observe.records import Record, TransferRecord
+from etha.observe.records import ERROR, WARNING, Incident, Record, TransferRecord
 from etha.observe.sentences import sentence, where
 
 log = logging.getLogger(__name__)
@@ -17,9 +17,10 @@ MOST = 5
 def log_records(records: Sequence[Record]) -> None:
     """A consumer of ``observe.recorder``.
 
-    A call that ended before its transfer began is no warning, because who asks with a short deadline expects that.
+    A call that ended before its transfer began is no warning, because who asks with a short deadline expects that. What
+    was recorded because the agent had logged it is not logged again.
     """
-    failed = [record for record in records if record.failed]
+    failed = [record for record in records if record.failed and not _logged(record)]
     for record in failed[:MOST]:
         begun = not isinstance(record, TransferRecord) or record.outcome != "withdrawn"
         log.log(logging.WARNING if begun else logging.INFO, "%s", line(record))
@@ -29,6 +30,10 @@ def log_records(records: Sequence[Record]) -> None:
         for record in records:
             if not record.failed:
                 log.debug("%s", line(record))
+
+
+def _logged(record: Record) -> bool:
+    return isinstance(record, Incident) and record.what in (WARNING, ERROR)
 
 
 def line(record: Record) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-from etha.observe.records import Incident, Record
+from etha.observe.records import ERROR, WARNING, Incident, Record
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class WarningRecords(logging.Handler):
         """Record one line, without its traceback, which the log has."""
         if record.name.startswith(_SILENT):
             return
-        what = "error" if record.levelno >= logging.ERROR else "warning"
+        what = ERROR if record.levelno >= logging.ERROR else WARNING
         incident = Incident(at=record.created, what=what, reason=record.getMessage()[:MAX_WARNING])
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._recorder.add, incident)

@@ -84,6 +84,10 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
         return self.outcome != "committed" and not self.superseded
 
 
+#: Kinds of incidents that are lines of the agent's log.
+WARNING, ERROR = "warning", "error"
+
+
 class Incident(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="incident", omit_defaults=True):
     """What else an agent records: it came or left, a link was refused or lost, a rendezvous or registration failed.
 

@@ -41,6 +41,7 @@ LEAVE_TIMEOUT = 1.0
 LINK_DESCRIPTORS = 5
 #: From this many seconds on, a timeout means no timeout.
 _FOREVER = 1e9
+_REACHABLE = "an agent that other hosts are to reach needs ETHA_LISTEN=HOST:PORT with an address of its network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +188,9 @@ class Hub:
             if not link.waiting and link.state is State.OPENING:
                 link.end("nobody waits for it any more")
         if failed is not None:
-            raise AgentUnavailableError(
-                f"no link to agent {agent} at {address}: {failed}{_no_route(address)} "
-                f"(an agent that other hosts are to reach needs ETHA_LISTEN=HOST:PORT with an address of its network)"
-            )
+            # Who has answered can be reached.
+            hint = "" if link.answered else f"{_no_route(address)} ({_REACHABLE})"
+            raise AgentUnavailableError(f"no link to agent {agent} at {address}: {failed}{hint}")
 
     def send(self, agent: str, scope: Scope, message: Said) -> None:
         """Send on the open link to ``agent``, in order.

@@ -70,6 +70,8 @@ class Link:
         #: Number of openers that wait for ``opened``.
         self.waiting = 0
         self.since = self.heard = self._loop.time()
+        #: Whether anything came from there at all.
+        self.answered = False
         self.missed = self.sent = self._beats = 0
         self._beat_sent = 0.0
         self.round_trip: float | None = None
@@ -181,6 +183,7 @@ class Link:
     def _frames(self, frames: Sequence[zmq.Frame]) -> None:
         if self.state is State.CLOSED:
             return
+        self.answered = True
         try:
             if len(frames) != 1:
                 raise Malformed(f"a message of {len(frames)} parts instead of 1")

@@ -51,6 +51,15 @@ def test_one_agent_that_is_alone_is_shown_without_a_table_of_others() -> None:
     assert "agents that Redis knows" not in shown and "linked" not in shown
 
 
+def test_names_and_versions_of_others_cannot_command_the_terminal() -> None:
+    nasty = "v\x1b]0;title\x07\nforged"
+    batch = {"pair": "p", "batch": "b", "version": nasty, "last_error": nasty}
+    pair = {"pair": "p", "state": "lost", "epoch": 1, "sides": {nasty: 1}, "error": nasty}
+    found = report("cpu", {**known("a", link("failed", trouble=nasty)), "host": nasty}, known("b"), pairs=(pair,))
+    shown = text_of(whole([{**found, "batches": [batch]}]))
+    assert "\x1b" not in shown and "\x07" not in shown and "\\x1b]0;title" in shown
+
+
 def test_linked_agents_are_said_to_be_linked() -> None:
     shown = text_of(whole([report("cpu", known("a", link("self")), known("b", link("open"), pairs=("weights",)))]))
     assert "host-b" in shown and "open, heard 0.4 s ago, 0.3 ms" in shown and "2 s ago" in shown

@@ -38,6 +38,12 @@ def test_what_failed_has_one_line_and_a_call_that_gave_up_is_no_warning(caplog: 
         assert reason in line.getMessage()
 
 
+def test_what_the_agent_has_logged_itself_is_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "etha"):
+        log_records([Incident(at=1.0, what=what, reason="Redis is away") for what in ("warning", "error")])
+    assert caplog.records == []
+
+
 def test_many_failures_at_once_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     log_records([record("aborted", code="peer_lost", reason="x")] * 100)
     assert len(caplog.records) == MOST + 1 and f"{100 - MOST} more failures" in caplog.text

@@ -6,6 +6,7 @@ import builtins
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -125,6 +126,13 @@ def test_any_name_of_a_host_can_be_drawn(suffix: str, tmp_path: Path) -> None:
     draw(plan.picture(names), tmp_path / f"plan.{suffix}")
     if suffix == "svg":
         assert "$x$ &amp; &lt;b&gt;\\frac" in texts(tmp_path / "plan.svg") and "ホスト" in texts(tmp_path / "plan.svg")
+
+
+def test_control_characters_of_a_name_do_not_spoil_the_file(tmp_path: Path) -> None:
+    names = PictureNames(title="version \x1b[2J\x00\ufffe", sides=("a\x07", "b"), hosts={"a": "\x01"})
+    draw(four_to_two().picture(names), tmp_path / "plan.svg")
+    ElementTree.parse(tmp_path / "plan.svg")
+    assert "version \\x1b[2J\\x00" in texts(tmp_path / "plan.svg")
 
 
 @pytest.mark.slow
