@@ -120,6 +120,11 @@ class Channel:
         """The agent, as messages name it."""
         return f"the agent (process {self.pid})" if self.pid else "the agent"
 
+    @property
+    def agent_died(self) -> bool:
+        """Whether the agent's process has ended or is exiting, which the event loop may not have heard yet."""
+        return self.pid != 0 and is_exiting(self.pid)
+
     async def ready(self) -> None:
         """Return once messages can be sent, or the channel is closed."""
         await self._socket.writable()

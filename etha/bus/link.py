@@ -191,6 +191,11 @@ class AgentLink:
 
         await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
 
+    async def hear_of_death(self, within: float) -> None:
+        """If the agent has died, wait until this session is over: its loop is about to read that."""
+        if not self.lost.done() and os.getpid() == self._owner and self._channel.agent_died:
+            await asyncio.wait({self.lost}, timeout=min(within, DEATH))
+
     async def agent_ended(self) -> bool:
         """Whether the agent of a lost link has ended, so that nothing of it runs. Waits for one that is exiting."""
         return await self._channel.ended(DEATH)

@@ -650,9 +650,10 @@ class AsyncTensorBusClient(OfOneProcess):
         self._check_usable()
         assert self._connecting is not None
         async with self._connecting:
-            if self._connection is not None and not self._connection.lost:
-                return self._connection
             if self._connection is not None:
+                await self._connection.link.hear_of_death(timeout)
+                if not self._connection.lost:
+                    return self._connection
                 self._connection.abort()
                 self._connection = None
             connection = await self._open(timeout)

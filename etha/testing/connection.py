@@ -93,6 +93,9 @@ class _Link(AgentLink):
             await asyncio.sleep(0)  # the client hears it first
         raise error
 
+    async def hear_of_death(self, within: float) -> None:
+        """Does nothing, because there is no agent's process."""
+
     def withdraw(self, tag: object) -> None:
         """Does nothing, because every call is answered at once."""
 

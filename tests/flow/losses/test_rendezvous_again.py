@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
+import select
 import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio
@@ -12,6 +18,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from etha import TransferResult
+from etha.bus.process import Credentials
 from etha.errors import AgentLostError
 from tests.flow.jobs import wait_gone
 from tests.flow.sides import Sides
@@ -50,3 +57,44 @@ async def test_whoever_completes_an_epoch_with_a_dead_agent_waits_for_the_next(r
         assert epochs == {2}
         handles = await sides.register("b", lambda side, rank: ({"w": torch.full((4,), float(side == "trainer"))}, {}))
         assert all(isinstance(r, TransferResult) for r in (await sides.move(handles)).values())
+
+
+_PIDFD_GETFD = 438
+
+
+@contextlib.contextmanager
+def sessions_held(pid: int, pidfd: int) -> Iterator[None]:
+    """This process's connections to an agent do not close when that dies, because this process has the other ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with contextlib.ExitStack() as stack:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            fd = libc.syscall(_PIDFD_GETFD, pidfd, int(entry.name), 0)
+            if fd < 0:
+                pytest.skip(f"pidfd_getfd is not allowed here: {os.strerror(ctypes.get_errno())}")
+            end = stack.enter_context(socket.socket(fileno=fd))
+            listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if end.family != socket.AF_UNIX or listens or Credentials.of_socket(end).pid != os.getpid():
+                end.close()
+        yield
+
+
+@pytest.mark.ways("local", reason="it is about workers of one agent")
+async def test_whoever_has_not_read_yet_that_the_agent_died_meets_by_the_next_one(rough: Site, pair: str) -> None:
+    """The other workers have heard it already. The message would be taken and never answered."""
+    async with Sides(rough, pair) as sides:
+        await sides.meet(device_mesh=(1,), **OPTIONS)
+        pid = (await sides.clients["trainer", 0].status())["agent"]["pid"]
+        pidfd = os.pidfd_open(pid)
+        try:
+            with sessions_held(pid, pidfd):
+                os.kill(pid, signal.SIGKILL)
+                ended = select.poll()
+                ended.register(pidfd, select.POLLIN)
+                assert ended.poll(60_000)  # blocks the loop, too, which hears nothing meanwhile
+                await sides.meet(device_mesh=(1,), **OPTIONS)
+        finally:
+            os.close(pidfd)
+        assert (await sides.clients["trainer", 0].status())["agent"]["pid"] != pid
+        assert {formed.epoch for formed in sides.pairs.values()} == {2}
