@@ -68,7 +68,7 @@ def sessions_held(pid: int, pidfd: int) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     with contextlib.ExitStack() as stack:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if not os.readlink(entry).startswith("socket:"):
+            if not str(entry.readlink()).startswith("socket:"):
                 continue
             fd = libc.syscall(_PIDFD_GETFD, pidfd, int(entry.name), 0)
             if fd < 0:
