@@ -12,11 +12,11 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from etha.bus.channel import dial
+from etha.bus.channel import another_user, dial
 from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
 from etha.bus.messages import Events, GetEvents, GetPicture, GetRecords, GetStatus, Picture, Records, Status
@@ -66,7 +66,13 @@ class AgentSession:
 
 @asynccontextmanager
 async def open_session(address: str, settings: Settings, *, timeout: float) -> AsyncIterator[AgentSession]:
-    """A session with the agent at ``address``. AgentUnavailableError if none listens."""
+    """A session with the agent at ``address``. AgentUnavailableError if none listens, ConfigError for the agent of
+    another user."""
+    path = agent_path(address)
+    with suppress(FileNotFoundError):
+        # The agent would record that it refused somebody, and that would be the operator who looks for such records.
+        if (uid := path.stat().st_uid) != os.geteuid():
+            raise another_user(path, uid)
     hello = WorkerHello(
         version=__version__,
         namespace=settings.namespace,
@@ -76,7 +82,7 @@ async def open_session(address: str, settings: Settings, *, timeout: float) -> A
         start=start_time(),
         observer=True,
     )
-    link = await AgentLink.connect(agent_path(address), hello, timeout=timeout)
+    link = await AgentLink.connect(path, hello, timeout=timeout)
     try:
         yield AgentSession(link, timeout)
     finally:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, time
 from typing import Any, Self
 
 from etha.agent_session import addresses, open_session
@@ -32,13 +33,19 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_since(text: str, now: float) -> float:
-    """Seconds since 1970 of "10m", "2h", "1d" (ago) or an ISO time, local if it names no zone. ConfigError else."""
+    """Seconds since 1970 of "10m", "2h", "1d" (ago) or a time of today or an ISO time, local if it names no zone.
+    ConfigError else."""
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip()):
         return now - float(found[1]) * _UNITS[found[2]]
+    if re.match(r"\d\d:", text.strip()):
+        with suppress(ValueError):
+            return datetime.combine(datetime.fromtimestamp(now), time.fromisoformat(text.strip())).timestamp()
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError:
-        raise ConfigError(f"--since {text!r}: give 30s, 10m, 2h, 1d, or a time like 2026-01-31T14:00") from None
+        raise ConfigError(
+            f"--since {text!r}: give 30s, 10m, 2h, 1d, a time of today like 14:00, or one like 2026-01-31T14:00"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -76,13 +83,14 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
         except EthaError as error:
             notes[error.message] = None
     if not reached:
-        notes["no agent runs here, so other hosts were not asked, nor Redis: this host's own files only"] = None
+        notes["no agent here could be asked, so neither were other hosts nor Redis: this host's own files only"] = None
     # After the agents were asked, because each has written then what it knew.
-    directory = settings.runtime_dir / settings.namespace
+    directory, unread = settings.runtime_dir / settings.namespace, list[OSError]()
     found += [
         of_record(record, settings.host_name, device)
-        for device, record in read_ring(directory, since=since, failed=failed)
+        for device, record in read_ring(directory, since=since, failed=failed, unread=unread)
     ]
+    notes.update((f"{error.filename} could not be read: {error.strerror}", None) for error in unread)
     gathered.last = max(events, key=_order, default="")
     gathered.happenings = [one for one in merge(found, events.values(), gathered.hosts) if one.at >= since]
     gathered.notes = list(notes)

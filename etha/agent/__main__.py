@@ -112,7 +112,8 @@ async def serve(
                 hurrying = group.create_task(hurry.wait())
                 hurrying.add_done_callback(lambda _: agent.hurry())
                 await agent.started.wait()
-                log.info("agent %s serves %s at %s, Redis %s", agent.id, device, path, store.url)
+                reached = agent.links.reached_at
+                log.info("agent %s serves %s at %s, %s, Redis %s", agent.id, device, path, reached, store.url)
                 startup.ready()
                 await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 await agent.drain()

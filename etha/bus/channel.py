@@ -68,6 +68,14 @@ def listens(path: Path) -> bool:
     return not (pid and is_exiting(pid))  # a killed process accepts connections until its descriptors close
 
 
+def another_user(path: Path, uid: int) -> ConfigError:
+    """That the agent at ``path`` is another user's."""
+    return ConfigError(
+        f"the agent at {path} runs as uid {uid}, this process as uid {os.geteuid()}: "
+        f"set ETHA_RUNTIME_DIR to a directory of your own"
+    )
+
+
 class Channel:
     """Connects in its constructor. Calls ``on_envelope``, and ``on_end(text)`` once when the agent is gone or broke the
     protocol.
@@ -91,10 +99,7 @@ class Channel:
         credentials = Credentials.of_socket(connection)
         if credentials.uid != os.geteuid():
             connection.close()
-            raise ConfigError(
-                f"the agent at {path} runs as uid {credentials.uid}, this process as uid {os.geteuid()}: "
-                f"set ETHA_RUNTIME_DIR to a directory of your own"
-            )
+            raise another_user(path, credentials.uid)
         self.pid = credentials.pid
         self._packets = PacketConnection(connection, self._packet, self._disconnected)
         dealer = process_context().socket(zmq.DEALER)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from etha.observe.records import Record
-from etha.observe.ring import device_of, records_of, ring_files
+from etha.observe.ring import device_of, open_ring, records_of, ring_files
 
 #: inotify: a file was written, made, or moved to its place.
 _IN_NEWS = 0x2 | 0x80 | 0x100
@@ -58,7 +58,7 @@ class RingFollower:
             return
         try:
             self._open[path] = _Tail(path, at_end=at_end)
-        except FileNotFoundError:
+        except OSError:  # it is gone again, or is something that an agent has not written
             return
 
 
@@ -77,7 +77,7 @@ class _Tail:
         found = list(self._lines())
         try:
             other = self._opened()
-        except FileNotFoundError:
+        except OSError:
             return found
         if os.path.sameopenfile(self._fd, other):
             os.close(other)
@@ -91,7 +91,7 @@ class _Tail:
         os.close(self._fd)
 
     def _opened(self) -> int:
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return open_ring(self._path)
 
     def _lines(self) -> list[Record]:
         data = self._rest

@@ -104,7 +104,8 @@ class LogFile:
                 if lines:
                     yield self._entry(lines)
                 lines = []
-                self._time = max(self._time, datetime.fromisoformat(found[1]).timestamp())
+                with suppress(ValueError, OverflowError):  # a library's line may begin with what only looks like a time
+                    self._time = max(self._time, datetime.fromisoformat(found[1]).timestamp())
             lines.append(line)
         yield self._entry(lines)
 

@@ -6,7 +6,6 @@ or exception, so it may be kept.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -107,6 +106,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
 
 Record = TransferRecord | Incident
 
+#: Seconds since 1970 of the end of 9998, which can be shown in every time zone.
+_END = 253_370_764_800.0
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 
@@ -119,6 +121,6 @@ def to_line(record: Record) -> bytes:
 def from_line(line: bytes) -> Record:
     """The record in one line. ValueError if it is none."""
     record: Record = _decoder.decode(line)
-    if not math.isfinite(record.at):
+    if not 0 <= record.at <= _END:  # NaN, too
         raise ValueError("a record without a time")
     return record

@@ -9,6 +9,7 @@ All agents of a device, one after the other, append to the same files. A thread 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -126,6 +127,7 @@ class RingWriter:
         self._closing = self._busy = False
         self._dropped = 0
         self._warned = False
+        self._why = "the disk hangs"
 
     def take(self, records: Sequence[Record]) -> None:
         """Have these records written soon. Returns at once."""
@@ -173,7 +175,9 @@ class RingWriter:
     def _write(self, records: list[Record], dropped: int) -> None:
         lost, failure = 0, None
         if dropped:
-            text = f"{dropped} records were dropped, because their files could not be written"
+            text = (
+                f"{dropped} records were dropped, because files in {self.directory} could not be written: {self._why}"
+            )
             note = Incident(at=time.time(), what="records_dropped", reason=text)
             left, failure = self._append(False, [note])
             lost += dropped if left else 0
@@ -186,6 +190,7 @@ class RingWriter:
             text = "records of transfers cannot be written to %s (%s); they are dropped until that works again"
             log.warning(text, self.directory, failure)
         self._warned = failure is not None
+        self._why = self._why if failure is None else failure.strerror or str(failure)
 
     def _append(self, kept: bool, records: list[Record]) -> tuple[int, OSError | None]:
         """Append to one of the two files. Returns how many records could not be, and why."""
@@ -232,10 +237,22 @@ def device_of(path: Path) -> str:
     return path.name.removesuffix(".1").removesuffix(TRANSFERS).removesuffix(FAILURES)
 
 
+def open_ring(path: Path) -> int:
+    """A descriptor for reading. OSError if there is none, also for what is no regular file: nobody waits for a FIFO."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return fd
+
+
 def read_file(path: Path, since: float = 0.0) -> list[Record]:
-    """The records of one file from ``since`` on. Lines that are no records are skipped; a missing file has none."""
+    """The records of one file from ``since`` on. Lines that are no records are skipped; a missing file has none.
+
+    OSError if it cannot be read.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_ring(path)
     except FileNotFoundError:
         return []
     with os.fdopen(fd, "rb") as file:
@@ -246,18 +263,26 @@ def records_of(data: bytes) -> Iterator[Record]:
     """The records of whole lines."""
     for line in data.split(b"\n"):
         if line:
-            with contextlib.suppress(ValueError):  # half a line, or one of a later version
+            with contextlib.suppress(ValueError, RecursionError):  # half a line, garbage, or one of a later version
                 yield from_line(line)
 
 
-def read_ring(directory: Path, *, since: float = 0.0, failed: bool = False) -> list[tuple[str, Record]]:
-    """(device, record) of all devices, oldest first. ``failed``: only what somebody should look at."""
-    found = [
-        (device_of(path), record)
-        for path in ring_files(directory, failed=failed)
-        for record in read_file(path, since)
-        if record.failed or not failed
-    ]
+def read_ring(
+    directory: Path, *, since: float = 0.0, failed: bool = False, unread: list[OSError] | None = None
+) -> list[tuple[str, Record]]:
+    """(device, record) of all devices, oldest first. ``failed``: only what somebody should look at.
+
+    A file that cannot be read is left out; its error is appended to ``unread``.
+    """
+    found: list[tuple[str, Record]] = []
+    for path in ring_files(directory, failed=failed):
+        try:
+            records = read_file(path, since)
+        except OSError as error:
+            if unread is not None:
+                unread.append(error)
+            continue
+        found += [(device_of(path), record) for record in records if record.failed or not failed]
     return sorted(found, key=lambda one: one[1].at)
 
 
@@ -265,7 +290,11 @@ def ended_badly(directory: Path, device: str) -> Culprit | None:
     """The agent that used a device's files last, if it has neither left nor another has come after it; else None."""
     last: Incident | None = None
     path = directory / f"{device}{FAILURES}"
-    for record in [*read_file(older(path)), *read_file(path)]:
+    records: list[Record] = []
+    for file in (older(path), path):
+        with contextlib.suppress(OSError):
+            records += read_file(file)
+    for record in records:
         if isinstance(record, Incident) and record.what in ("started", "left", "killed"):
             last = record
     return last.culprits[0] if last is not None and last.what == "started" and last.culprits else None

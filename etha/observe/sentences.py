@@ -80,8 +80,8 @@ def _transfer(record: TransferRecord) -> str:
     if record.culprits:
         parts.append(f"because of {name_culprits(record.culprits)}")
     if spent:
-        also = f", {spent}" if phases.longest != phases.last else ""
-        parts.append(f"under way: {_DOING[phases.last]}{also}")
+        also = f" (before that, {spent})" if phases.longest != phases.last else ""
+        parts.append(f"it ended while {_DOING[phases.last]}{also}")
     if record.torn:
         parts.append("targets may be half-written")
     return "; ".join(parts)
@@ -99,7 +99,9 @@ def sentence(record: Record) -> str:
     if isinstance(record, TransferRecord):
         return _transfer(record)
     code = f" [{record.code}]" if record.code else ""
-    because = f"; because of {name_culprits(record.culprits)}" if record.culprits and record.failed else ""
+    # Who is missing is named in the reason, and need not be to blame: the waiting side's name may be the wrong one.
+    named = record.failed and record.culprits and record.code != "rendezvous_timeout"
+    because = f"; because of {name_culprits(record.culprits)}" if named else ""
     return f"{record.reason}{code}{because}"
 
 
@@ -110,12 +112,12 @@ _EVENTS = {
     "joined": "{side} rank {rank} joined (process {pid} on host {host})",
     "left": "{side} rank {rank} left: {reason}",
     "formed": "both sides are complete: epoch {epoch} is formed",
-    "lost": "epoch {epoch} is over: {text} [{reason}]",
+    "lost": "epoch {epoch} is over: {text}",
     "relaunched": "{side} was launched again",
     "registering": "the first rank registers (generation {generation})",
     "registered": "all ranks have registered (generation {generation})",
     "withdrawn": "{side} rank {rank} took its registration back",
-    "closed": "all ranks have closed the batch",
+    "closed": "no rank holds the batch any more",
     "restored": "Redis had lost the pair, and agents wrote it again",
 }
 

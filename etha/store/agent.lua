@@ -10,7 +10,7 @@ if req.act == 'withdraw' then
   return ok({here = false})
 end
 if req.act == 'publish' then
-  if not here then event('agent_came', 'agent', req.id, 'host', req.record.host, 'device', req.record.device) end
+  if not here then event('agent_came', 'agent', req.id, 'host', req.name, 'device', req.record.device) end
   redis.call('DEL', key)
   for name, value in pairs(req.record) do redis.call('HSET', key, name, value) end
   redis.call('HSET', key, 'beats', '0')

@@ -79,11 +79,11 @@ class AgentRecords:
                 away, self.up = False, True
             except RedisUnavailableError as error:
                 if not away:
-                    log.warning("the lease could not be renewed, going on trying: %s", error)
+                    log.warning("Redis is away, transfers go on, trying again every second: %s", error)
                 away, self.up = True, False
             except EthaError as error:
                 self.up = False
-                log.error("the lease could not be renewed: %s", error)
+                log.error("this agent could not say in Redis that it is alive: %s", error)
             await asyncio.sleep(max(0.0, started + until_next - loop.time()))
 
     async def _beat(self, timeout: float) -> bool:
@@ -122,7 +122,8 @@ class AgentRecords:
         record = self._session.owned.agent
         if record is None:
             return
-        log.info("putting back what Redis may have lost: %d ranks, %d batches", *self._sizes())
+        if any(sizes := self._sizes()):
+            log.info("putting back what Redis may have lost: %d ranks, %d batches", *sizes)
         # If this fails in the middle, the mark "restoring" makes the next beat restore again.
         self._run_id, run_id = "restoring", self._run_id
         await self._session.write_agent("publish", record, timeout)

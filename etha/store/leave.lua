@@ -6,7 +6,7 @@ if not m or m.agent ~= me.agent or m.host ~= me.host or m.pid ~= me.pid or m.sta
 redis.call('HDEL', own_key, rank)
 local state, epoch = redis.call('HGET', pair_key, 'state'), redis.call('HGET', pair_key, 'epoch')
 local text = req.side .. ' rank ' .. rank .. ' (pid ' .. string.format('%d', me.pid) .. ' on ' .. ((me.name or '') ~= '' and me.name or me.host) .. ') '
-  .. (req.reason == 'died' and 'died' or 'was closed')
+  .. (req.reason == 'died' and 'died' or 'has closed its client')
 event('left', 'pair', req.pair, 'side', req.side, 'rank', rank, 'reason', req.reason)
 if state == 'formed' then
   redis.call('HSET', pair_key, 'state', 'lost', 'reason', req.reason, 'error', text)

@@ -113,6 +113,7 @@ class StoreSession:
         request = {
             "act": act,
             "id": record.id,
+            "name": record.shown_host,
             "record": record.to_redis(),
             "lease": int(AGENT_LEASE * 1000),
             "server": self.identity,

@@ -85,7 +85,7 @@ class Watches:
                     await self._session()
             except (Unreachable, EthaError) as error:
                 if self._connected:
-                    log.warning("lost the subscriptions at %s: %s", redact(self._url), error)
+                    log.warning("Redis at %s has closed its connection, connecting again: %s", redact(self._url), error)
                     pause = 0.02
                 self._connected = False
             await asyncio.sleep(pause)

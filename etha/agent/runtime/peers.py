@@ -158,6 +158,13 @@ class PeerLinks:
         return {"address": self.address, "data_address": data, "bound": self.hub.address}
 
     @property
+    def reached_at(self) -> str:
+        """Where other agents reach this one, for people."""
+        published = self.published
+        listens = "" if published["bound"] == published["address"] else f" (it listens at {published['bound']})"
+        return f"links at {published['address']}, data at {published['data_address']}{listens}"
+
+    @property
     def public_key(self) -> str:
         """CURVE public key, as published."""
         return self._keys.public

@@ -26,6 +26,9 @@ PATIENCE = 3.0
 OPENING_BYTES = 8
 _WELCOME = b"\x01"
 
+_WRONG_TOKEN = (
+    "closed a data connection from %s: this agent gave nobody the token that it showed, or it was used or is too old"
+)
 #: Which agent a token was given to; None if it is wrong, used or too old.
 Admit = Callable[[bytes], str | None]
 
@@ -95,7 +98,7 @@ class DataListener:
                     if len(self._waiting) >= limits.max_unproven():
                         self._strangers.warn("closed a data connection: too many show no token")
                         self._evict()
-                    newcomer = _Newcomer(conn, str(address))
+                    newcomer = _Newcomer(conn, f"{address[0]}:{address[1]}")
                     task = admissions.create_task(self._let_in(newcomer))
                     self._waiting[task] = newcomer
                     task.add_done_callback(self._over)
@@ -125,7 +128,7 @@ class DataListener:
                 token = await read_exactly(conn, self._token_bytes, newcomer.speak)
                 agent = self._admit(token)
                 if agent is None:
-                    self._strangers.warn("closed a data connection from %s: its token is not good", address)
+                    self._strangers.warn(_WRONG_TOKEN, address)
                     return
                 opening = await read_exactly(conn, OPENING_BYTES)
                 await asyncio.get_running_loop().sock_sendall(conn, _WELCOME)
@@ -145,7 +148,7 @@ class DataListener:
             token = await secured.read_exactly(self._token_bytes)
             agent = self._admit(token)
             if agent is None:
-                self._strangers.warn("closed a data connection from %s: its token is not good", newcomer.address)
+                self._strangers.warn(_WRONG_TOKEN, newcomer.address)
                 return secured.close()
             opening = await secured.read_exactly(OPENING_BYTES)
             await secured.send_all(_WELCOME)
@@ -191,7 +194,11 @@ async def connect(agent: str, address: DataAddress, opening: bytes, count: int) 
         if not isinstance(error, OSError | EOFError | TimeoutError):
             raise
         where = f"{address.host}:{address.port}"
-        why = {EOFError: "it closed the connection", TimeoutError: "it does not answer"}.get(type(error), str(error))
+        why = str(error)
+        if isinstance(error, EOFError | ConnectionResetError):
+            why = "it closed the connection instead of letting it in; its log says why"
+        elif isinstance(error, TimeoutError):
+            why = "it does not answer"
         raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
     return opened
 

@@ -49,7 +49,7 @@ def test_a_committed_transfer_says_where_its_time_went() -> None:
 def test_a_failure_says_cause_culprit_and_what_was_under_way() -> None:
     assert sentence(ABORTED) == (
         "transfer 813 from trainer to inference was aborted after 12.5 s: trainer rank 3 died in the transfer "
-        "[peer_lost]; because of trainer rank 3 (host a7, process 99); under way: moving bytes; "
+        "[peer_lost]; because of trainer rank 3 (host a7, process 99); it ended while moving bytes; "
         "targets may be half-written"
     )
 

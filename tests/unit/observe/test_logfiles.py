@@ -53,6 +53,13 @@ def test_a_clock_that_was_set_back_changes_no_order(tmp_path: Path) -> None:
     assert texts(read_all(tmp_path)) == ["other", "first", "second"]
 
 
+def test_what_only_looks_like_a_time_is_a_line_like_others(tmp_path: Path) -> None:
+    odd = ["2026-99-99T10:00:00.000+00:00 a", "2026-01-01T10:00:00.000+99:99 b", "0001-01-01T00:00:00.000+14:00 c"]
+    (tmp_path / "cpu.log").write_text("\n".join([line(1, "before").rstrip("\n"), *odd, line(2, "after")]))
+    shown = "\n".join(texts(read_all(tmp_path)))
+    assert all(text in shown for text in ("before", *odd, "after"))
+
+
 def test_a_line_is_shown_once_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "cpu.log"
     with closing(LogFile(path, "cpu")) as file:

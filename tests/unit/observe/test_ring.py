@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from etha.observe import ring
+from etha.observe.follow import RingFollower
 from etha.observe.records import Incident, Payload, Record, TransferRecord, from_line, to_line
-from etha.observe.ring import FAILURES, MAX_FAILURES, MAX_TRANSFERS, TRANSFERS, RingFile, RingWriter, read_ring
+from etha.observe.ring import (
+    FAILURES,
+    MAX_FAILURES,
+    MAX_TRANSFERS,
+    TRANSFERS,
+    RingFile,
+    RingWriter,
+    ended_badly,
+    read_ring,
+)
 from etha.phases import Phases
 
 
@@ -158,6 +168,33 @@ def test_a_full_disk_costs_records_and_nothing_else(
     [(_, note)] = read_ring(tmp_path, failed=True)
     assert isinstance(note, Incident) and note.reason.startswith("6 records were dropped")
     assert len(caplog.records) == 1
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    writer = RingWriter(tmp_path, "cpu")
+    writer._write([committed(1), aborted(2)], 0)
+    nonsense = [
+        b'{"kind":"incident","at":1e308,"what":"x","reason":"y"}',
+        b'{"kind":"incident","at":-1e18,"what":"x","reason":"y"}',
+    ]
+    with (tmp_path / f"cpu{FAILURES}").open("ab") as file:
+        file.write(b"\n".join([b"[" * 100_000, *nonsense, b"\xff\x00", b""]))
+    (tmp_path / f"one{FAILURES}").symlink_to("/etc/hostname")
+    (tmp_path / f"two{FAILURES}").mkdir()
+    os.mkfifo(tmp_path / f"three{FAILURES}")
+    unread: list[OSError] = []
+    assert [record.seq for _, record in read_ring(tmp_path, unread=unread)] == [1, 2]  # type: ignore[union-attr]
+    assert sorted(Path(error.filename).name for error in unread) == [
+        f"{name}{FAILURES}" for name in ("one", "three", "two")
+    ]
+    for device in ("cpu", "one", "two", "three"):
+        assert ended_badly(tmp_path, device) is None
+    follower = RingFollower(tmp_path)
+    try:
+        writer._write([aborted(3)], 0)
+        assert [record.seq for _, record in follower.news()] == [3]  # type: ignore[union-attr]
+    finally:
+        follower.close()
 
 
 def test_a_directory_that_comes_back_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
