@@ -17,8 +17,9 @@ VLLM_STAMP := $(VLLM)/.installed
 
 # Runs what follows with temporary files, caches and sockets in a directory that goes away afterwards. It has a short
 # name, for a socket's path fits 107 bytes; the clone's own may be longer.
+# Compiled modules are kept beside their sources: else each of some thousand processes would compile them anew.
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
-	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= &&
+	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
 .PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
 
