@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha import TransferResult
-from etha.errors import TransferAbortedError
+from etha.errors import TransferAbortedError, TransferError
 from etha.memory.revocation import SLOTS
 from tests.flow.sides import Sides
 
@@ -151,13 +151,34 @@ class Moments:
         return "\n".join(lines)
 
 
-def moments(aborted: list[object], enough: int = 3) -> Iterator[int]:
-    """At least 8 tries, then more until ``enough`` were aborted, and a failure after 80."""
-    for turn in range(80):
-        if turn >= 8 and len(aborted) >= enough:
-            return
-        yield turn
-    pytest.fail("80 moments, and too few of them while bytes moved")
+class Aim:
+    """Delays that hit a transfer while its bytes move. Each end corrects the aim, because the machine may be busier, or
+    less busy, than when ``took`` was measured."""
+
+    def __init__(self, dice: random.Random, took: float) -> None:
+        self._dice, self._span = dice, took
+        self.hits = 0
+
+    def delay(self) -> float:
+        """Seconds after which to end the next transfer."""
+        return self._dice.uniform(0.2, 1.2) * self._span
+
+    def correct(self, end: object) -> None:
+        """``end``: how the transfer ended for the other call."""
+        if isinstance(end, TransferError) and end.outcome == "aborted":
+            self.hits += 1
+        elif isinstance(end, TransferResult):
+            self._span *= 0.8  # it was over
+        else:
+            self._span *= 1.2  # it had not begun
+
+    def moments(self, enough: int) -> Iterator[int]:
+        """At least 8 tries, then more until there are ``enough`` hits, and a failure after 80."""
+        for turn in range(80):
+            if turn >= 8 and self.hits >= enough:
+                return
+            yield turn
+        pytest.fail(f"80 moments, and only {self.hits} of them while bytes moved")
 
 
 async def ended(task: asyncio.Task[Any]) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.errors import AgentLostError, PeerLostError, TransferAbortedError, TransferError, TransferTimeoutError
-from tests.flow.clients.cancelling import POISON, SIZE, Link, Moments, ended, moments
+from tests.flow.clients.cancelling import POISON, SIZE, Aim, Link, Moments, ended
 from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
@@ -61,22 +61,21 @@ async def test_calls_cancelled_at_two_hundred_moments(site: Site, atomic: bool) 
 
 
 async def test_a_task_cancelled_twice_still_waits_until_nothing_writes(site: Site) -> None:
-    dice = random.Random(13)
-    aborted: list[object] = []
     async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides)
-        took = await link.good()
-        for _ in moments(aborted, 5):
+        aim = Aim(random.Random(13), await link.good())
+        for _ in aim.moments(5):
             sending, receiving = link.start()
-            await asyncio.sleep(dice.uniform(0.2 * took, took))
+            await asyncio.sleep(aim.delay())
             for _ in range(3):
                 receiving.cancel()
                 await asyncio.sleep(0)
             await ended(receiving)
             assert link.quiet(link.recv)
             link.target.fill_(POISON)
-            if isinstance(sent := await ended(sending), TransferError):
-                aborted.append(sent)
+            if not await link.settled(sending):
+                sending.cancel()
+            aim.correct(await ended(sending))
             await sides.ask_all()
             assert torch.all(link.target == POISON)
         await link.good()
@@ -84,17 +83,14 @@ async def test_a_task_cancelled_twice_still_waits_until_nothing_writes(site: Sit
 
 @pytest.mark.parametrize("atomic", [False, True])
 async def test_a_deadline_after_go_aborts_for_all(site: Site, atomic: bool) -> None:
-    dice = random.Random(17)
-    aborted: list[object] = []
     async with Sides(site, f"p-{uuid.uuid4().hex[:8]}") as sides:
         link = await Link.open(sides, atomic=atomic)
-        took = await link.good()
-        for turn in moments(aborted, 3):
+        aim = Aim(random.Random(17), await link.good())
+        for turn in aim.moments(3):
             before = float(link.target[0])
-            deadline = dice.uniform(0, 1.2 * took)
             link.version += 1
             link.source.fill_(float(link.version))
-            late = {"timeout": deadline}
+            late = {"timeout": aim.delay()}
             sending = asyncio.create_task(
                 link.send.transfer("send", version=link.version, **(late if turn % 2 else {}))
             )
@@ -115,11 +111,11 @@ async def test_a_deadline_after_go_aborts_for_all(site: Site, atomic: bool) -> N
                 torn = receiving.exception().torn  # type: ignore[union-attr]
                 assert not (atomic and torn)
                 assert torn or torch.all(link.target == before)
-                aborted.append(error)
             else:
                 other = await ended(second)
                 assert not isinstance(other, BaseException), "one worker has a result, another an error"
                 assert torch.all(link.target == link.version)
+            aim.correct(error)
             await link.good()
 
 
