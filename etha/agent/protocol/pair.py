@@ -133,8 +133,13 @@ class PairMachine(Machine[PairPhase]):
         return self.viewed(view)
 
     def refused(self, key: CallKey, error: EthaError) -> list[PairEffect]:
-        """The store has refused the caller."""
-        return [Fail(call=key, error=error)] if self._forget(key) else []
+        """The store has refused the caller, or did not answer."""
+        asked = self._forget(key)
+        if asked is None:
+            return []
+        if isinstance(error, RedisUnavailableError):  # it says nothing about the pair
+            error = RedisUnavailableError(f"{self._call(asked)}: {error.message}")
+        return [Fail(call=key, error=error)]
 
     def viewed(self, view: PairView) -> list[PairEffect]:
         """What Redis says now. Views must come in order; older epochs are ignored."""
@@ -190,7 +195,7 @@ class PairMachine(Machine[PairPhase]):
         if asked is None:
             return []
         what = "was cancelled" if cancelled else "ended at its deadline"
-        text = f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank} {what}"
+        text = f"{self._call(asked)} {what}"
         error: EthaError
         before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
         if inside and self.state is PairPhase.FORMED:
@@ -202,6 +207,10 @@ class PairMachine(Machine[PairPhase]):
             error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
         return [Fail(call=key, error=error), leave]
+
+    def _call(self, asked: JoinRequest) -> str:
+        """A worker's call, as messages name it."""
+        return f"init_pair of {self.pair!r} by {asked.side} rank {asked.rank}"
 
     def depart(self, side: str, rank: int, holder: Holder, reason: Reason) -> list[PairEffect]:
         """A holder's process died, or its last client closed."""

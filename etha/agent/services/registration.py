@@ -110,8 +110,8 @@ class RegistrationService:
         self.leave(session, message.batch)  # a registration of an earlier epoch needs no close
         session.staged = message.staged or session.staged
         box: list[LocalRegistration] = []
-        name = f"{message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
-        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(name, box, key, expired))
+        call = _called(message, member)
+        key = self._calls.open(session.peer, request, lambda key, expired: self._ended(call, box, key, expired))
         self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
 
     def attach(self, session: WorkerSession, request: Request, message: AttachShadows | AttachSnapshot) -> None:
@@ -289,12 +289,12 @@ class RegistrationService:
         if registration.registered is not None:
             self._transfers.break_up(registration.registered, error)
 
-    def _ended(self, name: str, box: list[LocalRegistration], key: CallKey, expired: bool) -> None:
+    def _ended(self, call: str, box: list[LocalRegistration], key: CallKey, expired: bool) -> None:
         if box:
             self._spawn(self._expire(box[0], key, cancelled=not expired))
             return
         what = "ended at its deadline" if expired else "was cancelled"
-        text = f"register_tensors of batch {name} {what} before Redis at {self._store.url} had answered"
+        text = f"{call} {what} before Redis at {self._store.url} had answered"
         self._calls.fail(key, RedisUnavailableError(text))
 
     async def _expire(self, registration: LocalRegistration, key: CallKey, *, cancelled: bool) -> None:
@@ -398,6 +398,9 @@ class RegistrationService:
                     agents = {holder.agent for side in view.sides.values() for holder in side.members.values()}
                     await self._take_back(scope, agents, member)
                     return
+            except RedisUnavailableError as error:
+                self._calls.fail(key, RedisUnavailableError(f"{_called(message, member)}: {error.message}"))
+                return
             except EthaError as error:
                 self._calls.fail(key, error)
                 return
@@ -625,6 +628,11 @@ class Forsaking:
         """An agent's link is lost: it will not answer."""
         for request in list(self._waiting):
             self.hear(agent, Noted(request=request))
+
+
+def _called(message: Register, member: Member) -> str:
+    """A worker's call, as messages name it."""
+    return f"register_tensors of batch {message.batch!r} of pair {message.pairs[0]!r} by {member[0]} rank {member[1]}"
 
 
 def membership(

@@ -1,4 +1,4 @@
-"""An ``init_pair`` that ends early: its worker hears of it once Redis has given its rank up, or cannot."""
+"""Calls that end early: ``init_pair`` once Redis has given its rank up, or cannot; what is named without Redis."""
 
 from __future__ import annotations
 
@@ -10,15 +10,31 @@ from typing import Any
 
 import pytest
 
-from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
 from etha.agent.services import rendezvous
+from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.bus.codec import Request
-from etha.bus.messages import InitPair
+from etha.bus.messages import InitPair, Register
+from etha.errors import EthaError, RedisUnavailableError
 from etha.store.records import PairView, RankHolder, SideView
 
 HOLDER = RankHolder(agent="A", host="here", pid=1, start=1)
 ASKED = InitPair(pair="p", side="trainer", remote="inference", world_size=1, rank=0, launch=None)
+BATCH = Register(
+    batch="b",
+    epoch=1,
+    form="map",
+    pairs=("p",),
+    layouts=(),
+    entries=(),
+    refusals=(),
+    direction=None,
+    bucket_size=None,
+    atomic=False,
+    verify=None,
+    seq=0,
+)
 #: What nobody here uses.
 UNUSED: Any = None
 
@@ -28,8 +44,11 @@ class Pairs:
 
     def __init__(self) -> None:
         self.joined, self.leaving, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.away: EthaError | None = None
 
     async def join(self, *_: Any, **__: Any) -> PairView:
+        if self.away is not None:
+            raise self.away
         self.joined.set()
         waits = RankHolder(agent="A", host="here", pid=1, start=1, epoch=1)
         sides = {"trainer": SideView(world_size=1, members={0: waits}), "inference": SideView()}
@@ -45,9 +64,9 @@ class Rendezvous:
     """The service of agent "A", which one worker asks."""
 
     def __init__(self) -> None:
-        self.pairs, self.calls, self.errors = Pairs(), OpenCalls(), asyncio.Queue[str]()
+        self.pairs, self.calls, self.errors = Pairs(), OpenCalls(), asyncio.Queue[EthaError]()
         self.tasks: set[asyncio.Task[None]] = set()
-        peer = SimpleNamespace(key="worker", fail=lambda _, error: self.errors.put_nowait(error.code))
+        peer = SimpleNamespace(key="worker", fail=lambda _, error: self.errors.put_nowait(error))
         self.session: Any = WorkerSession(peer=peer, holder=HOLDER, memory=UNUSED)  # type: ignore[arg-type]
         self.store = SimpleNamespace(
             url="redis://here", pairs=self.pairs, keys=SimpleNamespace(pair=lambda name: name), watch=self.watch
@@ -101,7 +120,7 @@ async def test_a_worker_hears_that_it_gave_up_once_its_rank_is_free(expired: boo
     await one.turns()
     assert one.errors.empty(), "another rank may still complete an epoch with this one"
     one.pairs.left.set()
-    assert await one.errors.get() == "rendezvous_timeout"
+    assert (await one.errors.get()).code == "rendezvous_timeout"
     one.close()
 
 
@@ -110,6 +129,42 @@ async def test_nobody_waits_for_a_redis_that_does_not_answer(monkeypatch: pytest
     one = Rendezvous()
     await one.ask()
     one.end(True)
-    assert await one.errors.get() == "rendezvous_timeout"
+    assert (await one.errors.get()).code == "rendezvous_timeout"
     assert not one.pairs.left.is_set()
+    one.close()
+
+
+async def test_an_init_pair_without_redis_is_named_in_its_error() -> None:
+    one = Rendezvous()
+    one.pairs.away = RedisUnavailableError("Redis at redis://here could not be reached")
+    one.service.init(one.session, Request(1, None, ASKED), ASKED)
+    error = await one.errors.get()
+    assert error.message == "init_pair of 'p' by trainer rank 0: Redis at redis://here could not be reached"
+    one.close()
+
+
+async def test_a_registration_without_redis_is_named_in_its_error() -> None:
+    one = Rendezvous()
+
+    async def put_layouts(*_: Any, **__: Any) -> None:
+        raise RedisUnavailableError("Redis at redis://here could not be reached")
+
+    service = RegistrationService(
+        me="A",
+        store=SimpleNamespace(batches=SimpleNamespace(put_layouts=put_layouts)),  # type: ignore[arg-type]
+        links=UNUSED,
+        calls=one.calls,
+        rendezvous=SimpleNamespace(error=lambda _: None),  # type: ignore[arg-type]
+        transfers=UNUSED,
+        gc_scheduler=UNUSED,
+        spawn=one.spawn,
+        hints=UNUSED,
+    )
+    one.session.seats["p"] = Seat(pair="p", side="trainer", rank=0, remote="inference", holder=HOLDER, epoch=1)
+    service.register(one.session, Request(1, None, BATCH), BATCH)
+    error = await one.errors.get()
+    assert error.message.startswith(
+        "register_tensors of batch 'b' of pair 'p' by trainer rank 0: Redis at redis://here"
+    )
+    assert error.code == "redis_unavailable"
     one.close()
