@@ -51,8 +51,9 @@ async def link(path: Path) -> AsyncIterator[AgentLink]:
 
 @pytest.fixture
 def dropped(caplog: pytest.LogCaptureFixture) -> Any:
-    """What the log says of things that were dropped or refused."""
-    return lambda: [r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+    """What Etha's log says of things that were dropped or refused."""
+    ours = ("WARNING", "ERROR")
+    return lambda: [r.getMessage() for r in caplog.records if r.levelname in ours and r.name.startswith("etha")]
 
 
 async def closed(connection: socket.socket) -> bytes:

@@ -91,4 +91,5 @@ async def test_what_redis_refuses_is_said_once(
                 await far.begun.wait()
             far.error = None
             await chronicle.close()
-    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    ours = [record for record in caplog.records if record.name.startswith("etha")]  # asyncio tells of a slow step
+    assert len([record for record in ours if record.levelno >= logging.WARNING]) == 1
