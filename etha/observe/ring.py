@@ -251,12 +251,16 @@ def read_file(path: Path, since: float = 0.0) -> list[Record]:
 
     OSError if it cannot be read.
     """
+    return [record for record in records_of(_read(path)) if record.at >= since]
+
+
+def _read(path: Path) -> bytes:
     try:
         fd = open_ring(path)
     except FileNotFoundError:
-        return []
+        return b""
     with os.fdopen(fd, "rb") as file:
-        return [record for record in records_of(file.read()) if record.at >= since]
+        return file.read()
 
 
 def records_of(data: bytes) -> Iterator[Record]:
@@ -286,15 +290,28 @@ def read_ring(
     return sorted(found, key=lambda one: one[1].at)
 
 
+#: How a line says that an agent came, left, or was found dead. Quotes inside of a text are escaped, so none has this.
+_LIVES = tuple(f'"what":"{what}"'.encode() for what in ("started", "left", "killed"))
+
+
 def ended_badly(directory: Path, device: str) -> Culprit | None:
-    """The agent that used a device's files last, if it has neither left nor another has come after it; else None."""
-    last: Incident | None = None
+    """The agent that used a device's files last, if it has neither left nor another has come after it; else None.
+
+    One line is decoded, however full the files are, because a starting agent's loop runs meanwhile.
+    """
     path = directory / f"{device}{FAILURES}"
-    records: list[Record] = []
-    for file in (older(path), path):
+    for file in (path, older(path)):
         with contextlib.suppress(OSError):
-            records += read_file(file)
-    for record in records:
-        if isinstance(record, Incident) and record.what in ("started", "left", "killed"):
-            last = record
-    return last.culprits[0] if last is not None and last.what == "started" and last.culprits else None
+            for record in _lives_backwards(_read(file)):
+                return record.culprits[0] if record.what == "started" and record.culprits else None
+    return None
+
+
+def _lives_backwards(data: bytes) -> Iterator[Incident]:
+    end = len(data)
+    while (at := max(data.rfind(mark, 0, end) for mark in _LIVES)) >= 0:
+        end = data.rfind(b"\n", 0, at) + 1
+        stop = data.find(b"\n", at)
+        for record in records_of(data[end : stop if stop >= 0 else None]):
+            if isinstance(record, Incident):
+                yield record

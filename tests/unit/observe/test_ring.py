@@ -11,7 +11,7 @@ import pytest
 
 from etha.observe import ring
 from etha.observe.follow import RingFollower
-from etha.observe.records import Incident, Payload, Record, TransferRecord, from_line, to_line
+from etha.observe.records import Culprit, Incident, Payload, Record, TransferRecord, from_line, to_line
 from etha.observe.ring import (
     FAILURES,
     MAX_FAILURES,
@@ -20,6 +20,7 @@ from etha.observe.ring import (
     RingFile,
     RingWriter,
     ended_badly,
+    older,
     read_ring,
 )
 from etha.phases import Phases
@@ -195,6 +196,33 @@ def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
         assert [record.seq for _, record in follower.news()] == [3]  # type: ignore[union-attr]
     finally:
         follower.close()
+
+
+ME = Culprit(agent="a", host="h", pid=7)
+
+
+def incident(what: str, reason: str = "it did") -> Incident:
+    return Incident(at=1.0, what=what, reason=reason, culprits=(ME,), failed=False)
+
+
+@pytest.mark.parametrize("last", ["started", "left", "killed"])
+def test_how_the_last_agent_ended_is_found_in_full_files_by_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    path = tmp_path / f"cpu{FAILURES}"
+    own = b"".join(to_line(incident(what)) for what in ("left", "killed", "started", last))
+    failure = to_line(aborted(1)) + to_line(incident("link_lost", 'it said {"what":"left"}'))
+    older(path).write_bytes(own + failure * 10_000)
+    path.write_bytes(failure * 10_000 + b'{"kind":"incident","what":"left","half a line')
+    decoded: list[bytes] = []
+
+    def counted(line: bytes) -> Record:
+        decoded.append(line)
+        return from_line(line)
+
+    monkeypatch.setattr(ring, "from_line", counted)
+    assert ended_badly(tmp_path, "cpu") == (ME if last == "started" else None)
+    assert len(decoded) <= 2
 
 
 def test_a_directory_that_comes_back_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
