@@ -86,9 +86,24 @@ def _text(env: Mapping[str, str], name: str) -> str | None:
     text = env.get(name) or None
     if text is not None and len(text) > MAX_TEXT:
         raise ConfigError(f"{name} has {len(text)} characters, at most {MAX_TEXT} are possible")
-    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+    if text is not None and not _is_utf8(text):
         raise ConfigError(f"{name}={text!r} is no text in UTF-8")
     return text
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether ``text`` of the environment was UTF-8. Addresses and messages can hold nothing else."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _directory(env: Mapping[str, str], name: str) -> Path | None:
+    """The absolute path in a variable; None if it is unset or empty."""
+    if (text := _text(env, name)) is None:
+        return None
+    path = Path(text).absolute()
+    if not _is_utf8(str(path)):  # that of the working directory
+        raise ConfigError(f"{name}={text} is {str(path)!r}, which is no text in UTF-8")
+    return path
 
 
 def _flag(name: str, text: str) -> bool:
@@ -177,6 +192,11 @@ class Settings:
                 runtime_dir = Path(tempfile.gettempdir()) / f"etha-{os.getuid()}"
             except OSError as error:
                 raise ConfigError(f"{error.strerror}: set ETHA_RUNTIME_DIR or TMPDIR to a directory of yours") from None
+        if not _is_utf8(str(runtime_dir)):
+            raise ConfigError(
+                f"the path {str(runtime_dir)!r} of sockets and locks is no text in UTF-8: set ETHA_RUNTIME_DIR to "
+                f"another directory"
+            )
         idle = env.get("ETHA_IDLE") or "60"
         try:
             seconds = float(idle)
@@ -185,7 +205,7 @@ class Settings:
         if not seconds >= 0:  # nan is neither
             raise ConfigError(f"ETHA_IDLE={idle!r}: an agent cannot leave before its last worker has, give 0 or more")
         return cls(
-            agent=env.get("ETHA_AGENT") or None,
+            agent=_text(env, "ETHA_AGENT"),
             redis_url=env.get("ETHA_REDIS_URL") or None,
             namespace=check_name("namespace", env.get("ETHA_NAMESPACE") or "default"),
             runtime_dir=runtime_dir,
@@ -193,7 +213,7 @@ class Settings:
             listen=_text(env, "ETHA_LISTEN"),
             advertise=_text(env, "ETHA_ADVERTISE"),
             encrypt=_flag("ETHA_ENCRYPT", env.get("ETHA_ENCRYPT") or "0"),
-            trace=None if (trace := _text(env, "ETHA_TRACE")) is None else Path(trace).absolute(),
+            trace=_directory(env, "ETHA_TRACE"),
             launch_id=_text(env, "ETHA_LAUNCH_ID"),
             idle=seconds,
             staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),

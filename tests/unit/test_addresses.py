@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from etha.addresses import check_redis_url, redact
@@ -63,6 +65,9 @@ def test_passwords_of_what_is_no_url_are_not_shown(url: str) -> None:
         ({"ETHA_ADVERTISE": "h:1"}, "ETHA_ADVERTISE=h:1 says where others reach ETHA_LISTEN=HOST:PORT: set both"),
         ({"ETHA_HOST_ID": "x" * 501}, "ETHA_HOST_ID has 501 characters, at most 500"),
         ({"ETHA_HOST_ID": "\udc80"}, "ETHA_HOST_ID='.udc80' is no text in UTF-8"),
+        ({"ETHA_AGENT": "ipc:///\udcff"}, "ETHA_AGENT='ipc:///.udcff' is no text in UTF-8"),
+        ({"ETHA_RUNTIME_DIR": "/\udcff"}, "path '/.udcff' of .*no text in UTF-8: set ETHA_RUNTIME_DIR"),
+        ({"ETHA_RUNTIME_DIR": "", "XDG_RUNTIME_DIR": "/\udcff"}, "'/.udcff/etha' of sockets and locks is no text"),
         ({"ETHA_LAUNCH_ID": "x" * 501}, "ETHA_LAUNCH_ID has 501 characters, at most 500"),
         ({"TORCHELASTIC_RUN_ID": "x" * 501}, "TORCHELASTIC_RUN_ID has 501 characters, at most 500"),
         ({"ETHA_TAKEOVER": "yes"}, "ETHA_TAKEOVER='yes' is neither 0 nor 1"),
@@ -72,3 +77,12 @@ def test_variables_are_named(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Settings.from_env(variables).check_agent()
         LaunchEnv.from_env(variables)
+
+
+def test_a_relative_path_in_a_directory_whose_path_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / "\udcff"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    for name in ("ETHA_RUNTIME_DIR", "ETHA_TRACE"):
+        with pytest.raises(ConfigError, match=r"/.udcff/d'.* is no text in UTF-8"):
+            Settings.from_env({"ETHA_RUNTIME_DIR": str(tmp_path), name: "d"})
