@@ -9,12 +9,12 @@ the caller's: the current one of the task, or of the thread that calls the block
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from etha.observe import trace
@@ -23,6 +23,10 @@ from etha.observe.trace import Part, Tracer
 T = TypeVar("T")
 P = ParamSpec("P")
 
+log = logging.getLogger(__name__)
+
+#: ``_end_otel`` records exceptions, also those that a result reports.
+_TOLD_HERE = {"record_exception": False, "set_status_on_exception": False}
 #: The name of Etha's tracer, and the prefix of its spans' attributes.
 SCOPE = "etha"
 
@@ -36,6 +40,7 @@ class CallSpans:
         self._scope = None if otel is None else otel.get_tracer(SCOPE)
         #: pair -> this worker's (side, rank).
         self._places: dict[str, tuple[str, int]] = {}
+        self._warned = False
 
     def joined(self, pair: str, side: str, rank: int) -> None:
         """This client is ``rank`` of ``side`` in a pair."""
@@ -59,52 +64,67 @@ class CallSpans:
         number = 0
         if self._tracer is not None:
             number = self._tracer.begin("calls", name, begun, args)
+        span = self._begin_otel(name, args, real)
         result: Any = None
         error: BaseException | None = None
-        with self._otel_span(name, args, real) as span:
-            try:
+        try:
+            with nullcontext() if span is None else self._otel.use_span(span, end_on_exit=False, **_TOLD_HERE):
                 result = await work
-                error = getattr(result, "error", None)
-                return result  # type: ignore[no-any-return]
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                ended = time.monotonic_ns()
-                about = {**args, **_outcome(result, error)}
-                parts = _parts(getattr(result if error is None else error, "phases", None), begun, ended)
-                if span is not None:
-                    self._tell_otel(span, about, parts, real - begun, error)
-                    about["trace_id"] = _hex(span)
-                if self._tracer is not None:
-                    self._tracer.span("calls", name, begun, ended, about, parts, number)
+            error = getattr(result, "error", None)
+            return result  # type: ignore[no-any-return]
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            ended = time.monotonic_ns()
+            about = {**args, **_outcome(result, error)}
+            # A result that was skipped has the error of an earlier one, and phases of its own.
+            parts = _parts(getattr(error if result is None else result, "phases", None), begun, ended)
+            if span is not None:
+                about["trace_id"] = _hex(span)
+                self._end_otel(span, about, parts, real - begun, error)
+            if self._tracer is not None:
+                self._tracer.span("calls", name, begun, ended, about, parts, number)
 
-    def _otel_span(self, name: str, args: Mapping[str, Any], begun: int) -> AbstractContextManager[Any]:
+    def _begin_otel(self, name: str, args: Mapping[str, Any], begun: int) -> Any:
+        """A span of OpenTelemetry; None if there is none to be had.
+
+        A span processor is the user's or its vendor's. What it raises fails no call: the other side would wait for it,
+        or a transfer that was committed would look like one that failed.
+        """
         if self._scope is None:
-            return nullcontext()
-        found: AbstractContextManager[Any] = self._scope.start_as_current_span(
-            name, attributes=_attributes(args), start_time=begun
-        )
-        return found
+            return None
+        with self._unharmed():
+            return self._scope.start_span(name, attributes=_attributes(args), start_time=begun)
+        return None
 
-    def _tell_otel(
+    def _end_otel(
         self, span: Any, about: Mapping[str, Any], parts: Iterable[Part], shift: int, error: BaseException | None
     ) -> None:
-        if not span.is_recording():
-            return
-        span.set_attributes(_attributes(about))
-        assert self._scope is not None
-        for name, begun, ns in parts:
-            self._scope.start_span(name, start_time=begun + shift).end(end_time=begun + ns + shift)
-        if isinstance(error, asyncio.CancelledError) or (error is not None and _reported(error)):
-            # One that is raised as an Exception is recorded by the context manager.
-            span.record_exception(error)
-            span.set_status(self._otel.Status(self._otel.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        """Tell the span how the call ended, and end it."""
+        with self._unharmed():
+            if span.is_recording():
+                span.set_attributes(_attributes({name: value for name, value in about.items() if name != "trace_id"}))
+                for name, begun, ns in parts:
+                    within = self._otel.set_span_in_context(span)
+                    child = self._scope.start_span(name, context=within, start_time=begun + shift)
+                    child.end(end_time=begun + ns + shift)
+                if error is not None:
+                    span.record_exception(error)
+                    failed = self._otel.Status(self._otel.StatusCode.ERROR, f"{type(error).__name__}: {error}")
+                    span.set_status(failed)
+        with self._unharmed():
+            span.end()
 
-
-def _reported(error: BaseException) -> bool:
-    """Whether an error is in a result, and was not raised to here."""
-    return sys.exc_info()[1] is not error
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """What OpenTelemetry raises is logged once, and fails nothing."""
+        try:
+            yield
+        except Exception:
+            if not self._warned:
+                self._warned = True
+                log.warning("OpenTelemetry failed, calls go on without their spans", exc_info=True)
 
 
 def spans_of_process() -> CallSpans | None:

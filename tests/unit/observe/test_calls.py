@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.observe import calls
+from etha.phases import Phases
 from etha.testing import AsyncDummyTensorBusClient, DummyTensorBusClient
 
 otel = pytest.importorskip("opentelemetry.trace")
@@ -122,3 +123,48 @@ def test_nothing_imports_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")
     assert calls.spans_of_process() is None
     assert "opentelemetry.trace" not in sys.modules
+
+
+class Broken(sdk.SpanProcessor):
+    """An exporter with a bug, or one whose server is away."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def on_start(self, span: object, parent_context: object = None) -> None:
+        if self.when == "on_start":
+            raise RuntimeError("the exporter is down")
+
+    def on_end(self, span: object) -> None:
+        if self.when == "on_end":
+            raise RuntimeError("the exporter is down")
+
+
+@pytest.mark.parametrize("when", ["on_start", "on_end"])
+async def test_a_span_processor_that_fails_fails_no_call(
+    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(Broken(when))
+    monkeypatch.setattr(otel, "get_tracer_provider", lambda: provider)
+    monkeypatch.setattr(otel, "get_tracer", provider.get_tracer)
+    async with AsyncDummyTensorBusClient() as client:
+        await client.init_pair("p", "trainer", "inference", **LAYOUT)
+        handle = await client.register_tensors("b", {"w": torch.zeros(4)}, pair_name="p")
+        for version in (1, 2):
+            assert (await handle.transfer("send", version=version)).version == version
+    assert [record.getMessage() for record in caplog.records].count(
+        "OpenTelemetry failed, calls go on without their spans"
+    ) == 1
+
+
+def test_a_skipped_call_has_no_phases_of_the_call_that_failed(spans: InMemorySpanExporter) -> None:
+    watcher = calls.CallSpans(None, otel)
+
+    async def skipped() -> object:
+        error = etha.TransferTimeoutError("too late")
+        error.phases = Phases(copy_in=1.0, wait=2.0)
+        return etha.TransferResult.failed("send", error, skipped=True)
+
+    assert asyncio.run(watcher.watch("transfer", skipped(), {})).skipped
+    assert [span.name for span in spans.get_finished_spans()] == ["transfer"]
