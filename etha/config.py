@@ -23,6 +23,8 @@ MAX_TENSOR_NAME = 500
 CUDA_AGENT = "cuda-"
 #: Default of an agent's staging memory, in bytes.
 STAGING = 256 << 20
+#: The least: some copy slots and streams.
+MIN_STAGING = 16 << 20
 #: Size in bytes at which the log of an autostarted agent is set aside. One older log is kept.
 MAX_LOG = 1 << 20
 #: Values of ETHA_LOG and ETHA_LOG_FORMAT; the defaults are LOG and the first format.
@@ -79,6 +81,13 @@ def parse_bytes(what: str, text: str) -> int:
     if found is None or not int(found[1]):
         raise ConfigError(f"{what}={text!r} is not a number of bytes: write 268435456 or 256MiB")
     return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
+
+
+def parse_staging(what: str, text: str) -> int:
+    """An agent's staging memory in bytes, as ``parse_bytes``. ConfigError for too little."""
+    if (found := parse_bytes(what, text)) < MIN_STAGING:
+        raise ConfigError(f"{what}={text!r} is too little for transfers: give at least {MIN_STAGING >> 20}MiB")
+    return found
 
 
 def _text(env: Mapping[str, str], name: str) -> str | None:
@@ -216,7 +225,7 @@ class Settings:
             trace=_directory(env, "ETHA_TRACE"),
             launch_id=_text(env, "ETHA_LAUNCH_ID"),
             idle=seconds,
-            staging=parse_bytes("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
+            staging=parse_staging("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
             log=LogSettings.from_env(env),
             metrics=_text(env, "ETHA_METRICS"),
         )

@@ -39,8 +39,8 @@ def plan_of(a: Side, b: Side) -> Plan:
 def _read(path: Path) -> dict[str, Any]:
     try:
         side = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON, or too deep: {error}") from None
     if not isinstance(side, dict) or not isinstance(side.get("tensors", {}), dict):
         raise ConfigError(f'{path} must hold an object with "mesh", "placements" and "tensors"')
     return side

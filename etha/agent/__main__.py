@@ -23,7 +23,7 @@ from etha.agent.runtime.lane import Lane
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.server import BusServer
-from etha.config import LogSettings, Settings, check_device, check_name, parse_bytes
+from etha.config import LogSettings, Settings, check_device, check_name, parse_staging
 from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.metrics:
             parse_address(args.metrics, 65535, what="--metrics ")
         if args.staging:
-            settings = replace(settings, staging=parse_bytes("--staging", args.staging))
+            settings = replace(settings, staging=parse_staging("--staging", args.staging))
         if args.redis:
             check_redis_url("--redis", args.redis)
         settings.check_agent()

@@ -521,7 +521,7 @@ class Agent:
         except EthaError as error:
             peer.fail(request_id, error, None)
         else:
-            peer.reply(request_id, Events(events=tuple({"id": at, **fields} for at, fields in found)))
+            peer.reply(request_id, Events(events=tuple({**fields, "id": at} for at, fields in found)))
 
     async def _records(self, peer: Peer, request_id: int, message: GetRecords) -> None:
         found = await self.record_queries.ask(message.since, failed=message.failed)

@@ -37,7 +37,7 @@ class CallSpans:
     def __init__(self, tracer: Tracer | None, otel: Any) -> None:
         """``otel``: the module ``opentelemetry.trace``, or None."""
         self._tracer, self._otel = tracer, otel
-        self._scope = None if otel is None else otel.get_tracer(SCOPE)
+        self._scope: Any = None if otel is None else otel.get_tracer(SCOPE)
         #: pair -> this worker's (side, rank).
         self._places: dict[str, tuple[str, int]] = {}
         self._warned = False
@@ -94,9 +94,10 @@ class CallSpans:
         """
         if self._scope is None:
             return None
+        span = None
         with self._unharmed():
-            return self._scope.start_span(name, attributes=_attributes(args), start_time=begun)
-        return None
+            span = self._scope.start_span(name, attributes=_attributes(args), start_time=begun)
+        return span
 
     def _end_otel(
         self, span: Any, about: Mapping[str, Any], parts: Iterable[Part], shift: int, error: BaseException | None

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from etha.observe.records import Record
+from etha.observe.records import Record, is_time
 from etha.observe.sentences import event_sentence, sentence, where
 
 
@@ -66,7 +66,7 @@ def of_event(event: Mapping[str, Any]) -> Happening:
     kind = str(event.get("kind", ""))
     stamp = event.get("at")
     return Happening(
-        at=float(stamp) if stamp is not None and _is_number(stamp) else at,
+        at=float(stamp) if stamp is not None and _is_time(stamp) else at,
         host=str(event.get("on", "")),
         device=str(event.get("device", "")) if stamp is not None else "",
         where=f"{pair}/{batch}" if batch else pair,
@@ -76,9 +76,9 @@ def of_event(event: Mapping[str, Any]) -> Happening:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_time(value: Any) -> bool:
     try:
-        return float(value) >= 0
+        return is_time(float(value))
     except (TypeError, ValueError):
         return False
 

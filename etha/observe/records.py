@@ -113,6 +113,11 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 
 
+def is_time(at: float) -> bool:
+    """Whether these seconds since 1970 can be shown as a date. NaN cannot."""
+    return 0 <= at <= _END
+
+
 def to_line(record: Record) -> bytes:
     """One line of JSON with its newline. Seconds are rounded to microseconds where they are read by people."""
     return _encoder.encode(record) + b"\n"
@@ -121,6 +126,6 @@ def to_line(record: Record) -> bytes:
 def from_line(line: bytes) -> Record:
     """The record in one line. ValueError if it is none."""
     record: Record = _decoder.decode(line)
-    if not 0 <= record.at <= _END:  # NaN, too
+    if not is_time(record.at):
         raise ValueError("a record without a time")
     return record

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _RENEW_HELD = 600.0
 #: Seconds until the next look at a Redis that had been away or had lost something.
 _LOOK_AGAIN = 1.0
+#: Seconds by which a wake-up may be late before the log says so.
+_STOOD_STILL = 2.0
 
 
 class AgentRecords:
@@ -79,12 +81,19 @@ class AgentRecords:
                 away, self.up = False, True
             except RedisUnavailableError as error:
                 if not away:
-                    log.warning("Redis is away, transfers go on, trying again every second: %s", error)
+                    log.warning("Redis is away, transfers go on: %s", error)
                 away, self.up = True, False
             except EthaError as error:
                 self.up = False
                 log.error("this agent could not say in Redis that it is alive: %s", error)
+            asleep = loop.time()
             await asyncio.sleep(max(0.0, started + until_next - loop.time()))
+            if (late := loop.time() - max(started + until_next, asleep)) > _STOOD_STILL:
+                log.warning(
+                    "this agent did not run for %.1f s: was it stopped, or had the machine no time for it? What others "
+                    "sent meanwhile was heard too late",
+                    late,
+                )
 
     async def _beat(self, timeout: float) -> bool:
         """Renew the lease. Returns whether Redis had lost something that was put back."""

@@ -255,11 +255,16 @@ class CopySlot:
             self.grown += grown
 
 
+#: Most bytes that a copy slot uses, without reductions: two buffers of a page more than a piece.
+_SLOT_BYTES = 2 * (BOUNCE_BYTES + 4096)
+
+
 class CopySlots:
     """All copy slots of an agent's streams."""
 
     def __init__(self, budget: Budget, count: int | None = None, memory: StagingMemory | None = None) -> None:
-        most = THREADS - FIRST_NUMBER - 3  # a card's NCCL groups use the last three
+        # A card's NCCL groups use the last three. Half of the memory is left for what transfers need besides.
+        most = min(THREADS - FIRST_NUMBER - 3, max(1, budget.limit // (2 * _SLOT_BYTES)))
         self.count = min(most, len(os.sched_getaffinity(0)) + 2) if count is None else min(most, count)
         self._free: SimpleQueue[CopySlot] = SimpleQueue()
         self._all = [CopySlot(FIRST_NUMBER + i, budget, memory) for i in range(self.count)]
@@ -294,7 +299,7 @@ class CopySlots:
     @property
     def scratch(self) -> int:
         """Most bytes that all copy slots use at once, without reductions."""
-        return self.count * 2 * (BOUNCE_BYTES + 4096)
+        return self.count * _SLOT_BYTES
 
 
 def dense_view(flat: torch.Tensor) -> View:

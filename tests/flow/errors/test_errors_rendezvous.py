@@ -283,6 +283,7 @@ def test_a_bad_address_is_refused_by_its_name_before_anything_is_started(
             ("ETHA_LISTEN", "host"),
             ("ETHA_ADVERTISE", "host:7000"),
             ("ETHA_STAGING", "1000000GiB"),
+            ("ETHA_STAGING", "1MiB"),
         ):
             with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"^{name}="):
                 patch.setenv(name, value)

@@ -18,7 +18,7 @@ from etha.testing import AsyncDummyTensorBusClient, DummyTensorBusClient
 otel = pytest.importorskip("opentelemetry.trace")
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 
-from opentelemetry.sdk.trace import ReadableSpan  # noqa: E402
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
@@ -125,7 +125,7 @@ def test_nothing_imports_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "opentelemetry.trace" not in sys.modules
 
 
-class Broken(sdk.SpanProcessor):
+class Broken(SpanProcessor):
     """An exporter with a bug, or one whose server is away."""
 
     def __init__(self, when: str) -> None:
@@ -161,7 +161,7 @@ async def test_a_span_processor_that_fails_fails_no_call(
 def test_a_skipped_call_has_no_phases_of_the_call_that_failed(spans: InMemorySpanExporter) -> None:
     watcher = calls.CallSpans(None, otel)
 
-    async def skipped() -> object:
+    async def skipped() -> etha.TransferResult:
         error = etha.TransferTimeoutError("too late")
         error.phases = Phases(copy_in=1.0, wait=2.0)
         return etha.TransferResult.failed("send", error, skipped=True)

@@ -95,3 +95,8 @@ def test_an_incident_says_its_reason() -> None:
         at=1.0, what="link_lost", reason="the agent b is gone", culprits=(Culprit(agent="b", host="h"),)
     )
     assert sentence(incident) == "the agent b is gone; because of an agent (host h)"
+
+
+@pytest.mark.parametrize("at", ["1e300", "1e400", "nan", "-1", "soon"])
+def test_an_entry_of_redis_with_a_time_that_is_none_has_that_of_its_id(at: str) -> None:
+    assert of_event({"id": "1700000000000-0", "kind": "worker_died", "at": at, "text": "x"}).at == 1.7e9
