@@ -20,4 +20,6 @@ def counted(number: int, what: str) -> str:
 
 def seconds(value: float) -> str:
     """0.0042 -> "4.2 ms"."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if value >= 0.9995:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} us"

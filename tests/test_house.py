@@ -24,7 +24,7 @@ EDGES: dict[str, set[str]] = {
     "addresses": {"errors"},
     "config": {"errors", "addresses"},
     # What people see of agents, and where it is kept: nothing here knows an agent or a client.
-    "observe": {"errors", "addresses", "config", "phases", "printable", "version"},
+    "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
     "units": set(),

@@ -7,6 +7,7 @@ from typing import Any
 
 from etha.observe.records import Culprit, Incident, Record, TransferRecord
 from etha.phases import Phases
+from etha.units import seconds, size
 
 #: Phases as verbs, for "of which 1.2 s waiting for the others".
 _DOING = {
@@ -19,22 +20,6 @@ _DOING = {
     "commit": "waiting for the commit",
     "copy_out": "copying tensors in the worker",
 }
-
-
-def size_text(nbytes: float) -> str:
-    """ "3.2 GB", in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}" if unit != "B" else f"{nbytes:.0f} B"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
-def seconds_text(seconds: float) -> str:
-    """ "0.21 s" or "350 us", with three digits."""
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def name_culprits(culprits: Sequence[Culprit]) -> str:
@@ -51,7 +36,7 @@ def _time_spent(phases: Phases) -> str:
     if not phases.total:
         return ""
     longest = phases.longest
-    return f"{seconds_text(dict(phases)[longest])} of it {_DOING[longest]}"
+    return f"{seconds(dict(phases)[longest])} of it {_DOING[longest]}"
 
 
 def _transfer(record: TransferRecord) -> str:
@@ -63,9 +48,9 @@ def _transfer(record: TransferRecord) -> str:
     who = ", ".join(f"{side} rank {rank}" for side, rank in record.ranks[:4])
     spent = _time_spent(phases)
     if record.outcome == "committed":
-        moved = size_text(max(payload.sent, payload.received))
+        moved = size(max(payload.sent, payload.received))
         return (
-            f"{what} from {way} committed: {moved} ({ways or 'nothing to move'}) in {seconds_text(phases.total)}"
+            f"{what} from {way} committed: {moved} ({ways or 'nothing to move'}) in {seconds(phases.total)}"
             f"{', ' + spent if spent else ''}"
         )
     if record.superseded:
@@ -75,7 +60,7 @@ def _transfer(record: TransferRecord) -> str:
         "unknown": f"{what} from {way} was committed or aborted, which of them is unknown here",
         "withdrawn": f"a call of {who or 'a worker'} ended before its transfer began",
     }[record.outcome]
-    after = f" after {seconds_text(phases.total)}" if phases.total else ""
+    after = f" after {seconds(phases.total)}" if phases.total else ""
     parts = [f"{how}{after}: {record.reason} [{record.code}]"]
     if record.culprits:
         parts.append(f"because of {name_culprits(record.culprits)}")

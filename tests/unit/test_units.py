@@ -21,3 +21,4 @@ def test_counts_have_separators_and_a_plural() -> None:
 
 def test_seconds_have_a_fitting_unit() -> None:
     assert [seconds(value) for value in (2.5, 0.0042, 3e-5)] == ["2.5 s", "4.2 ms", "30 us"]
+    assert [seconds(value) for value in (0.9996, 0.0009996)] == ["1 s", "1 ms"]

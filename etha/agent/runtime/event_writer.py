@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from etha.agent.runtime.tasks import Spawn, outage
 from etha.errors import EthaError
 from etha.observe.records import Incident, Record, TransferRecord
-from etha.observe.sentences import seconds_text, sentence, size_text
+from etha.observe.sentences import sentence
 from etha.store.registry import Store
+from etha.units import seconds, size
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,8 @@ class _Summary:
         if self.count:
             s = "s" if self.count > 1 else ""
             versions = f"version{s} {self.first}{f'..{self.last}' if s else ''}"
-            slowest = f"{'slowest ' if s else ''}{seconds_text(self.slowest)}"
-            parts.append(
-                f"{self.count} transfer{s} of batch {batch!r}, {versions}, {size_text(self.nbytes)}, {slowest}"
-            )
+            slowest = f"{'slowest ' if s else ''}{seconds(self.slowest)}"
+            parts.append(f"{self.count} transfer{s} of batch {batch!r}, {versions}, {size(self.nbytes)}, {slowest}")
         if self.repeated:
             parts.append(f"{self.repeated} more failures of the kind that was reported before")
         return "; ".join(parts)

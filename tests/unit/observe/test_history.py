@@ -6,7 +6,7 @@ import pytest
 
 from etha.observe.history import Happening, merge, of_event, of_record
 from etha.observe.records import Culprit, Incident, Payload, TransferRecord
-from etha.observe.sentences import seconds_text, sentence, size_text
+from etha.observe.sentences import sentence
 from etha.phases import Phases
 
 COMMITTED = TransferRecord(
@@ -52,11 +52,6 @@ def test_a_failure_says_cause_culprit_and_what_was_under_way() -> None:
         "[peer_lost]; because of trainer rank 3 (host a7, process 99); it ended while moving bytes; "
         "targets may be half-written"
     )
-
-
-def test_sizes_and_times_have_units() -> None:
-    assert [size_text(n) for n in (0, 999, 4096, 3_200_000_000)] == ["0 B", "999 B", "4.1 kB", "3.2 GB"]
-    assert [seconds_text(s) for s in (0.00035, 0.0217, 12.34)] == ["350 us", "21.7 ms", "12.3 s"]
 
 
 def entry(host: str, text: str) -> dict[str, str]:
