@@ -171,6 +171,5 @@ def time_text(at: float) -> str:
 
 def line(happening: Happening) -> str:
     """One line for people."""
-    place = "/".join(filter(None, [happening.host, happening.device]))
-    parts = [time_text(happening.at), place or "redis", happening.where, happening.text]
+    parts = [time_text(happening.at), happening.place, happening.where, happening.text]
     return one_line("  ".join(filter(None, parts)))

@@ -28,7 +28,8 @@ def events(
     """Show what happened: transfers and where their time went, failures with cause and culprit, who came and left.
 
     Each agent keeps the last hours of its transfers, and its failures for much longer, in files beside its socket, also
-    after it has left. Agents of other hosts are asked if they are linked to one of this host.
+    after it has left. Agents of other hosts are asked if they are linked to one of this host. A transfer is one
+    line; --json and --follow show what each agent that took part tells of it.
     """
     import asyncio
 
@@ -39,11 +40,12 @@ def events(
 async def show(settings: Settings, only: str, since: str, *, failed: bool, as_json: bool, on: bool) -> None:
     """Print what has happened, and with ``on`` what happens from now on."""
     from etha.events import Follower, gather, line, parse_since
+    from etha.observe.history import one_per_transfer
 
     begin = parse_since(since, time.time())
     with Follower(settings) if on else nullcontext() as follower:
         gathered = await gather(settings, since=begin, failed=failed, timeout=SECONDS)
-        for happening in gathered.happenings:
+        for happening in gathered.happenings if as_json else one_per_transfer(gathered.happenings):
             if happening.fits(only, failed=failed):
                 print_json(happening.as_json()) if as_json else typer.echo(line(happening))
         for note in gathered.notes:

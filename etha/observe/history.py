@@ -7,13 +7,13 @@ of its host were read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from etha.observe.records import Record, is_time
-from etha.observe.sentences import event_sentence, sentence, where
+from etha.observe.records import Record, TransferRecord, is_time
+from etha.observe.sentences import event_sentence, name_places, sentence, transfer_sentence, where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,15 @@ class Happening:
     text: str
     failed: bool
     details: Mapping[str, Any] = field(compare=False, hash=False)
+    #: The places of all agents that tell it, if there are several.
+    places: tuple[str, ...] = ()
+    #: The transfer that one agent tells; None for anything else.
+    transfer: TransferRecord | None = field(default=None, compare=False, hash=False)
+
+    @property
+    def place(self) -> str:
+        """Who tells it: "host/device", or "redis"."""
+        return name_places(self.places) or "/".join(filter(None, [self.host, self.device])) or "redis"
 
     def fits(self, only: str, *, failed: bool = False) -> bool:
         """Whether it is about the pair, the batch or the pair/batch ``only`` ("": anything), and with ``failed`` a
@@ -51,6 +60,42 @@ def of_record(record: Record, host: str, device: str) -> Happening:
         text=sentence(record),
         failed=record.failed,
         details=details,
+        transfer=record if isinstance(record, TransferRecord) else None,
+    )
+
+
+#: Seconds within which agents record one transfer, the clocks' difference included.
+_ONE_TRANSFER = 60.0
+
+
+def one_per_transfer(happenings: Iterable[Happening]) -> list[Happening]:
+    """``happenings``, oldest first, with one line for a transfer that several agents tell: see ``transfer_sentence``.
+
+    A transfer's number is given once, unless Redis has lost its data. So what one agent tells twice, or another one
+    much later, is another transfer.
+    """
+    groups = list[list[Happening]]()
+    newest = dict[tuple[str, int, str], list[Happening]]()
+    for one in happenings:
+        if one.transfer is None or one.transfer.seq is None:
+            groups.append([one])
+            continue
+        key = (one.where, one.transfer.seq, one.transfer.source)
+        group = newest.get(key)
+        if group is None or one.at - group[0].at > _ONE_TRANSFER or one.place in {other.place for other in group}:
+            group = newest[key] = []
+            groups.append(group)
+        group.append(one)
+    return [group[0] if len(group) == 1 else _together(group) for group in groups]
+
+
+def _together(group: list[Happening]) -> Happening:
+    reports = [(one.place, one.transfer) for one in group if one.transfer is not None]
+    return replace(
+        group[0],
+        text=transfer_sentence(reports),
+        failed=any(one.failed for one in group),
+        places=tuple(one.place for one in group),
     )
 
 

@@ -22,10 +22,16 @@ _DOING = {
 }
 
 
-def name_culprits(culprits: Sequence[Culprit]) -> str:
-    """ "trainer rank 3 (host a, process 12), inference rank 0 and 5 more"."""
-    named = ", ".join(map(str, culprits[:5]))
-    return f"{named} and {len(culprits) - 5} more" if len(culprits) > 5 else named
+def name_culprits(*reports: Sequence[Culprit]) -> str:
+    """ "trainer rank 3 (host a, process 12), inference rank 0 and 5 more": of each that tells some, its first five."""
+    best = dict[tuple[str, int | None, str], Culprit]()
+    for culprit in (culprit for culprits in reports for culprit in culprits):
+        known = best.setdefault((culprit.side, culprit.rank, culprit.agent), culprit)
+        if len(str(culprit)) > len(str(known)):  # it says the host and the process, too
+            best[culprit.side, culprit.rank, culprit.agent] = culprit
+    shown = dict.fromkeys((one.side, one.rank, one.agent) for culprits in reports for one in culprits[:5])
+    named = ", ".join(str(best[who]) for who in shown)
+    return f"{named} and {len(best) - len(shown)} more" if len(best) > len(shown) else named
 
 
 def _where(pair: str, batch: str) -> str:
@@ -40,36 +46,88 @@ def _time_spent(phases: Phases) -> str:
 
 
 def _transfer(record: TransferRecord) -> str:
-    payload, phases = record.payload, record.phases
-    label = "" if record.version is None or record.version == record.seq else f" (version {record.version})"
-    ways = "+".join(sorted(payload.ways)) + (", staged" if payload.staged else "")
-    way = f"{record.source} to {record.target}" if record.source else ""
-    what = f"transfer {record.seq}{label}" if record.seq is not None else f"a transfer{label}"
-    who = ", ".join(f"{side} rank {rank}" for side, rank in record.ranks[:4])
-    spent = _time_spent(phases)
     if record.outcome == "committed":
-        moved = size(max(payload.sent, payload.received))
-        return (
-            f"{what} from {way} committed: {moved} ({ways or 'nothing to move'}) in {seconds(phases.total)}"
-            f"{', ' + spent if spent else ''}"
-        )
+        return _committed([("", record)])
+    return _failed(record, (record.culprits,), record.torn)
+
+
+def _failed(record: TransferRecord, culprits: Sequence[Sequence[Culprit]], torn: bool) -> str:
+    """What ``record`` says of a failure, with the culprits of all that tell it."""
+    phases, what = record.phases, _name(record)
+    who = ", ".join(f"{side} rank {rank}" for side, rank in record.ranks[:4])
     if record.superseded:
         return f"the snapshot of {who} was superseded by a newer one"
-    how = {
-        "aborted": f"{what} from {way} was aborted",
-        "unknown": f"{what} from {way} was committed or aborted, which of them is unknown here",
-        "withdrawn": f"a call of {who or 'a worker'} ended before its transfer began",
-    }[record.outcome]
+    if record.outcome == "withdrawn":
+        what = f"a call of {who or 'a worker'} ended before its transfer began"
+    spent = _time_spent(phases)
     after = f" after {seconds(phases.total)}" if phases.total else ""
-    parts = [f"{how}{after}: {record.reason} [{record.code}]"]
-    if record.culprits:
-        parts.append(f"because of {name_culprits(record.culprits)}")
+    parts = [f"{_ended(what, record)}{after}: {record.reason} [{record.code}]"]
+    if any(culprits):
+        parts.append(f"because of {name_culprits(*culprits)}")
     if spent:
         also = f" (before that, {spent})" if phases.longest != phases.last else ""
         parts.append(f"it ended while {_DOING[phases.last]}{also}")
-    if record.torn:
+    if torn:
         parts.append("targets may be half-written")
     return "; ".join(parts)
+
+
+def _name(record: TransferRecord) -> str:
+    label = "" if record.version is None or record.version == record.seq else f" (version {record.version})"
+    way = f" from {record.source} to {record.target}" if record.source else ""
+    return f"a transfer{label}" if record.seq is None else f"transfer {record.seq}{label}{way}"
+
+
+def _ended(what: str, record: TransferRecord) -> str:
+    how = {
+        "committed": " committed",
+        "aborted": " was aborted",
+        "unknown": " was committed or aborted, which of them is unknown here",
+        "withdrawn": "",
+    }
+    return f"{what}{how[record.outcome]}"
+
+
+def _committed(reports: Sequence[tuple[str, TransferRecord]]) -> str:
+    """The bytes of all agents that tell it, and the time of the slowest."""
+    records = [record for _, record in reports]
+    moved = max(sum(one.payload.sent for one in records), sum(one.payload.received for one in records))
+    ways = "+".join(sorted({way for one in records for way in one.payload.ways}))
+    staged = ", staged" if any(one.payload.staged for one in records) else ""
+    place, slowest = max(reports, key=lambda one: one[1].phases.total)
+    spent = _time_spent(slowest.phases)
+    at = f" on {place}" if len(reports) > 1 and spent else ""
+    return (
+        f"{_name(slowest)} committed: {size(moved)} ({ways + staged if ways else 'nothing to move' + staged}) in "
+        f"{seconds(slowest.phases.total)}{', ' + spent if spent else ''}{at}"
+    )
+
+
+def transfer_sentence(reports: Sequence[tuple[str, TransferRecord]]) -> str:
+    """One transfer as several agents tell it, the earliest first: (the agent's place, its record).
+
+    Of a failure the first cause leads. Culprits are those of all; another agent's cause or outcome follows with its
+    place.
+    """
+    failed = [(place, record) for place, record in reports if record.failed]
+    if not failed:
+        return _committed(reports)
+    first = failed[0][1]
+    parts = [_failed(first, [record.culprits for _, record in failed], any(record.torn for _, record in reports))]
+    others = dict[str, list[str]]()
+    for other, record in reports:
+        if (record.outcome, record.code, record.reason) == (first.outcome, first.code, first.reason):
+            continue
+        why = f": {record.reason} [{record.code}]" if record.failed else ""
+        others.setdefault(f"{_ended('it', record)}{why}", []).append(other)
+    parts += [f"on {name_places(places)} {text}" for text, places in list(others.items())[:5]]
+    return "; ".join(parts)
+
+
+def name_places(places: Sequence[str]) -> str:
+    """ "a/cpu, b/cpu and 30 more"."""
+    named = ", ".join(places[:3])
+    return f"{named} and {len(places) - 3} more" if len(places) > 3 else named
 
 
 def where(record: Record) -> str:

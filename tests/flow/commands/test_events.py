@@ -254,7 +254,7 @@ async def test_following_shows_what_happens_next(site: Site, pair: str) -> None:
 # ---- the command --------------------------------------------------------------------------------
 
 
-@local
+@both
 async def test_the_command_prints_lines_and_json(
     site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +274,10 @@ async def test_the_command_prints_lines_and_json(
             lines = await asyncio.to_thread(run, pair)
             found = [json.loads(text) for text in await asyncio.to_thread(run, f"{pair}/b", "--json", "--since", "1h")]
             failures = await asyncio.to_thread(run, f"{pair}/b", "--failed")
-    assert any("joined" in text for text in lines) and any("committed" in text for text in lines)
+    assert any("joined" in text for text in lines)
+    assert len([text for text in lines if "transfer 1" in text and "committed: 256 B" in text]) == 1
+    agents = 1 if site.way is Way.LOCAL else 2
+    assert len([one for one in found if one.get("seq") == 1]) == agents, "each agent's record, with its phases"
     assert {one.get("outcome") for one in found} >= {"committed", "withdrawn"}
     assert len(failures) == 1 and "its deadline passed" in failures[0]
 

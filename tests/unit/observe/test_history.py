@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from etha.observe.history import Happening, merge, of_event, of_record
+from etha.observe.history import Happening, merge, of_event, of_record, one_per_transfer
 from etha.observe.records import Culprit, Incident, Payload, TransferRecord
 from etha.observe.sentences import sentence
 from etha.phases import Phases
@@ -66,6 +69,55 @@ def test_redis_tells_what_the_files_that_were_read_do_not() -> None:
     assert [one.at for one in found] == [5.0, 5.5, 6.0, 7.0]
     assert found[1].text == "both sides are complete: epoch 2 is formed" and not found[1].failed
     assert found[3].text == "of b" and found[3].host == "b"
+
+
+def reported(record: TransferRecord, *places: str, **changes: Any) -> list[Happening]:
+    return [of_record(msgspec.structs.replace(record, **changes), place, "cpu") for place in places]
+
+
+def test_a_transfer_that_several_agents_tell_is_one_line() -> None:
+    received = Payload(received=3_200_000_000, ways={"host": 1, "tcp": 2})
+    found = [
+        *reported(COMMITTED, "a"),
+        *reported(COMMITTED, "b", "c", payload=received, phases=Phases(move=7.0), at=5.1),
+        *reported(COMMITTED, "a", seq=813),
+    ]
+    together, other = one_per_transfer(found)
+    assert together.text == (
+        "transfer 812 (version step 9) from trainer to inference committed: 6.4 GB (host+tcp, staged) in 7 s, "
+        "7 s of it moving bytes on b/cpu"
+    )
+    assert together.place == "a/cpu, b/cpu, c/cpu" and together.at == 5.0 and not together.failed
+    assert other.place == "a/cpu" and "transfer 813" in other.text
+
+
+def test_a_failure_that_several_agents_tell_names_every_culprit_and_every_cause() -> None:
+    ranks = tuple(Culprit(side="trainer", rank=rank) for rank in range(7))
+    unknown = {"outcome": "unknown", "reason": "the coordinator is gone", "code": "transfer"}
+    found = [
+        *reported(ABORTED, "a"),
+        *reported(ABORTED, "b", culprits=(Culprit(side="trainer", rank=3), Culprit(agent="x", host="z")), torn=False),
+        *reported(ABORTED, "c", "d", culprits=ranks, **unknown),
+        *reported(ABORTED, "e", outcome="committed", reason="", code="", culprits=()),
+    ]
+    [together] = one_per_transfer(found)
+    assert together.failed and together.place == "a/cpu, b/cpu, c/cpu and 2 more"
+    assert together.text == (
+        "transfer 813 from trainer to inference was aborted after 12.5 s: trainer rank 3 died in the transfer "
+        "[peer_lost]; because of trainer rank 3 (host a7, process 99), an agent (host z), trainer rank 0, "
+        "trainer rank 1, trainer rank 2, trainer rank 4 and 2 more; it ended while moving bytes; targets may be "
+        "half-written; on c/cpu, d/cpu it was committed or aborted, which of them is unknown here: the coordinator is "
+        "gone [transfer]; on e/cpu it committed"
+    )
+
+
+def test_equal_numbers_of_other_transfers_are_lines_of_their_own() -> None:
+    again = reported(COMMITTED, "a", at=8.0)  # Redis has lost its data, and the jobs have begun anew
+    late = reported(COMMITTED, "b", at=100.0)
+    before = {"seq": None, "outcome": "withdrawn", "reason": "its deadline passed", "code": "transfer_timeout"}
+    waiting = reported(COMMITTED, "a", "b", **before)
+    found = [*reported(COMMITTED, "a"), *reported(COMMITTED, "a", source="inference"), *again, *late, *waiting]
+    assert one_per_transfer(found) == found
 
 
 def test_what_is_about_others_is_left_out() -> None:
