@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -86,7 +87,13 @@ def _anchor(name: str) -> str:
 
 def _usage(name: str, command: Any) -> str:
     words = [f"etha {name}", *(["[OPTIONS]"] if options(command) else [])]
-    return " ".join([*words, *(each.name.upper() for each in arguments(command))])
+    return " ".join([*words, *(_shown(each) if each.required else f"[{_shown(each)}]" for each in arguments(command))])
+
+
+def _shown(argument: Any) -> str:
+    """An argument as the usage names it: what may be given several times has three dots behind it."""
+    name = (argument.metavar or argument.name).strip("[]{}.").upper()
+    return f"{name}..." if argument.nargs == -1 else name
 
 
 def _text(command: Any) -> str:
@@ -107,13 +114,13 @@ def _table(parameters: Sequence[Any]) -> list[str]:
     lines = []
     for each in parameters:
         if each.param_type_name == "argument":
-            name = f"`{each.name.upper()}`"
+            name = f"`{_shown(each)}`"
         else:
             name = ", ".join(f"`{option}`" for option in [*each.opts, *each.secondary_opts])
             name += "" if each.is_flag else f" `{each.metavar or each.name.upper()}`"
         text = " ".join(str(each.help or "").split()).replace("|", "\\|")
         value = None if isinstance(each.default, bool) else each.default or None
-        default = f"; default: {value}" if isinstance(value, int | float | str) and "default" not in text else ""
+        default = f"; default: {value}" if isinstance(value, int | float | str | Path) and "default" not in text else ""
         lines.append(f"| {name} | {text}{default} |")
     return ["| option | meaning |", "|---|---|", *lines] if lines else []
 

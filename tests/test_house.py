@@ -120,7 +120,7 @@ PURE_FOLDERS = (
 PURE_FILES = {
     "errors.py",
     "phases.py",
-    *(f"observe/{name}.py" for name in ("records", "sentences", "history", "trace_clocks")),
+    *(f"observe/{name}.py" for name in ("records", "sentences", "history", "trace_clocks", "trace_lines")),
     "addresses.py",
     "config.py",
     "units.py",

@@ -38,11 +38,11 @@ import msgspec
 
 from etha.config import Settings
 from etha.errors import ConfigError
+from etha.observe.trace_lines import FORMAT
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
 #: Seconds between two writes.
 EVERY = 0.2
 #: Most lines that wait for the writer, some 20 MB. More are dropped and counted.

@@ -9,9 +9,11 @@ track a thread. Spans of one track that overlap, as calls of several batches do,
 from __future__ import annotations
 
 import gzip
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -20,17 +22,36 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from etha.errors import ConfigError
-from etha.observe.trace import FORMAT
+from etha.observe.trace import Part
 from etha.observe.trace_clocks import NO_SHIFT, Clocks, Sample, Shift, by_real_time
+from etha.observe.trace_lines import (
+    AnsweredLine,
+    BegunLine,
+    DroppedLine,
+    KeyLine,
+    NoteLine,
+    ReturnedLine,
+    SpanLine,
+    TraceHead,
+    head_of,
+    line_of,
+    members,
+    seq_of,
+)
 
 #: What each line needs to be read in the first pass, by how it begins.
 _SMALL = (b'["q"', b'["r"', b'["n"', b'["k"', b'["d"')
 #: Numbers of threads, away from those of processes, because Perfetto takes a thread of its process's number for the
 #: main one.
 _FIRST_THREAD = 100_000
+#: Bytes of a line that is read. A trace's lines have some hundred; an error in one, some thousand.
+_LONGEST = 4 << 20
+#: Transfers of a batch that are counted in one number's bits.
+_BLOCK = 1024
 
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
+#: What ends the kind of a device: "cuda:0" and "cuda-GPU-..." are both cuda.
+_KIND = re.compile("[^a-z]")
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +59,7 @@ class TraceFile:
     """One process's file. ``about`` is its head and what it noted later."""
 
     path: Path
-    about: dict[str, Any]
+    about: TraceHead
     process: int = 0
     shift: Shift = NO_SHIFT
     #: Lines that the process dropped, and lines that cannot be read: the last one of a process that was killed.
@@ -46,19 +67,29 @@ class TraceFile:
     torn: int = 0
 
     @property
+    def is_agent(self) -> bool:
+        """Whether it is an agent's, else a worker's."""
+        return self.about.role == "agent"
+
+    @property
     def host(self) -> str:
         """The host's name for people."""
-        return str(self.about.get("host_name") or self.about["host"])
+        return self.about.host_name or self.about.host
 
     @property
     def name(self) -> str:
         """The process's name in the picture."""
-        what = self.about.get("device") if self.about["role"] == "agent" else self.about.get("label")
-        return f"{self.host}: {self.about['role']}{f' {what}' if what else ''}"
+        what = self.about.device if self.is_agent else self.about.label
+        return f"{self.host}: {self.about.role}{f' {what}' if what else ''}"
 
     @property
     def clock(self) -> str:
-        return str(self.about["clock"])
+        return self.about.clock
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Host, namespace and kind of device: a worker's agent has the same."""
+        return self.about.host, self.about.namespace, _KIND.split(self.about.device, maxsplit=1)[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,11 +107,13 @@ class Merged:
     spans: int = 0
     unfinished: int = 0
     begun: datetime | None = None
+    #: (host, device) of agents and the ids of those with which they exchanged bytes.
+    peers: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def workers(self) -> int:
         """How many workers' processes there are."""
-        return sum(file.about["role"] != "agent" for file in self.files)
+        return sum(not file.is_agent for file in self.files)
 
     @property
     def agents(self) -> int:
@@ -101,7 +134,7 @@ class Merged:
     @property
     def warnings(self) -> list[str]:
         """What is missing in it."""
-        found = []
+        found = [*self._missing_agents()]
         if self.unlinked:
             found.append(
                 f"no agent with a trace on {', '.join(self.unlinked)} has a link to one on {self.hosts[0]}: their "
@@ -117,6 +150,26 @@ class Merged:
         if self.unfinished:
             found.append(f"{_count(self.unfinished, 'call')} had not ended: see spans with unfinished=true")
         return found
+
+    def _missing_agents(self) -> Iterator[str]:
+        """Agents that served these workers, or exchanged bytes with these agents, and have no file here."""
+        known = {file.place for file in self.files if file.is_agent}
+        served: dict[tuple[str, str], int] = defaultdict(int)
+        for file in self.files:
+            if not file.is_agent and file.place not in known:
+                served[file.host, file.about.device] += 1
+        for (host, device), workers in served.items():
+            yield (
+                f"no file of the agent {device} on {host}, which served {_count(workers, 'worker')}: its file is not "
+                f"among these, or it ran without ETHA_TRACE"
+            )
+        ids = {file.about.agent for file in self.files}
+        for name, peer in sorted(self.peers):
+            if peer not in ids:
+                yield (
+                    f"no file of agent {peer}, with which {name} exchanged bytes: add the directory of its host, "
+                    f"or set ETHA_TRACE there"
+                )
 
 
 def merge(places: Sequence[Path], output: Path, progress: Callable[[int, int], None] = lambda *_: None) -> Merged:
@@ -135,16 +188,21 @@ def merge(places: Sequence[Path], output: Path, progress: Callable[[int, int], N
         listed = "".join(f"\n  {path}: {why}" for path, why in merged.strangers[:20])
         raise ConfigError(f"no trace in {', '.join(map(str, places))}: set ETHA_TRACE for jobs and agents{listed}")
     # Workers above the agent that serves them, host by host.
-    merged.files.sort(key=lambda file: (file.host, file.about["role"] == "agent", file.about["pid"]))
+    merged.files.sort(key=lambda file: (file.host, file.is_agent, file.about.pid))
     for number, file in enumerate(merged.files, 1):
         file.process = number
     keys, clocks = _first_pass(merged.files)
     _set_clocks(merged, clocks)
     merged.hosts = tuple(dict.fromkeys(file.host for file in merged.files))
     part = output.with_name(f"{output.name}.part")
-    with _opened(part, output.suffix == ".gz") as out:
-        _Writer(merged, keys, out).write(progress)
-    part.replace(output)
+    try:
+        with _opened(part, output.suffix == ".gz") as out:
+            _Writer(merged, keys, out).write(progress)
+        part.replace(output)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
     return merged
 
 
@@ -168,27 +226,17 @@ def _head(path: Path) -> TraceFile | str:
             first = lines.readline(1 << 16)
     except OSError as error:
         return error.strerror or str(error)
-    try:
-        head = _decode(first)
-    except ValueError:
-        head = None
-    if not isinstance(head, dict) or "etha_trace" not in head:
-        return "no trace of Etha"
-    if head["etha_trace"] != FORMAT:
-        return f"a trace in format {head['etha_trace']!r}, this version of etha reads {FORMAT}"
-    wanted = {"host": str, "role": str, "pid": int, "clock": str, "monotonic_ns": int, "realtime_ns": int}
-    for name, kind in wanted.items():
-        if not isinstance(head.get(name), kind):
-            return f"its head has no {name}"
-    return TraceFile(path, head)
+    head = head_of(first)
+    return head if isinstance(head, str) else TraceFile(path, head)
 
 
 def _lines(file: TraceFile) -> Iterator[bytes]:
-    """The lines behind the head. The last line of a process that was killed may be half of one."""
+    """The lines behind the head. The last line of a process that was killed may be half of one. One that is too long
+    comes in parts, of which none can be read."""
     with file.path.open("rb", buffering=1 << 20) as lines:
-        next(lines, None)
-        for line in lines:
-            if line.endswith(b"\n"):
+        lines.readline(_LONGEST)
+        while line := lines.readline(_LONGEST):
+            if line.endswith(b"\n") or len(line) == _LONGEST:
                 yield line
 
 
@@ -201,20 +249,20 @@ def _first_pass(files: Iterable[TraceFile]) -> tuple[dict[str, dict[str, Any]], 
         for line in _lines(file):
             if not line.startswith(_SMALL):
                 continue
-            try:
-                match _decode(line):
-                    case ["n", dict() as about]:
-                        file.about |= about
-                    case ["k", str() as key, dict() as about]:
-                        keys[key] = about
-                    case ["d", int() as count]:
-                        file.dropped += count
-                    case ["q", str() as other, int() as number, int() as sent, int() as back]:
-                        returned[str(file.about.get("agent")), other, number] = (file.clock, sent, back)
-                    case ["r", str() as other, int() as number, int() as came, int() as went]:
-                        answered[other, str(file.about.get("agent")), number] = (file.clock, came, went)
-            except ValueError:
-                continue  # counted in the second pass
+            me = file.about.agent
+            match line_of(line):
+                case NoteLine(about):
+                    file.about.note(about)
+                case KeyLine(key, about):
+                    keys[key] = about
+                case DroppedLine(count):
+                    file.dropped += count
+                case ReturnedLine(other, number, sent, back):
+                    returned[me, other, number] = (file.clock, sent, back)
+                case AnsweredLine(other, number, came, went):
+                    answered[other, me, number] = (file.clock, came, went)
+                case _:
+                    file.torn += 1
     clocks = Clocks()
     for beat in returned.keys() & answered.keys():
         (clock, sent, back), (other_clock, came, went) = returned[beat], answered[beat]
@@ -231,17 +279,15 @@ def _set_clocks(merged: Merged, clocks: Clocks) -> None:
         root = left[0]
         found = clocks.shifts(root)
         heads = [file.about for file in merged.files if file.clock == root]
-        base = by_real_time(
-            heads[0]["monotonic_ns"], heads[0]["realtime_ns"], first["monotonic_ns"], first["realtime_ns"]
-        )
-        aside = 0 if root == first["clock"] else base.by[0]
+        base = by_real_time(heads[0].monotonic_ns, heads[0].realtime_ns, first.monotonic_ns, first.realtime_ns)
+        aside = 0 if root == first.clock else base.by[0]
         for file in merged.files:
             shift = found.get(file.clock)
             if shift is None or file.clock not in left:
                 continue
             file.shift = Shift(shift.at, tuple(by + aside for by in shift.by), shift.error)
             merged.clock_error = max(merged.clock_error, shift.error / 1e9)
-            if root != first["clock"]:
+            if root != first.clock:
                 unlinked.append(file.host)
         left = [clock for clock in left if clock not in found]
     merged.unlinked = tuple(dict.fromkeys(unlinked))
@@ -252,16 +298,14 @@ class _Writer:
 
     def __init__(self, merged: Merged, keys: Mapping[str, Mapping[str, Any]], out: BinaryIO) -> None:
         self._merged, self._keys, self._out = merged, keys, out
-        heads = [(file, file.about["monotonic_ns"]) for file in merged.files]
+        heads = [(file, file.about.monotonic_ns) for file in merged.files]
         first, self._base = min(((f, at + f.shift(at)) for f, at in heads), key=lambda found: found[1])
-        merged.begun = datetime.fromtimestamp(first.about["realtime_ns"] / 1e9, UTC)
-        self._names = {
-            str(f.about["agent"]): f"{f.host} {f.about['device']}" for f in merged.files if "agent" in f.about
-        }
+        merged.begun = datetime.fromtimestamp(first.about.realtime_ns / 1e9, UTC)
+        self._names = {f.about.agent: f"{f.host} {f.about.device}" for f in merged.files if f.about.agent}
         self._threads = 0
         self._separator = b"\n"
-        #: For each registration of a batch, one byte for each seq that some agent has moved.
-        self._moved: dict[tuple[str, ...], bytearray] = defaultdict(bytearray)
+        #: For each registration of a batch, one bit for each seq that some agent has moved, _BLOCK to a number.
+        self._moved: dict[tuple[str, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def write(self, progress: Callable[[int, int], None]) -> None:
         """Write all files."""
@@ -278,7 +322,7 @@ class _Writer:
             "unlinked_hosts": self._merged.unlinked,
         }
         self._out.write(b'\n],"otherData":' + _encode(about) + b"}\n")
-        self._merged.transfers = sum(sum(some) for some in self._moved.values())
+        self._merged.transfers = sum(bits.bit_count() for some in self._moved.values() for bits in some.values())
 
     def event(self, text: bytes) -> None:
         """Write one event."""
@@ -301,14 +345,11 @@ class _Writer:
         """What a stream's key stands for."""
         return self._keys.get(key, {})
 
-    def count(self, args: Mapping[str, Any]) -> None:
+    def count(self, args: dict[str, Any]) -> None:
         """Count a transfer, which several agents may have seen."""
-        seq = args.get("seq")
-        if isinstance(seq, int) and 0 <= seq < 1 << 32:
+        if (seq := seq_of(args)) is not None:
             some = self._moved[str(args.get("pair")), str(args.get("epoch")), str(args.get("batch"))]
-            if seq >= len(some):
-                some.extend(bytes(seq + 1 - len(some)))
-            some[seq] = 1
+            some[seq // _BLOCK] |= 1 << seq % _BLOCK
 
     def _shown(self, track: str) -> str:
         """A track's name, with a peer's host in place of the agent's id."""
@@ -316,9 +357,8 @@ class _Writer:
 
     def _name_process(self, file: TraceFile) -> None:
         about = file.about
-        self._meta(file, "process_name", {"name": f"{file.name} (pid {about['pid']})"})
-        labels = [str(about[name]) for name in ("device", "version") if about.get(name)]
-        self._meta(file, "process_labels", {"labels": ", ".join(labels)})
+        self._meta(file, "process_name", {"name": f"{file.name} (pid {about.pid})"})
+        self._meta(file, "process_labels", {"labels": ", ".join(filter(None, (about.device, about.version)))})
         self._meta(file, "process_sort_index", {"sort_index": file.process})
 
     def _meta(self, file: TraceFile, name: str, args: Mapping[str, Any], thread: int = 0) -> None:
@@ -338,52 +378,42 @@ class _FileWriter:
         #: For each track, when the last span of each of its rows ends.
         self._rows: dict[str, list[int]] = defaultdict(list)
         self._threads: dict[tuple[str, int], int] = {}
-        self._open: dict[int, list[Any]] = {}
+        self._open: dict[int, BegunLine] = {}
         self._last = 0
 
     def write(self) -> None:
         for line in _lines(self._file):
             if line.startswith(_SMALL):
                 continue
-            try:
-                match _decode(line):
-                    case [
-                        "x",
-                        str() as track,
-                        str() as name,
-                        int() as begun,
-                        int() as ns,
-                        dict() as args,
-                        parts,
-                        number,
-                    ]:
-                        self._open.pop(number, None)
-                        self._span(track, name, begun, max(0, ns), args, parts)
-                    case ["b", int() as number, *rest]:
-                        self._open[number] = rest
-                        self._last = max(self._last, rest[2])
-                    case _:
+            match line_of(line):
+                case SpanLine() as span:
+                    self._open.pop(span.number, None)
+                    try:
+                        self._span(span.track, span.name, span.begun, max(0, span.ns), span.args, span.parts)
+                    except RecursionError:  # nested just as deeply as can be read, but not written
                         self._file.torn += 1
-            except (ValueError, TypeError, IndexError):
-                self._file.torn += line != b"\n"
-        for track, name, begun, args in self._open.values():
+                case BegunLine() as begun:
+                    self._open[begun.number] = begun
+                    self._last = max(self._last, begun.begun)
+                case _:
+                    self._file.torn += line != b"\n"
+        for left in self._open.values():
             self._writer._merged.unfinished += 1
-            self._span(track, name, begun, self._last - begun, {**args, "unfinished": True}, ())
+            args = {**left.args, "unfinished": True}
+            self._span(left.track, left.name, left.begun, self._last - left.begun, args, ())
 
-    def _span(
-        self, track: str, name: str, begun: int, ns: int, args: dict[str, Any], parts: Sequence[Sequence[Any]]
-    ) -> None:
+    def _span(self, track: str, name: str, begun: int, ns: int, args: dict[str, Any], parts: Iterable[Part]) -> None:
         ended = begun + ns
         self._last = max(self._last, ended)
         self._writer._merged.spans += 1
         thread = self._thread(track, begun, ended)
-        if "key" in args:
-            args = {**self._writer.about_key(args["key"]), **args}
+        if isinstance(key := args.get("key"), str):
+            args = {**self._writer.about_key(key), **args}
         self._slice(thread, name, begun, ns, args)
         for part, at, took in parts:
             at = min(max(at, begun), ended)
             self._slice(thread, part, at, max(0, min(took, ended - at)), {})
-        for flow, outgoing in _flows(track, name, args, str(self._file.about.get("agent", ""))):
+        for flow, outgoing in _flows(track, name, args, self._file.about.agent):
             self._flow(thread, flow, begun if outgoing == "first" else ended - 1 if ns else begun, outgoing)
         if track == "transfers" and not args.get("error"):
             self._writer.count(args)
@@ -397,6 +427,8 @@ class _FileWriter:
         thread = self._threads.get((track, row))
         if thread is None:
             thread = self._threads[track, row] = self._writer.thread(self._file, track, row)
+            if peer := _peer(track):
+                self._writer._merged.peers.add((f"{self._file.host} {self._file.about.device}", peer))
         return thread
 
     def _slice(self, thread: int, name: str, begun: int, ns: int, args: Mapping[str, Any]) -> None:
@@ -422,11 +454,16 @@ class _FileWriter:
         )
 
 
-def _flows(track: str, name: str, args: Mapping[str, Any], agent: str) -> Iterator[tuple[str, str]]:
-    """The arrows that begin or end at a span: (what both ends call it, how it goes out: "first" | "last" | "")."""
+def _peer(track: str) -> str:
+    """The agent at the other end of a stream's track; "" for other tracks."""
     kind, _, rest = track.partition(" ")
-    if kind in ("send", "receive"):
-        peer = rest.split(" ")[0]
+    return rest.partition(" ")[0] if kind in ("send", "receive") else ""
+
+
+def _flows(track: str, name: str, args: dict[str, Any], agent: str) -> Iterator[tuple[str, str]]:
+    """The arrows that begin or end at a span: (what both ends call it, how it goes out: "first" | "last" | "")."""
+    kind = track.partition(" ")[0]
+    if peer := _peer(track):
         ends = (agent, peer) if kind == "send" else (peer, agent)
         yield f"stream {args.get('key')} {args.get('seq')} {args.get('lane')} {ends}", "first" if kind == "send" else ""
         return
@@ -437,9 +474,9 @@ def _flows(track: str, name: str, args: Mapping[str, Any], agent: str) -> Iterat
         member = f"{args.get('side')} {args.get('rank')}"
         yield (f"call {what} {member}", "first") if args.get("verb") == "send" else (f"result {what} {member}", "")
     elif kind == "transfers":
-        for side, rank in args.get("sources", ()):
+        for side, rank in members(args, "sources"):
             yield f"call {what} {side} {rank}", ""
-        for side, rank in args.get("targets", ()):
+        for side, rank in members(args, "targets"):
             yield f"result {what} {side} {rank}", "last"
 
 

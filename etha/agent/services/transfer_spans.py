@@ -35,7 +35,8 @@ def trace_transfer(
     if trace_ids := list(filter(None, current.trace_ids)):
         about["trace_id"] = ", ".join(trace_ids)
     if current.program is not None:
-        about["bytes"] = sum(current.program.nbytes.values())
+        payload = current.program.payload
+        about |= {"bytes": payload.whole, "sent": payload.sent, "received": payload.received}
     if effect.error is not None:
         about["error"] = f"{effect.error.code}: {effect.error.message}"[:2000]
     tracer.span("transfers", "transfer", _ns(first), _ns(now), about, _phases(current, first, now))

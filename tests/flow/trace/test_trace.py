@@ -139,6 +139,8 @@ def test_one_host_with_opentelemetry(tmp_path: Path) -> None:
     assert {member: args["trace_id"] for member, args in calls.items()} == trace_ids
     transfers = [s["args"] for s in spans if s["name"] == "transfer" and "sources" in s["args"]]
     assert len(transfers) == VERSIONS
+    whole = ROWS * COLUMNS * 4
+    assert [(args["bytes"], args["sent"], args["received"]) for args in transfers] == [(whole, whole, whole)] * VERSIONS
     assert all(set(args["trace_id"].split(", ")) == set(trace_ids.values()) for args in transfers)
 
 

@@ -235,3 +235,142 @@ def test_an_agent_without_the_wanted_trace_is_another(tmp_path: Path) -> None:
     assert wanted.differ(wanted.wishes) == ""
     untraced = Settings.from_env({})
     assert untraced.differ(wanted.wishes) == f"no ETHA_TRACE instead of ETHA_TRACE={tmp_path}"
+
+
+HEAD = {
+    "etha_trace": 1,
+    "host": "h",
+    "host_name": "hn",
+    "role": "agent",
+    "device": "cpu",
+    "pid": 1,
+    "clock": "c",
+    "monotonic_ns": 1000,
+    "realtime_ns": 5,
+}
+GOOD = '["x","transfers","transfer",1000,2000,{"pair":"p","epoch":1,"batch":"b","seq":1},[],0]'
+#: Lines that cannot be read.
+BAD_LINES = {
+    "begun without a track": '["b",1]',
+    "begun at no time": '["b",1,"t","n","soon",{}]',
+    "a number that is a list": '["x","t","n",1,2,{},[],[1]]',
+    "parts that are none": '["x","t","n",1,2,{},[["a"]],0]',
+    "parts that are a number": '["x","t","n",1,2,{},7,0]',
+    "a time beyond 64 bits": f'["x","t","n",{10**30},2,{{}},[],0]',
+    "a time with a fraction": '["x","t","n",1.5,2,{},[],0]',
+    "deep nesting": '["x","t","n",1,2,' + '{"a":' * 100_000,
+    "half a surrogate pair": '["x","t","\\ud800",1,2,{},[],0]',
+    "a note that overwrites the head": '["n",{"agent":7,"pid":"x","clock":[1]}]',
+    "a beat without times": '["q","a",1]',
+    "a kind of a later version": '["z",1]',
+    "no JSON": "\x00\x1b]0;",
+}
+
+
+@pytest.mark.parametrize("bad", list(BAD_LINES.values()), ids=list(BAD_LINES))
+def test_a_line_that_cannot_be_read_costs_no_more_than_itself(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.jsonl").write_text(f"{json.dumps(HEAD)}\n{bad}\n{GOOD}\n")
+    merged = merge([tmp_path / "t"], tmp_path / "out.json")
+    assert (merged.spans, merged.transfers, merged.files[0].torn) == (1, 1, 1)
+    assert [event["name"] for event in events(tmp_path / "out.json")] == ["transfer"]
+    assert any("1 line cannot be read" in text for text in merged.warnings)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"sources": 7}, {"targets": [1]}, {"key": [1]}, {"seq": -1}, {"seq": 4294967295}, {"seq": 1 << 64}]
+)
+def test_arguments_of_another_shape_are_shown_as_they_are(tmp_path: Path, odd: dict[str, Any]) -> None:
+    (tmp_path / "t").mkdir()
+    line = json.dumps(["x", "transfers", "transfer", 1, 2, {"seq": 1, **odd}, [], 0])
+    (tmp_path / "t" / "a.jsonl").write_text(f"{json.dumps(HEAD)}\n{line}\n{GOOD}\n")
+    merged = merge([tmp_path / "t"], tmp_path / "out.json")
+    if odd != {"seq": 1 << 64}:
+        assert {"seq": 1, **odd} in [event["args"] for event in events(tmp_path / "out.json")]
+    assert merged.transfers >= 1
+
+
+def test_counting_far_numbers_takes_little_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    (tmp_path / "t").mkdir()
+    about = {"pair": "p", "epoch": 1, "batch": "b"}
+    lines = [
+        json.dumps(["x", "transfers", "transfer", 1, 2, {**about, "seq": seq}, [], 0])
+        for seq in (1, 2, 2, 1023, 1024, 50_000_000)
+    ]
+    (tmp_path / "t" / "a.jsonl").write_text("\n".join([json.dumps(HEAD), *lines, ""]))
+    tracemalloc.start()
+    try:
+        assert merge([tmp_path / "t"], tmp_path / "out.json").transfers == 5
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_agent_that_notes_no_device_is_merged(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    head = {name: value for name, value in HEAD.items() if name != "device"}
+    (tmp_path / "t" / "a.jsonl").write_text(f'{json.dumps(head)}\n["n",{{"agent":"x"}}]\n{GOOD}\n')
+    assert merge([tmp_path / "t"], tmp_path / "out.json").spans == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"realtime_ns": 10**26}, "its head cannot be read"),
+        ({"realtime_ns": -(10**19)}, "its head cannot be read"),
+        ({"pid": "x"}, "its head cannot be read: Expected `int`, got `str` - at `$.pid`"),
+        ({"host_name": {"a": 1}}, "its head cannot be read"),
+    ],
+)
+def test_a_head_of_another_shape_leaves_only_its_file_out(tmp_path: Path, wrong: dict[str, Any], why: str) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.jsonl").write_text(f"{json.dumps({**HEAD, **wrong})}\n{GOOD}\n")
+    (tmp_path / "t" / "b.jsonl").write_text(f"{json.dumps(HEAD)}\n{GOOD}\n")
+    (tmp_path / "t" / "c.jsonl").write_text('{"a":' * 10_000)
+    merged = merge([tmp_path / "t"], tmp_path / "out.json")
+    assert merged.spans == 1
+    assert [path.name for path, _ in merged.strangers] == ["a.jsonl", "c.jsonl"]
+    assert merged.strangers[0][1].startswith(why)
+
+
+def test_a_merge_that_fails_leaves_no_part(tmp_path: Path) -> None:
+    tracer(tmp_path / "t").close()
+
+    def interrupted(done: int, files: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge([tmp_path / "t"], tmp_path / "out.json", interrupted)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_missing_agents_file_is_a_warning(tmp_path: Path) -> None:
+    tracer(tmp_path / "t").close()
+    assert any(
+        "no file of the agent cpu on" in text and "served 1 worker" in text
+        for text in merge([tmp_path / "t"], tmp_path / "out.json").warnings
+    )
+    agent = tracer(tmp_path / "t", "agent")
+    agent.note(agent="me")
+    agent.span("send other 0", "send", 0, 1, {"key": "k"})
+    agent.close()
+    (warning,) = merge([tmp_path / "t"], tmp_path / "out.json").warnings
+    assert "no file of agent other, with which" in warning and "exchanged bytes" in warning
+    other = tracer(tmp_path / "t", "agent")
+    other.note(agent="other")
+    other.close()
+    assert merge([tmp_path / "t"], tmp_path / "out.json").warnings == []
+
+
+def test_what_etha_trace_prints_holds_no_control_character(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.jsonl").write_text(
+        json.dumps({**HEAD, "role": "worker", "host_name": "\x1b]0;x\x07\n"}) + "\n"
+    )
+    (tmp_path / "t" / "b\x1b[2J").write_text("")
+    command = [sys.executable, "-m", "etha", "trace", str(tmp_path / "t"), "-o", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no file of the agent cpu on" in done.stderr and "left out" in done.stderr
+    assert not {"\x1b", "\x07"} & {*done.stdout, *done.stderr}
