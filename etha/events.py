@@ -19,12 +19,12 @@ from typing import Any, Self
 
 from etha.agent_session import addresses, open_session
 from etha.bus.messages import MAX_EVENTS
-from etha.config import Settings
+from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
 from etha.observe.follow import RingFollower
-from etha.observe.history import Happening, merge, of_event, of_record, written_by_agent
-from etha.observe.records import from_line
-from etha.observe.ring import read_ring
+from etha.observe.history import Happening, in_files, merge, of_event, of_record
+from etha.observe.records import Record, from_line
+from etha.observe.ring import hosts_of_agents, read_ring, started
 from etha.printable import one_line
 
 #: Seconds for which a question for news waits before it is asked again.
@@ -56,26 +56,32 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
     #: Id of the newest event of Redis; "" if there is none.
     last: str = ""
-    #: Host names whose agents' files were read.
-    hosts: set[str] = field(default_factory=set)
+    #: Agents whose files lie in this runtime directory: id -> name of its host.
+    here: dict[str, str] = field(default_factory=dict)
 
 
 async def gather(settings: Settings, *, since: float, failed: bool, timeout: float) -> Gathered:
     """Everything since then that can be found out within about ``timeout`` seconds."""
-    gathered = Gathered(hosts={settings.host_name})
+    gathered = Gathered()
     found: list[Happening] = []
     events: dict[str, dict[str, Any]] = {}
+    directory = settings.runtime_dir / settings.namespace
     reached, notes = 0, dict[str, None]()
+    silent, heard = dict[str, str](), set[str]()
     for address in addresses(settings):
         try:
             async with open_session(address, settings, timeout=timeout) as session:
                 reached += 1
-                for agent in await session.records(since, failed=failed):
+                mine, *others = await session.records(since, failed=failed)
+                if agent_path(address).parent == directory:  # ETHA_AGENT may name one elsewhere
+                    gathered.here[mine["agent"]] = mine["host"]
+                for agent in others:
                     if agent["why"]:
-                        notes[f"{agent['name']}: {agent['why']}"] = None
+                        silent[agent["agent"]] = f"{agent['name']}: {agent['why']}"
                         continue
-                    gathered.hosts.add(agent["host"])
-                    found += [of_line(line, agent["host"]) for line in agent["lines"]]
+                    lines = [of_line(line, agent["host"]) for line in agent["lines"]]
+                    heard |= {agent["agent"], *(one.details.get("agent", "") for one in lines)}
+                    found += lines
                 for event in await session.events(count=MAX_EVENTS):
                     events[str(event["id"])] = event
         except (AgentUnavailableError, AgentLostError):
@@ -85,16 +91,25 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
     if not reached:
         notes["no agent here could be asked, so neither were other hosts nor Redis: this host's own files only"] = None
     # After the agents were asked, because each has written then what it knew.
-    directory, unread = settings.runtime_dir / settings.namespace, list[OSError]()
-    found += [
-        of_record(record, settings.host_name, device)
-        for device, record in read_ring(directory, since=since, failed=failed, unread=unread)
-    ]
+    unread = list[OSError]()
+    gathered.here |= hosts_of_agents(directory)
+    for device, record in read_ring(directory, since=since, failed=failed, unread=unread):
+        found.append(of_record(record, host_of(record, settings, gathered.here), device))
     notes.update((f"{error.filename} could not be read: {error.strerror}", None) for error in unread)
     gathered.last = max(events, key=_order, default="")
-    gathered.happenings = [one for one in merge(found, events.values(), gathered.hosts) if one.at >= since]
-    gathered.notes = list(notes)
+    gathered.happenings = [
+        one for one in merge(found, events.values(), heard | gathered.here.keys()) if one.at >= since
+    ]
+    # One agent may be linked to who is not linked to another, and agents of this directory need no link.
+    gathered.notes = [*notes, *(note for agent, note in silent.items() if agent not in heard | gathered.here.keys())]
     return gathered
+
+
+def host_of(record: Record, settings: Settings, agents: dict[str, str]) -> str:
+    """The name of the host of the agent that wrote a line of this host's files, as that agent calls it. ``agents`` are
+    those that are known, and this one is noted there."""
+    agents.update(started(record))
+    return agents.setdefault(record.agent, settings.host_name)
 
 
 def of_line(line: str, host: str) -> Happening:
@@ -127,16 +142,16 @@ class Follower:
     async def follow(self, after: Gathered) -> AsyncGenerator[Happening, None]:
         """What has happened since the context was entered and was not in ``after``, until cancelled."""
         queue, news = asyncio.Queue[Happening](), asyncio.Event()
-        known = frozenset(after.happenings)
+        known, agents = frozenset(after.happenings), dict(after.here)
 
         def changed() -> None:
             news.set()
             for device, record in self._files.news():
-                queue.put_nowait(of_record(record, self._settings.host_name, device))
+                queue.put_nowait(of_record(record, host_of(record, self._settings, agents), device))
 
         loop = asyncio.get_running_loop()
         loop.add_reader(self._files.fileno(), changed)
-        listening = loop.create_task(self._listen(after.last, queue, news))
+        listening = loop.create_task(self._listen(after.last, queue, news, agents))
         try:
             while True:
                 if (happening := await queue.get()) not in known:
@@ -145,8 +160,10 @@ class Follower:
             loop.remove_reader(self._files.fileno())
             listening.cancel()
 
-    async def _listen(self, last: str, queue: asyncio.Queue[Happening], news: asyncio.Event) -> None:
-        """Put events of Redis into the queue, through whichever local agent answers."""
+    async def _listen(
+        self, last: str, queue: asyncio.Queue[Happening], news: asyncio.Event, agents: dict[str, str]
+    ) -> None:
+        """Put events of Redis into the queue, through whichever local agent answers, but those of local ``agents``."""
         while True:
             news.clear()
             reached = False
@@ -156,7 +173,7 @@ class Follower:
                         while True:
                             for event in await session.events(last or "0", MAX_EVENTS, wait=True):
                                 last, reached = str(event["id"]), True
-                                if not (written_by_agent(event) and event.get("on") == self._settings.host_name):
+                                if not in_files(event, agents):
                                     queue.put_nowait(of_event(event))
                 except EthaError:
                     continue

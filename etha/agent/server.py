@@ -124,8 +124,8 @@ class Agent:
         self.sessions: dict[str, WorkerSession] = {}
         self._observers: set[str] = set()
         self.recorder = Recorder()
-        self.ring = RingWriter(settings.runtime_dir / settings.namespace, settings.socket_path(device).stem)
-        self.events = EventWriter(store, self.spawn, host=settings.host_name, device=device)
+        self.ring = RingWriter(settings.runtime_dir / settings.namespace, settings.socket_path(device).stem, self.id)
+        self.events = EventWriter(store, self.spawn, agent=self.id, host=settings.host_name, device=device)
         self.recorder.subscribe(self.ring.take)
         self.recorder.subscribe(self.events.take)
         self.recorder.subscribe(log_records)

@@ -363,7 +363,7 @@ class GetRecords(StrictStruct, frozen=True, kw_only=True):
 
 @message("records")
 class Records(StrictStruct, frozen=True, kw_only=True):
-    """One entry for each other agent that Redis knows: ``agent``, ``host``, ``device``, ``name``, and ``lines``, or
-    ``why`` it told nothing."""
+    """One entry for each agent that Redis knows: ``agent``, ``host``, ``device``, ``name``, and ``lines``, or ``why``
+    it told nothing. The agent that answers is the first; its lines are in its files."""
 
     agents: Items[JsonObject]

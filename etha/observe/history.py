@@ -1,7 +1,7 @@
 """What happened in a namespace, from agents' files and the stream of events in Redis, merged by time; pure.
 
-Files are the better source: they have each transfer. So an entry that an agent wrote to Redis is left out if the files
-of its host were read.
+Files are the better source: they have each transfer. So an entry that an agent wrote to Redis is left out if that
+agent's files were read. Names of hosts do not decide, because two hosts or users may have the same one.
 """
 
 from __future__ import annotations
@@ -99,16 +99,11 @@ def _together(group: list[Happening]) -> Happening:
     )
 
 
-#: Kinds in Redis that somebody should look at.
-_FAILED = ("transfer_", "rendezvous_failed", "registration_failed", "link_", "records_dropped", "lost")
-
-
 def of_event(event: Mapping[str, Any]) -> Happening:
     """An entry of the stream of Redis, with its ``id``."""
     milliseconds = str(event.get("id", "")).partition("-")[0]
     at = float(milliseconds) / 1000 if milliseconds.isdecimal() else 0.0
     pair, batch = str(event.get("pair", "")), str(event.get("batch", ""))
-    kind = str(event.get("kind", ""))
     stamp = event.get("at")
     return Happening(
         at=float(stamp) if stamp is not None and _is_time(stamp) else at,
@@ -116,7 +111,7 @@ def of_event(event: Mapping[str, Any]) -> Happening:
         device=str(event.get("device", "")) if stamp is not None else "",
         where=f"{pair}/{batch}" if batch else pair,
         text=event_sentence(event),
-        failed=kind.startswith(_FAILED) and not (kind == "lost" and event.get("reason") == "closed"),
+        failed="failed" in event or (event.get("kind") == "lost" and event.get("reason") != "closed"),
         details=dict(event),
     )
 
@@ -128,15 +123,17 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-def written_by_agent(event: Mapping[str, Any]) -> bool:
-    """Whether an agent's files say this entry of Redis, too."""
-    return "at" in event
+def in_files(event: Mapping[str, Any], agents: Collection[str]) -> bool:
+    """Whether files that were read say this entry of Redis, too: those of ``agents`` (ids)."""
+    return "at" in event and event.get("agent") in agents
 
 
-def merge(records: Iterable[Happening], events: Iterable[Mapping[str, Any]], hosts: Collection[str]) -> list[Happening]:
-    """All of them once, oldest first. ``hosts``: those whose files were read."""
+def merge(
+    records: Iterable[Happening], events: Iterable[Mapping[str, Any]], agents: Collection[str]
+) -> list[Happening]:
+    """All of them once, oldest first. ``agents``: ids of those whose files were read."""
     found = dict.fromkeys(records)
     for event in events:
-        if not (written_by_agent(event) and event.get("on") in hosts):
+        if not in_files(event, agents):
             found[of_event(event)] = None
     return sorted(found, key=lambda one: one.at)

@@ -56,7 +56,7 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     ``at``: seconds since 1970 of its end. ``pairs``: the primary one first. ``seq`` is None if the call ended before
     GO. ``ranks``: (side, rank) of this agent's workers in it. ``outcome``: see TransferError. ``code``, ``reason``:
     those of the error; "" if committed. ``seconds``: from GO to the end. ``superseded``: the call ended because its
-    worker took a newer snapshot, which is no failure.
+    worker took a newer snapshot, which is no failure. ``agent``: id of the agent that wrote the line; "" before.
     """
 
     at: float
@@ -76,6 +76,7 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     seconds: float = 0.0
     phases: Phases = NO_PHASES
     superseded: bool = False
+    agent: str = ""
 
     @property
     def failed(self) -> bool:
@@ -91,7 +92,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     """What else an agent records: it came or left, a link was refused or lost, a rendezvous or registration failed.
 
     ``what`` is one word of a fixed set ("started", "left", "link_refused", ...), ``reason`` a sentence. ``failed``:
-    somebody should look at it.
+    somebody should look at it. ``agent``: id of the agent that wrote the line; "" before.
     """
 
     at: float
@@ -102,6 +103,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     code: str = ""
     culprits: tuple[Culprit, ...] = ()
     failed: bool = True
+    agent: str = ""
 
 
 Record = TransferRecord | Incident
@@ -118,9 +120,12 @@ def is_time(at: float) -> bool:
     return 0 <= at <= _END
 
 
-def to_line(record: Record) -> bytes:
-    """One line of JSON with its newline. Seconds are rounded to microseconds where they are read by people."""
-    return _encoder.encode(record) + b"\n"
+def to_line(record: Record, agent: str = "") -> bytes:
+    """One line of JSON with its newline, as written by ``agent``: an id of letters and digits."""
+    line = _encoder.encode(record)
+    if agent and not record.agent:  # without a copy of the record
+        line = b'%b,"agent":"%b"}' % (line[:-1], agent.encode())
+    return line + b"\n"
 
 
 def from_line(line: bytes) -> Record:

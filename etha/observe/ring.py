@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 TRANSFERS, FAILURES = ".transfers.jsonl", ".failures.jsonl"
 #: Bytes at which a file is set aside; one older file is kept. The runtime directory may lie in memory, so all four
-#: together stay below 24 MiB: about 15,000 transfers (hours of a training loop), and as many failures or more.
+#: together stay below 24 MiB: about 14,000 transfers (hours of a training loop), and as many failures or more.
 MAX_TRANSFERS, MAX_FAILURES = 4 << 20, 8 << 20
 #: Records that wait for a disk that hangs, about 20 MiB. Further ones are dropped and counted.
 MAX_WAITING = 20_000
@@ -115,8 +115,9 @@ class RingWriter:
     What cannot be written is dropped and counted. One warning says so, and a record once writing works again.
     """
 
-    def __init__(self, directory: Path, device: str) -> None:
-        self.directory, self.device = directory, device
+    def __init__(self, directory: Path, device: str, agent: str = "") -> None:
+        """``agent``: its id, which each line holds, because several agents may append to the same files."""
+        self.directory, self.device, self._agent = directory, device, agent
         self._files = {
             True: RingFile(directory / f"{device}{TRANSFERS}", MAX_TRANSFERS),
             False: RingFile(directory / f"{device}{FAILURES}", MAX_FAILURES),
@@ -196,7 +197,7 @@ class RingWriter:
         """Append to one of the two files. Returns how many records could not be, and why."""
         done, file = 0, self._files[kept]
         try:
-            for block, count in _blocks(records):
+            for block, count in _blocks(records, self._agent):
                 file.append(block)
                 done += count
         except OSError as error:
@@ -205,11 +206,11 @@ class RingWriter:
         return 0, None
 
 
-def _blocks(records: Sequence[Record]) -> Iterator[tuple[bytes, int]]:
+def _blocks(records: Sequence[Record], agent: str) -> Iterator[tuple[bytes, int]]:
     """Lines of some records at a time, and of how many."""
     block, count = bytearray(), 0
     for record in records:
-        block += to_line(record)
+        block += to_line(record, agent)
         count += 1
         if len(block) >= _BLOCK:
             yield bytes(block), count
@@ -288,6 +289,24 @@ def read_ring(
             continue
         found += [(device_of(path), record) for record in records if record.failed or not failed]
     return sorted(found, key=lambda one: one[1].at)
+
+
+def hosts_of_agents(directory: Path) -> dict[str, str]:
+    """Agents that started in a namespace's directory, as far as its files go back: id -> name of its host."""
+    found = {}
+    for path in ring_files(directory, failed=True):
+        with contextlib.suppress(OSError):  # who reads its records says so
+            lines = [line for line in _read(path).split(b"\n") if b'"what":"started"' in line]
+            for record in records_of(b"\n".join(lines)):
+                found.update(started(record))
+    return found
+
+
+def started(record: Record) -> dict[str, str]:
+    """The agent whose start a record tells: id -> name of its host; empty if it tells something else."""
+    if not isinstance(record, Incident) or record.what != "started":
+        return {}
+    return {agent.agent: agent.host for agent in record.culprits if agent.agent}
 
 
 #: How a line says that an agent came, left, or was found dead. Quotes inside of a text are escaped, so none has this.

@@ -71,8 +71,8 @@ class _Summary:
 class EventWriter:
     """A consumer of ``observe.recorder``. Loop thread only."""
 
-    def __init__(self, store: Store, spawn: Spawn, *, host: str, device: str) -> None:
-        self._store, self._spawn, self._me = store, spawn, {"on": host, "device": device}
+    def __init__(self, store: Store, spawn: Spawn, *, agent: str, host: str, device: str) -> None:
+        self._store, self._spawn, self._me = store, spawn, {"agent": agent, "on": host, "device": device}
         self._waiting: deque[dict[str, object]] = deque(maxlen=MAX_WAITING)
         self._writing = self._closed = False
         self._lock = asyncio.Lock()
@@ -118,10 +118,7 @@ class EventWriter:
             return
         self._reported.add(key)
         self._schedule()
-        entry: dict[str, object] = {"kind": kind, "pair": pair, "batch": batch, "at": round(record.at, 3)}
-        if isinstance(record, TransferRecord) and record.seq is not None:
-            entry["seq"] = record.seq
-        self._enqueue({**entry, "code": record.code, "text": sentence(record)[:MAX_TEXT]})
+        self._enqueue(entry_of(record, kind, pair, batch))
 
     def _summary(self, pair: str, batch: str) -> _Summary:
         self._schedule()
@@ -138,9 +135,14 @@ class EventWriter:
         self._reported.clear()
         now = round(time.time(), 3)
         for (pair, batch), summary in summaries.items():
-            self._enqueue(
-                {"kind": "transfers", "pair": pair, "batch": batch, "at": now, "text": summary.text(batch)[:MAX_TEXT]}
-            )
+            entry = {
+                "kind": "transfers",
+                "pair": pair,
+                "batch": batch,
+                "at": now,
+                "text": summary.text(batch)[:MAX_TEXT],
+            }
+            self._enqueue(entry | ({"failed": 1} if summary.repeated else {}))
 
     def _enqueue(self, entry: dict[str, object]) -> None:
         self._waiting.append({name: value for name, value in (entry | self._me).items() if value != ""})
@@ -164,6 +166,16 @@ class EventWriter:
                     outage(log, "Redis does not know that %s: %s", entry.get("text"), error)
                 if self._waiting and self._waiting[0] is entry:
                     self._waiting.popleft()
+
+
+def entry_of(record: Record, kind: str, pair: str, batch: str) -> dict[str, object]:
+    """What Redis is told of a record. ``failed`` is there if somebody should look at it."""
+    entry: dict[str, object] = {"kind": kind, "pair": pair, "batch": batch, "at": round(record.at, 3)}
+    if isinstance(record, TransferRecord) and record.seq is not None:
+        entry["seq"] = record.seq
+    if record.failed:
+        entry["failed"] = 1
+    return entry | {"code": record.code, "text": sentence(record)[:MAX_TEXT]}
 
 
 def _speaks(record: TransferRecord) -> bool:

@@ -43,7 +43,7 @@ class RecordQueries:
         self._reading = asyncio.Lock()
 
     async def ask(self, since: float, *, failed: bool) -> list[dict[str, Any]]:
-        """One entry for each agent that Redis knows but this one. What this one has recorded is in its files then."""
+        """One entry for each agent that Redis knows, this one first. Its lines are in its files then, and not told."""
         await self._sync()
         try:
             known = await self._store.agents.all(timeout=PATIENCE)
@@ -51,7 +51,9 @@ class RecordQueries:
             linked = [peer.agent for peer in self._links.hub.peers()]
             known = [record for agent in linked if (record := self._links.record(agent)) is not None]
         others = [record for record in known if record.id != self._links.me]
-        return list(await asyncio.gather(*(self._ask(record, since, failed) for record in others)))
+        me = {"agent": self._links.me, "host": self._settings.host_name, "device": self._ring.device}
+        mine = me | {"name": f"agent {me['agent']} of {me['device']} on host {me['host']}", "lines": [], "why": ""}
+        return [mine, *await asyncio.gather(*(self._ask(record, since, failed) for record in others))]
 
     async def _ask(self, record: AgentRecord, since: float, failed: bool) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -65,7 +67,8 @@ class RecordQueries:
         linked = {peer.agent for peer in self._links.hub.peers() if peer.state == "open"}
         if record.id not in linked:
             here = record.host == self._settings.host_id
-            found["why"] = "" if here else "it is not linked to an agent of this host; ask there"
+            place = "runs with another runtime directory and " if here else ""
+            found["why"] = f"it {place}is not linked to an agent that was asked; ask there"
             return found
         if record.version != __version__:
             # An agent drops the link on which it hears something that it does not know.

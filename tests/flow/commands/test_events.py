@@ -234,6 +234,50 @@ async def test_a_host_tells_what_happened_on_the_other(site: Site, pair: str) ->
         assert not (await shown(site, "a")).notes
 
 
+async def test_failures_of_an_agent_on_a_host_of_the_same_name_are_told(pair: str) -> None:
+    """Two users of one host, or containers that share a host name: one Redis, no link."""
+    with (
+        private_directory() as directory,
+        served(directory) as server,
+        open_site(Way.LOCAL, server.url) as mine,
+        open_site(Way.LOCAL, server.url) as other,
+    ):
+        async with mine.client("trainer", 0) as client, Sides(other, pair) as sides:
+            await client.status()
+            with environment(mine.at("a")):
+                settings = Settings.from_env()
+            with Follower(settings) as follower:
+                lines = follower.follow(await gather(settings, since=0.0, failed=False, timeout=SECONDS))
+                handles = await simple(sides)
+                with pytest.raises(EthaError):
+                    await handles["inference", 0].transfer("recv", timeout=0.2)
+                async with asyncio.timeout(SECONDS):
+                    async for one in lines:
+                        if "its deadline passed" in one.text:
+                            break
+                await lines.aclose()
+            for site in (mine, other):
+                gathered = await shown(site, failed=True)
+                found = [one for one in gathered.happenings if one.fits(f"{pair}/b", failed=True)]
+                assert len(found) == 1 and "its deadline passed" in found[0].text
+            [note] = (await shown(mine)).notes
+            assert re.search("agent [0-9a-f]{16} of cpu on host .*: .*ask there", note)
+
+
+@local
+async def test_an_agents_lines_have_the_name_that_it_gives_its_host(site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        handles = await simple(sides)
+        await send(handles, 1)
+        before = await shown(site)
+        with environment(site.at("a") | {"ETHA_HOST_ID": "elsewhere"}):
+            named = await gather(Settings.from_env(), since=0.0, failed=False, timeout=SECONDS)
+    assert {one.host for one in before.happenings} == {os.uname().nodename, ""}
+    assert {one.host for one in named.happenings} == {os.uname().nodename, ""}
+    texts = [one.text for one in named.happenings if one.fits(f"{pair}/b") and "committed" in one.text]
+    assert len(texts) == 1, "told by the agent's file, and not again by Redis"
+
+
 @local
 async def test_following_shows_what_happens_next(site: Site, pair: str) -> None:
     async with Sides(site, pair) as sides:

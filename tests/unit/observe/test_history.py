@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from etha.agent.runtime.event_writer import entry_of
 from etha.observe.history import Happening, merge, of_event, of_record, one_per_transfer
 from etha.observe.records import Culprit, Incident, Payload, TransferRecord
 from etha.observe.sentences import sentence
@@ -59,16 +60,16 @@ def test_a_failure_says_cause_culprit_and_what_was_under_way() -> None:
 
 def entry(host: str, text: str) -> dict[str, str]:
     about = {"pair": "weights", "batch": "model"}
-    return {"id": "7000-0", "kind": "transfers", "at": "7.0", "on": host, "text": text, **about}
+    return {"id": "7000-0", "kind": "transfers", "at": "7.0", "agent": f"of {host}", "on": "h", "text": text, **about}
 
 
 def test_redis_tells_what_the_files_that_were_read_do_not() -> None:
     records = [of_record(ABORTED, "a", "cpu"), of_record(COMMITTED, "a", "cpu"), of_record(COMMITTED, "a", "cpu")]
     formed = {"id": "5500-3", "kind": "formed", "pair": "weights", "epoch": "2"}
-    found = merge(records, [entry("a", "of a"), entry("b", "of b"), formed], {"a"})
+    found = merge(records, [entry("a", "of a"), entry("b", "of b"), formed], {"of a"})
     assert [one.at for one in found] == [5.0, 5.5, 6.0, 7.0]
     assert found[1].text == "both sides are complete: epoch 2 is formed" and not found[1].failed
-    assert found[3].text == "of b" and found[3].host == "b"
+    assert found[3].text == "of b" and found[3].host == "h"
 
 
 def reported(record: TransferRecord, *places: str, **changes: Any) -> list[Happening]:
@@ -135,6 +136,16 @@ def test_what_is_about_others_is_left_out() -> None:
 def test_an_event_that_lacks_fields_is_shown(kind: str) -> None:
     found = of_event({"id": "x", "kind": kind})
     assert isinstance(found, Happening) and found.text and found.at == 0.0
+
+
+@pytest.mark.parametrize(
+    ("what", "failed"),
+    [("worker_died", True), ("killed", True), ("warning", True), ("error", True), ("link_lost", True), ("new", False)],
+)
+def test_what_redis_tells_of_a_record_has_failed_if_the_record_has(what: str, failed: bool) -> None:
+    record = Incident(at=1.0, what=what, reason="it happened", failed=failed)
+    event = entry_of(record, what, "weights", "") | {"id": "1000-0"}
+    assert of_event(event).failed is of_record(record, "h", "cpu").failed is failed
 
 
 def test_an_incident_says_its_reason() -> None:

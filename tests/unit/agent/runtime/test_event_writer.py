@@ -60,7 +60,7 @@ def writer(stream: Stream, group: asyncio.TaskGroup) -> EventWriter:
     def spawn(work: Coroutine[Any, Any, None]) -> None:
         group.create_task(work)
 
-    return EventWriter(stream, spawn, host="h", device="cpu")  # type: ignore[arg-type]
+    return EventWriter(stream, spawn, agent="a1", host="h", device="cpu")  # type: ignore[arg-type]
 
 
 async def test_successes_are_summed_up_and_failures_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,12 @@ async def test_successes_are_summed_up_and_failures_come_at_once(monkeypatch: py
         events.take([transfer(seq) for seq in range(1, 813)])
         events.take([aborted(900), aborted(901), aborted(902)])
         [failure] = await stream.reach(1)
-        assert failure["kind"] == "transfer_aborted" and failure["seq"] == 900 and failure["on"] == "h"
+        assert (
+            failure["kind"] == "transfer_aborted"
+            and failure["seq"] == 900
+            and failure["on"] == "h"
+            and failure["agent"] == "a1"
+        )
         assert "inference rank 0 died" in failure["text"]
         summary = (await stream.reach(2))[1]
         assert summary["kind"] == "transfers" and summary["pair"] == "weights"
