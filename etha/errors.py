@@ -3,7 +3,7 @@
 EthaError
 +-- ConfigError             config              an argument or a setting is wrong
 +-- AgentUnavailableError   agent_unavailable   no agent answers, none could be started
-+-- AgentLostError          agent_lost          the agent died, or the client is closed to it
++-- AgentLostError          agent_lost          the agent died, or the client is closed to it; .outcome .torn .quiesced
 +-- RendezvousTimeoutError  rendezvous_timeout  .missing: {side: (rank, ...)}
 +-- LayoutError             layout              a tensor without layout, a malformed layout
 +-- RegistrationError       registration        .violations
@@ -92,22 +92,31 @@ class AgentUnavailableError(EthaError):
 class AgentLostError(EthaError):
     """The agent that served this client is gone. Its pairs and batches must be formed again.
 
-    When a transfer raises it, it carries ``outcome``, ``torn`` and ``quiesced`` as TransferError does, because nobody
-    can say any more whether the others got a result.
+    When a transfer raises it, it carries ``outcome``, ``torn``, ``quiesced`` and ``phases`` as TransferError does,
+    because nobody can say any more whether the others got a result. Of the phases only this worker's ``copy_in`` is
+    known, because the agent measured the others. None if the call had not asked the agent yet.
     """
 
     code = "agent_lost"
     outcome: str
     torn: bool
     quiesced: bool
+    phases: Phases | None
 
     def _set(self, data: Mapping[str, Any]) -> None:
         self.outcome = str(data.get("outcome", "unknown"))
         self.torn = bool(data.get("torn", False))
         self.quiesced = bool(data.get("quiesced", True))
+        self.phases = _phases(data)
 
     def data(self) -> dict[str, Any]:
-        return {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
+        found: dict[str, Any] = {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}
+        return found if self.phases is None else {**found, "phases": dict(self.phases)}
+
+
+def _phases(data: Mapping[str, Any]) -> Phases | None:
+    phases = data.get("phases")
+    return Phases(**{name: float(phases[name]) for name in phases}) if isinstance(phases, Mapping) else None
 
 
 class RendezvousTimeoutError(EthaError):
@@ -175,8 +184,7 @@ class TransferError(EthaError):
         self.torn = bool(data.get("torn", False))
         self.quiesced = bool(data.get("quiesced", True))
         self.culprits = tuple((str(side), int(rank)) for side, rank in data.get("culprits", ()))
-        phases = data.get("phases")
-        self.phases = Phases(**{name: float(phases[name]) for name in phases}) if isinstance(phases, Mapping) else None
+        self.phases = _phases(data)
 
     def data(self) -> dict[str, Any]:
         found: dict[str, Any] = {"outcome": self.outcome, "torn": self.torn, "quiesced": self.quiesced}

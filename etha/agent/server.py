@@ -94,7 +94,7 @@ log = logging.getLogger(__name__)
 DRAIN = 30.0
 #: Seconds that Redis has to answer an observer's request.
 EVENTS_SECONDS = 2.0
-_LEFT = "the agent is leaving; init_pair and register_tensors again start another"
+_LEFT = "the agent is leaving; call init_pair and register_tensors again, which start another"
 _LEAVING = "this agent is leaving and takes no new work"
 
 

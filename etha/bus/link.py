@@ -191,6 +191,11 @@ class AgentLink:
 
         await self._call(Descriptors(header=header), timeout, pack, on_timeout=on_timeout)
 
+    @property
+    def agent_lost(self) -> bool:
+        """Whether the session is over and this end did not close it."""
+        return self.lost.done() and self.lost.result().message != _CLOSED
+
     async def hear_of_death(self, within: float) -> None:
         """If the agent has died, wait until this session is over: its loop is about to read that."""
         if not self.lost.done() and os.getpid() == self._owner and self._channel.agent_died:

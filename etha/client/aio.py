@@ -282,7 +282,7 @@ class AsyncTensorBusClient(OfOneProcess):
         if known is not None:  # release its memory before taking more
             await self._retire(known)
             known.left = True  # one of its calls that still runs must not close the new registration
-        with self._calls.begin(f"register_tensors of {batch_id!r}"):
+        with self._calls.begin(f"register_tensors of {batch_id!r}"), connection.advice():
             registration = await register(
                 connection,
                 batch_id,
@@ -500,7 +500,7 @@ class AsyncTensorBusClient(OfOneProcess):
         self._check_served(registration)
         registration.check_stands()
         message = WaitOffer(batch=registration.batch, epoch=registration.pair.epoch)
-        with self._calls.begin("wait_offer", registration):
+        with self._calls.begin("wait_offer", registration), registration.connection.advice():
             offered = await registration.connection.link.request(message, timeout=seconds)
         assert isinstance(offered, Offered)
         return Offer(version=offered.version, bytes=offered.nbytes)
@@ -689,7 +689,8 @@ class AsyncTensorBusClient(OfOneProcess):
     async def _ask_for_pair(self, message: InitPair, deadline: Deadline) -> PairFormed:
         connection = await self._connect(deadline.left)
         try:
-            formed = await connection.link.request(message, timeout=deadline.left)
+            with connection.advice():
+                formed = await connection.link.request(message, timeout=deadline.left)
         except AgentLostError:
             lost = connection.link.lost
             if lost.done():
@@ -699,7 +700,8 @@ class AsyncTensorBusClient(OfOneProcess):
             if not lost.done() or deadline.left <= 0:
                 raise
             connection = await self._connect(deadline.left)
-            formed = await connection.link.request(message, timeout=deadline.left)
+            with connection.advice():
+                formed = await connection.link.request(message, timeout=deadline.left)
         assert isinstance(formed, PairFormed)
         return formed
 
@@ -727,7 +729,7 @@ class AsyncTensorBusClient(OfOneProcess):
 
     async def _confirmed(self, registration: Registration, deadline: Deadline) -> bool:
         """Whether an open batch is still registered, after its agent has sent all news about it."""
-        with self._calls.begin(f"register_tensors of {registration.batch!r}"):
+        with self._calls.begin(f"register_tensors of {registration.batch!r}"), registration.connection.advice():
             await registration.connection.link.request(Confirm(), timeout=deadline.left)
         return registration.lost() is None
 
@@ -753,8 +755,11 @@ class AsyncTensorBusClient(OfOneProcess):
                 self._early_ends[message.batch] = message
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
+        text = lost.result().message
+        if self._connection is not None and self._connection.link.agent_lost:
+            text = with_again(text)
         for pair, _ in self._pairs.values():
-            pair.lose("died", lost.result().message, AgentLostError(lost.result().message))
+            pair.lose("died", text, AgentLostError(text))
             self._lost(pair)
 
     # ---- giving memory back -------------------------------------------------------------------

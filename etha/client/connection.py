@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from etha.client.memory.segments import SharedSegments
 from etha.client.memory.select import home_of
 from etha.client.tasks import Deadline
 from etha.config import Settings, agent_path
-from etha.errors import AgentLostError, AgentUnavailableError, EthaError
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, with_again
 from etha.memory.huge import Collapser
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.revocation import RevocationPage
@@ -154,6 +154,19 @@ class AgentConnection:
     def lost(self) -> bool:
         """Whether the agent is gone."""
         return self.link.lost.done()
+
+    @contextlib.contextmanager
+    def advice(self) -> Iterator[None]:
+        """Enter while a call of the user asks the agent: if it is lost, the error says what to call again.
+
+        An agent that hangs, and a client that was closed, need something else.
+        """
+        try:
+            yield
+        except AgentLostError as error:
+            if not self.link.agent_lost:
+                raise
+            raise AgentLostError(with_again(error.message), **error.data()) from error.__cause__
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work that no caller waits for. It ends with the connection at the latest, because its requests fail

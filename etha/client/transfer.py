@@ -244,7 +244,7 @@ async def _once(
     )
     asked = time.monotonic()
     try:
-        with call.asking(link):
+        with call.asking(link), registration.connection.advice():
             moved = await link.request(
                 message,
                 timeout=timeout,
@@ -269,7 +269,9 @@ async def _once(
         # A killed agent has left its marks in the page, but it writes nothing any more.
         quiesced = page.revoke(word) or await shield.finish(link.agent_ended())
         shield.release()
-        raise AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced) from None
+        lost = AgentLostError(error.message, outcome=error.outcome, torn=torn, quiesced=quiesced)
+        lost.phases = replace(NO_PHASES, copy_in=asked - deadline.begun)
+        raise lost from None
     except TransferError as error:
         error.phases = replace(error.phases or NO_PHASES, copy_in=asked - deadline.begun)
         error.torn = error.torn and registration.in_place

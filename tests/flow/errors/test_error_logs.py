@@ -78,6 +78,7 @@ async def test_an_agent_that_hangs_is_named_with_its_log(rough: Site, pair: str)
         try:
             with pytest.raises(AgentLostError, match="is it stopped") as hangs:
                 await client.status(timeout=0.1)
+            assert "init_pair" not in hangs.value.message, "the session stands and goes on with the agent"
             late = rough.client("trainer", 0, autostart=False)
             with pytest.raises(AgentUnavailableError, match="is it stopped or overloaded") as met:
                 await late.status(timeout=0.5)

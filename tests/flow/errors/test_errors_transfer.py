@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pickle
 import signal
 import time
 import uuid
@@ -245,21 +246,31 @@ async def test_the_agent_dies(rough: Site) -> None:
         client = sides.clients["inference", 0]
         pid = (await client.status())["agent"]["pid"]
         waiting = asyncio.ensure_future(handles["inference", 0].transfer("recv", timeout=math.inf))
+        offer = asyncio.ensure_future(handles["inference", 0].wait_offer(timeout=math.inf))
         await client.status()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(AgentLostError) as caught:
+        with pytest.raises(AgentLostError, match=r"died.*; call init_pair and register_tensors again$") as caught:
             await waiting
         assert caught.value.code == "agent_lost" and caught.value.quiesced and caught.value.outcome == "unknown"
+        phases = caught.value.phases
+        assert phases is not None and phases.copy_in > 0 and phases.total == phases.copy_in, (
+            "the agent measured the rest"
+        )
+        assert pickle.loads(pickle.dumps(caught.value)).phases == phases
+        with pytest.raises(AgentLostError, match="call init_pair and register_tensors again"):
+            await offer
         assert "agent" in caught.value.message and str(pid) in caught.value.message
         for pair in sides.pairs.values():
             assert await pair.lost == "died"
+            assert pair.errored is not None and "call init_pair and register_tensors again" in pair.errored.message
         for call in (
             handles["inference", 0].transfer("recv"),
             handles["inference", 0].wait_offer(),
             client.register_tensors("c", {"w": torch.zeros(4)}, pair_name=sides.pair),
         ):
-            with pytest.raises(AgentLostError, match="call init_pair and register_tensors again"):
+            with pytest.raises(AgentLostError, match="call init_pair and register_tensors again") as caught:
                 await call
+            assert caught.value.phases is None, "no agent was asked"
         await sides.meet(device_mesh=(1,), placements=[Replicate()], timeout=60)
         again = await sides.register("b", lambda side, rank: ({"w": torch.ones(4)}, {}))
         assert [r.seq for r in (await sides.move(again)).values()] == [2, 2], "numbers go on"

@@ -161,7 +161,8 @@ def test_the_agent_is_killed_during_rendezvous(rough_stage: Stage) -> None:
     trainer.begin(init)
     rough_stage.puppet("trainer", 0, 1).do(see_it_wait)
     os.kill(agent, signal.SIGKILL)
-    assert trainer.fails().kind == "AgentLostError"
+    failed = trainer.fails()
+    assert failed.kind == "AgentLostError" and "call init_pair and register_tensors again" in failed.text
     # Whoever joins first may complete an epoch with the dead agent, which Redis lists for ten seconds: it is lost.
     assert len(set(together([trainer, inference], init))) == 1
 
