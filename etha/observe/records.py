@@ -55,7 +55,9 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
     ``at``: seconds since 1970 of its end. ``pairs``: the primary one first. ``seq`` is None if the call ended before
     GO. ``ranks``: (side, rank) of this agent's workers in it. ``outcome``: see TransferError. ``code``, ``reason``:
-    those of the error; "" if committed. ``seconds``: from GO to the end. ``superseded``: the call ended because its
+    those of the error; "" if committed. ``seconds``: from GO to the end. ``phases``: those of the rank here that called
+    first. ``ended_in``: the phase in which it ended, if it was not committed. ``last``: the rank here that called last,
+    ``late`` seconds after the first; None below a millisecond. ``superseded``: the call ended because its
     worker took a newer snapshot, which is no failure. ``agent``: id of the agent that wrote the line; "" before.
     """
 
@@ -75,6 +77,9 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     culprits: tuple[Culprit, ...] = ()
     seconds: float = 0.0
     phases: Phases = NO_PHASES
+    ended_in: str = ""
+    last: tuple[str, int] | None = None
+    late: float = 0.0
     superseded: bool = False
     agent: str = ""
 

@@ -38,11 +38,22 @@ def _where(pair: str, batch: str) -> str:
     return f"{pair}/{batch}" if batch else pair
 
 
-def _time_spent(phases: Phases) -> str:
+def _time_spent(phases: Phases, late: tuple[str, int] | None = None) -> str:
     if not phases.total:
         return ""
     longest = phases.longest
-    return f"{seconds(dict(phases)[longest])} of it {_DOING[longest]}"
+    doing = f"waiting for {late[0]} rank {late[1]} to call" if longest == "wait" and late else _DOING[longest]
+    return f"{seconds(dict(phases)[longest])} of it {doing}"
+
+
+def _late(records: Sequence[TransferRecord], slowest: TransferRecord) -> tuple[str, int] | None:
+    """The rank for whose call ``slowest`` waited, if that is most of its wait; ``records`` are those of all agents."""
+    wait, later = slowest.phases.wait, min(records, key=lambda one: one.phases.wait)
+    if slowest.last is not None and slowest.late > wait / 2:
+        return slowest.last
+    if later.phases.wait < wait / 2:  # the last rank to call is another agent's
+        return later.last or next(iter(later.ranks), None)
+    return None
 
 
 def _transfer(record: TransferRecord) -> str:
@@ -65,8 +76,9 @@ def _failed(record: TransferRecord, culprits: Sequence[Sequence[Culprit]], torn:
     if any(culprits):
         parts.append(f"because of {name_culprits(*culprits)}")
     if spent:
-        also = f" (before that, {spent})" if phases.longest != phases.last else ""
-        parts.append(f"it ended while {_DOING[phases.last]}{also}")
+        ended_in = record.ended_in if record.ended_in in _DOING else phases.last
+        also = f" (before that, {spent})" if phases.longest != ended_in else ""
+        parts.append(f"it ended while {_DOING[ended_in]}{also}")
     if torn:
         parts.append("targets may be half-written")
     return "; ".join(parts)
@@ -95,7 +107,8 @@ def _committed(reports: Sequence[tuple[str, TransferRecord]]) -> str:
     ways = "+".join(sorted({way for one in records for way in one.payload.ways}))
     staged = ", staged" if any(one.payload.staged for one in records) else ""
     place, slowest = max(reports, key=lambda one: one[1].phases.total)
-    spent = _time_spent(slowest.phases)
+    late = _late(records, slowest)
+    spent = _time_spent(slowest.phases, late)
     at = f" on {place}" if len(reports) > 1 and spent else ""
     return (
         f"{_name(slowest)} committed: {size(moved)} ({ways + staged if ways else 'nothing to move' + staged}) in "

@@ -99,6 +99,8 @@ class TransferRun:
         self.verify_seconds = 0.0
         #: Those before alone.
         self.verify_first = 0.0
+        #: Whether it checks now, or ended while it did.
+        self.verifying = False
 
     def start(self) -> None:
         """Begin. Returns at once."""
@@ -114,20 +116,21 @@ class TransferRun:
     # ---- inside -------------------------------------------------------------------------------
 
     async def _after_reading(self, verification: TransferVerification) -> None:
-        begun = time.monotonic()
+        begun, self.verifying = time.monotonic(), True
         try:
             await verification.before()
         except Exception as raised:
             self._fail(raised)
         self.verify_first = self.verify_seconds = time.monotonic() - begun
         if self._error is None:
+            self.verifying = False
             self._begin()
         else:
             self._end()
 
     async def _inspect(self, verification: TransferVerification) -> None:
         error: BaseException | None = None
-        begun = time.monotonic()
+        begun, self.verifying = time.monotonic(), True
         try:
             await verification.after()
         except Exception as raised:

@@ -95,7 +95,7 @@ class RunningProgram:
     """The transfer that moves now. ``program``, ``run`` and ``progress`` are None until the program is compiled.
 
     ``booking``: seconds for which the coordinator booked. ``started``, ``submitted``, ``moved``: when GO was heard, the
-    program was submitted, and this agent's part was over; 0 until then.
+    program was submitted, and this agent's part was done; 0 until then, and if it ended otherwise.
     """
 
     seq: int
@@ -117,6 +117,15 @@ class RunningProgram:
     #: Set while a finished move waits for a better error.
     late: asyncio.TimerHandle | None = None
     touched: bool = False
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase in which it is."""
+        if self.moved:
+            return "commit"
+        if not self.submitted:
+            return "compile"
+        return "verify" if self.run is not None and self.run.verifying else "move"
 
     def phases(self, member: Member, now: float) -> Phases:
         """The seconds of the phases that this transfer has reached for the call of a local rank."""

@@ -15,6 +15,8 @@ from etha.phases import Phases
 
 #: Characters of an error that a record keeps. A registration can fail for 20 reasons of a line each.
 MAX_REASON = 4000
+#: Seconds after the first call from which on the last one is recorded as late.
+LATE = 0.001
 #: Requests whose errors are recorded, and how.
 _WHAT: dict[type, str] = {
     InitPair: "rendezvous_failed",
@@ -26,8 +28,10 @@ _WHAT: dict[type, str] = {
 
 
 def settled_transfer(batch: RegisteredBatch, effect: Settled, current: RunningProgram, now: float) -> TransferRecord:
-    """The record of a transfer that is over here. Its phases are those of the rank that called last."""
-    error, last = effect.error, max(current.asked, key=current.asked.__getitem__)
+    """The record of a transfer that is over here. Its phases are those of the rank here that called first."""
+    error, asked = effect.error, current.asked
+    first, last = min(asked, key=asked.__getitem__), max(asked, key=asked.__getitem__)
+    late = asked[last] - asked[first]
     return TransferRecord(
         at=time.time(),
         pairs=batch.pairs,
@@ -44,7 +48,10 @@ def settled_transfer(batch: RegisteredBatch, effect: Settled, current: RunningPr
         reason="" if error is None else error.message[:MAX_REASON],
         culprits=culprits(batch, error),
         seconds=now - current.started,
-        phases=current.phases(last, now),
+        phases=current.phases(first, now),
+        ended_in="" if error is None else current.phase,
+        last=last if late >= LATE else None,
+        late=late if late >= LATE else 0.0,
     )
 
 

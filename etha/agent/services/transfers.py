@@ -322,7 +322,9 @@ class TransferService:
         return noted(found, self._links.log_of_named(found.message))
 
     def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
-        current.late, current.moved = None, time.monotonic()
+        current.late = None
+        if error is None and not current.stopped:  # else it ended where it was, however long the others take to hear it
+            current.moved = time.monotonic()
         self._perform(batch, batch.participant.moved(current.seq, error, touched=touched))
 
     def _settled(self, batch: RegisteredBatch, effect: Settled) -> None:

@@ -128,7 +128,8 @@ async def test_a_torn_target_is_told(site: Site, pair: str) -> None:
         one = await the_failure(
             site, f"{pair}/b", "was aborted", "its deadline passed", "because of trainer rank 0", "may be half-written"
         )
-        assert "moving bytes" in one.text
+        assert "it ended while moving bytes" in one.text and one.details["ended_in"] == "move"
+        assert one.details["phases"]["commit"] == 0
 
 
 @local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -11,15 +12,19 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from etha.client.results import TransferResult
+from etha.config import Settings
 from etha.errors import TransferTimeoutError
+from etha.events import gather
+from etha.observe.history import one_per_transfer
 from etha.phases import Phases
 from tests.flow.sides import Member, Sides
-from tests.flow.sites import Site
+from tests.flow.sites import Site, environment
 from tests.flow.ways import Way
 
 ways = pytest.mark.ways(Way.LOCAL, Way.TCP)
 #: Seconds of a call that belong to no phase: the way to the agent and back, on a busy machine.
 OUTSIDE = 0.5
+SECONDS = 60.0
 
 
 async def timed(call: Any) -> tuple[TransferResult, float]:
@@ -72,6 +77,24 @@ async def test_the_workers_own_copies_and_callbacks_have_their_phase(site: Site,
             timed(handles["inference", 0].transfer("recv", on_commit=slow)),
         )
         assert check(*received).copy_out >= 0.3 and check(*sent).copy_out < 0.3
+
+
+@ways
+async def test_records_of_agents_say_who_was_late(site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        handles = await simple(sides)
+        receiver = asyncio.create_task(handles["inference", 0].transfer("recv"))
+        await asyncio.sleep(0.4)  # the sender comes later, which is what is measured
+        await handles["trainer", 0].transfer("send")
+        heard = (await receiver).phases
+        with environment(site.at(site.way.place("inference", 0))):
+            settings = Settings.from_env()
+        found = await gather(settings, since=0.0, failed=False, timeout=SECONDS)
+    [line] = [one for one in one_per_transfer(found.happenings) if one.fits(f"{pair}/b") and one.transfer]
+    records = [one.transfer for one in found.happenings if one.fits(f"{pair}/b") and one.transfer]
+    waited = max(records, key=lambda record: record.phases.wait)
+    assert abs(waited.phases.wait - heard.wait) < 0.01 and heard.wait > 0.3, (waited.phases, heard)
+    assert re.search(r"[0-9] m?s of it waiting for trainer rank 0 to call", line.text), line.text
 
 
 @ways
