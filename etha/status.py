@@ -72,6 +72,7 @@ def agents_table(agents: list[dict[str, Any]], reports: list[dict[str, Any]]) ->
         for line in agents
     ]
     columns = ["host", "device", "pid", "version", "address", "lease renewed", "link", "pairs", "sent", "received"]
+    columns += ["metrics"] if any(line.get("metrics") for line in agents) else []
     return dict_table("agents that Redis knows", lines, columns)
 
 

@@ -200,6 +200,7 @@ class Agent:
             started_at=self.started_at,
             version=__version__,
             log=self.log,
+            metrics=self.metrics,
         )
 
     def agent_name(self, agent: str) -> str:

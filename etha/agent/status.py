@@ -148,6 +148,7 @@ def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float | None
                 "pid": record.pid,
                 "version": record.version,
                 "address": record.address,
+                "metrics": record.metrics,
                 "started_at": record.started_at,
                 "heartbeat": None if heartbeat is None else round(heartbeat, 1),
                 "pairs": [] if record.id == agent.id else sorted(needed.get(record.id, ())),

@@ -82,6 +82,7 @@ TABLE: tuple[KeyKind, ...] = (
             "host_name": "its name, for people",
             "device": "`cpu` or `cuda-GPU-<uuid>`",
             "log": "the file to which it logs, on its host; `-`: its terminal or its service",
+            "metrics": "HOST:PORT of its metrics, or why it has none; empty if nobody asked for them",
             "pid": "process id on its host",
             "address": "HOST:PORT of its links, for other hosts (ETHA_ADVERTISE, else where it listens)",
             "data_address": "HOST:PORT of its data port, for other hosts",

@@ -37,6 +37,8 @@ class AgentRecord:
     host_name: str = ""
     #: The file to which it logs; "-" for its terminal or its service, "" if it has not said so.
     log: str = ""
+    #: HOST:PORT of its metrics, or why it has none; "" if nobody asked for them.
+    metrics: str = ""
 
     @property
     def shown_host(self) -> str:
@@ -69,6 +71,7 @@ class AgentRecord:
             data_address=read.text("data_address", most=500) if "data_address" in values else "",
             bound=read.text("bound", most=500) if "bound" in values else "",
             log=read.text("log", most=5000, default=""),
+            metrics=read.text("metrics", most=5000, default=""),
         )
 
 

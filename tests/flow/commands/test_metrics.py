@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -18,10 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from torch.distributed.tensor import Replicate
 
 import etha
 from etha.errors import ConfigError
+from etha.status import status_tables
 from tests.flow.commands.running import agent
 from tests.flow.commands.running import etha as command
 from tests.flow.sides import Sides
@@ -60,6 +63,25 @@ async def test_a_client_checks_the_variable_before_it_starts_an_agent(
         async with etha.AsyncTensorBusClient(timeout=60.0) as client:
             await client.status()
     assert not (runtime / "default" / "cpu.log").exists()
+
+
+async def test_status_shows_where_the_agents_of_other_hosts_have_their_metrics(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_site(Way.TCP) as site:
+        plain = site.at
+        here = site.client("inference", 0, timeout=60.0)
+        monkeypatch.setattr(site, "at", lambda place: {**plain(place), "ETHA_METRICS": "127.0.0.1:0"})
+        async with here, site.client("trainer", 0, timeout=60.0) as there:
+            theirs = (await there.status())["agent"]["metrics"]
+            report = await here.status()
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", theirs)
+    assert {line["host"]: line["metrics"] for line in report["agents"]} == {
+        Way.TCP.host("a"): theirs,
+        Way.TCP.host("b"): "",
+    }
+    Console(file=sys.stdout, width=300).print(status_tables(report))
+    assert theirs in capsys.readouterr().out
 
 
 async def test_a_port_that_is_taken_is_a_warning_and_not_the_end(
