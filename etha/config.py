@@ -293,25 +293,46 @@ class Settings:
 
     def ensure_runtime_dir(self) -> Path:
         """Create the runtime directory and the namespace's, mode 0700, and check that they are ours."""
-        for path in (self.runtime_dir, self.runtime_dir / self.namespace):
-            try:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                info = path.lstat()
-            except OSError as error:  # a file in the way, no permission to write, or a full file system
-                raise ConfigError(
-                    f"the directory {path} for sockets and locks cannot be made: {error.strerror}; mount it writable, "
-                    f"or set ETHA_RUNTIME_DIR to a directory of yours"
-                ) from None
-            if info.st_uid != os.getuid() or info.st_mode & 0o077 or not path.is_dir():
-                raise ConfigError(
-                    f"{path} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:o}; "
-                    f"it must be yours with mode 700: set ETHA_RUNTIME_DIR to another directory"
-                )
+        make_private(self.runtime_dir, parents=True)
+        make_private(self.runtime_dir / self.namespace)
         return self.runtime_dir
 
     def socket_path(self, device: str) -> Path:
         """``$ETHA_RUNTIME_DIR/{namespace}/{device}.sock``, checked to fit a socket address."""
         return check_socket_path(self.runtime_dir / self.namespace / f"{device.replace(':', '-')}.sock")
+
+
+def make_private(path: Path, *, parents: bool = False) -> None:
+    """Create a directory of mode 0700 if it is not there. ConfigError if that fails, or if others may use it."""
+    try:
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        info = path.lstat()
+    except OSError as error:  # a file in the way, no permission to write, or a full file system
+        raise ConfigError(
+            f"the directory {path} for sockets and locks cannot be made: {error.strerror}; mount it writable, "
+            f"or set ETHA_RUNTIME_DIR to a directory of yours"
+        ) from None
+    if info.st_uid != os.getuid() or info.st_mode & 0o077 or not path.is_dir():
+        raise ConfigError(
+            f"{path} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:o}; "
+            f"it must be yours with mode 700: set ETHA_RUNTIME_DIR to another directory"
+        )
+
+
+def make_private_again(directory: Path) -> bool:
+    """Create a namespace's directory and the runtime directory that it is in, if somebody has removed them.
+
+    Whether they were removed and are there again. Nothing else is made: if the directory around them has gone, too,
+    somebody has cleared up and wants none of it.
+    """
+    if directory.is_dir():
+        return False
+    try:
+        make_private(directory.parent)
+        make_private(directory)
+    except ConfigError:
+        return False
+    return True
 
 
 def check_socket_path(path: Path) -> Path:

@@ -131,6 +131,11 @@ class Follower:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._queue = asyncio.Queue[Happening | None]()
+
+    def end(self) -> None:
+        """Have ``follow`` return. To be called on its loop."""
+        self._queue.put_nowait(None)
 
     def __enter__(self) -> Self:
         self._files = RingFollower(self._settings.ensure_runtime_dir() / self._settings.namespace)
@@ -140,28 +145,33 @@ class Follower:
         self._files.close()
 
     async def follow(self, after: Gathered) -> AsyncGenerator[Happening, None]:
-        """What has happened since the context was entered and was not in ``after``, until cancelled."""
-        queue, news = asyncio.Queue[Happening](), asyncio.Event()
+        """What has happened since the context was entered and was not in ``after``, until cancelled
+        or ended. Close it before the context is left."""
+        queue, news = self._queue, asyncio.Event()
         known, agents = frozenset(after.happenings), dict(after.here)
 
         def changed() -> None:
             news.set()
+            self._settings.ensure_runtime_dir()  # it may have been removed
             for device, record in self._files.news():
                 queue.put_nowait(of_record(record, host_of(record, self._settings, agents), device))
 
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._files.fileno(), changed)
+        handle = self._files.fileno()
+        loop.add_reader(handle, changed)
         listening = loop.create_task(self._listen(after.last, queue, news, agents))
         try:
             while True:
-                if (happening := await queue.get()) not in known:
+                if (happening := await queue.get()) is None:
+                    return
+                if happening not in known:
                     yield happening
         finally:
-            loop.remove_reader(self._files.fileno())
+            loop.remove_reader(handle)
             listening.cancel()
 
     async def _listen(
-        self, last: str, queue: asyncio.Queue[Happening], news: asyncio.Event, agents: dict[str, str]
+        self, last: str, queue: asyncio.Queue[Happening | None], news: asyncio.Event, agents: dict[str, str]
     ) -> None:
         """Put events of Redis into the queue, through whichever local agent answers, but those of local ``agents``."""
         while True:

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from etha.commands.completion import devices
-from etha.commands.terminal import out, print_json, progress, stopped_by_ctrl_c
+from etha.commands.terminal import closed_pipe_ends, out, print_json, progress, stopped_by_ctrl_c
 from etha.config import CUDA_AGENT, Settings, agent_path, check_device
 from etha.errors import AgentUnavailableError
 
@@ -72,7 +72,7 @@ def status(
 
     settings = Settings.from_env()
     if watch:
-        with stopped_by_ctrl_c():
+        with stopped_by_ctrl_c(), closed_pipe_ends():
             asyncio.run(watch_status(settings, as_json))
     found = asyncio.run(look(settings, timeout=STATUS_SECONDS))
     if not found:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
-from typing import Annotated
+from collections.abc import Sequence
+from contextlib import aclosing, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from etha.commands.terminal import err, print_json, stopped_by_ctrl_c
+from etha.commands.terminal import closed_pipe_ends, err, print_json, reader_watched, stopped_by_ctrl_c
 from etha.config import Settings
 from etha.printable import one_line
+
+if TYPE_CHECKING:
+    from etha.observe.history import Happening
 
 #: Seconds for agents, also those of other hosts, to answer.
 SECONDS = 5.0
@@ -33,7 +37,7 @@ def events(
     """
     import asyncio
 
-    with stopped_by_ctrl_c():
+    with stopped_by_ctrl_c(), closed_pipe_ends():
         asyncio.run(show(Settings.from_env(), only, since, failed=failed, as_json=as_json, on=follow))
 
 
@@ -45,15 +49,30 @@ async def show(settings: Settings, only: str, since: str, *, failed: bool, as_js
     begin = parse_since(since, time.time())
     with Follower(settings) if on else nullcontext() as follower:
         gathered = await gather(settings, since=begin, failed=failed, timeout=SECONDS)
-        for happening in gathered.happenings if as_json else one_per_transfer(gathered.happenings):
-            if happening.fits(only, failed=failed):
-                print_json(happening.as_json()) if as_json else typer.echo(line(happening))
-        for note in gathered.notes:
+        entries = gathered.happenings if as_json else one_per_transfer(gathered.happenings)
+        shown = [one for one in entries if one.fits(only, failed=failed)]
+        for happening in shown:
+            print_json(happening.as_json()) if as_json else typer.echo(line(happening))
+        notes = gathered.notes if shown else [*gathered.notes, nothing(entries, only, since, failed=failed)]
+        for note in notes:
             err.print(Text(f"note: {one_line(note)}", "yellow"))
+        sys.stdout.flush()
         if follower is not None:
-            async for happening in follower.follow(gathered):
-                if happening.fits(only, failed=failed):
-                    print_json(happening.as_json()) if as_json else echo(line(happening))
+            with reader_watched(follower.end):
+                async with aclosing(follower.follow(gathered)) as news:
+                    async for happening in news:
+                        if happening.fits(only, failed=failed):
+                            print_json(happening.as_json()) if as_json else echo(line(happening))
+
+
+def nothing(entries: Sequence[Happening], only: str, since: str, *, failed: bool) -> str:
+    """Why nothing is shown, and what is recorded instead."""
+    what = "no failure is recorded" if failed else "nothing is recorded"
+    places = sorted({one.where for one in entries if one.where and (one.failed or not failed)})
+    if not only or not places:
+        return f"{what}{f' about {only}' if only else ''} since {since}; --since 7d looks further back"
+    more = f" and {len(places) - 10} more" if len(places) > 10 else ""
+    return f"{what} about {only} since {since}, but about {', '.join(places[:10])}{more}"
 
 
 def echo(text: str) -> None:

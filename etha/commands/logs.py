@@ -12,7 +12,7 @@ from rich.text import Text
 from etha.commands.agents import name_of_agent
 from etha.commands.terminal import closed_pipe_ends, err, stopped_by_ctrl_c
 from etha.config import Settings
-from etha.errors import AgentUnavailableError
+from etha.errors import AgentUnavailableError, ConfigError
 
 if TYPE_CHECKING:
     from etha.observe.logfiles import LogView
@@ -32,7 +32,7 @@ def logs(
     from etha.observe.logfiles import LogView
 
     settings = Settings.from_env()
-    finder = LogFinder(settings, None if device is None else name_of_agent(device))
+    finder = LogFinder(settings, None if device is None else log_name(device, settings))
     with closing(LogView(finder.find)) as view, stopped_by_ctrl_c(), closed_pipe_ends():
         if follow:
             settings.ensure_runtime_dir()
@@ -46,6 +46,26 @@ def logs(
             settings.ensure_runtime_dir()  # it may have been removed meanwhile
             view.follow(settings.runtime_dir / settings.namespace)
             print_logs(view, None, whole=False)
+
+
+def log_name(device: str, settings: Settings) -> str:
+    """The name of a device's agent, as its log has it. It is the GPU's uuid, so a driver that is broken cannot tell it:
+    then that of the only GPU that has a log. ConfigError names those of several."""
+    from etha.observe.logfiles import logs_in
+
+    try:
+        return name_of_agent(device)
+    except ConfigError as error:
+        from etha.agent.runtime.device import any_visible
+
+        names = [name for name in logs_in(settings.runtime_dir / settings.namespace).values() if name != "cpu"]
+        if not device.startswith("cuda") or not names or any_visible():
+            raise
+        if len(names) > 1:
+            text = f"{error.message}; there are logs of the agents of GPUs: --device {' or '.join(names)}"
+            raise ConfigError(text) from None
+        err.print(Text(f"note: {error.message}; these are the logs of {names[0]}", "yellow"), soft_wrap=True)
+        return names[0]
 
 
 def print_logs(view: LogView, most: int | None, *, whole: bool) -> bool:

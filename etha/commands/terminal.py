@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,33 @@ def closed_pipe_ends() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         raise typer.Exit(0) from None
+
+
+@contextmanager
+def reader_watched(on_left: Callable[[], None]) -> Iterator[None]:
+    """Call ``on_left`` once nobody reads standard output any more. Inside an event loop, which need not print anything.
+
+    A file has no reader, and is not watched.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    with select.epoll() as poll:
+
+        def left() -> None:
+            loop.remove_reader(poll.fileno())
+            on_left()
+
+        try:
+            poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups come unasked
+        except OSError:
+            yield
+            return
+        loop.add_reader(poll.fileno(), left)
+        try:
+            yield
+        finally:
+            loop.remove_reader(poll.fileno())
 
 
 class Bar:

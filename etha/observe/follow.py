@@ -9,8 +9,8 @@ from pathlib import Path
 from etha.observe.records import Record
 from etha.observe.ring import device_of, open_ring, records_of, ring_files
 
-#: inotify: a file was written, made, or moved to its place.
-_IN_NEWS = 0x2 | 0x80 | 0x100
+#: inotify: a file was written, made, moved to its place, or removed; the directory was removed or moved.
+_IN_NEWS = 0x2 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 
 
 class RingFollower:
@@ -18,10 +18,10 @@ class RingFollower:
 
     def __init__(self, directory: Path) -> None:
         """OSError if the directory cannot be watched."""
-        libc = ctypes.CDLL(None, use_errno=True)
+        self._libc = libc = ctypes.CDLL(None, use_errno=True)
         self._directory, self._open = directory, dict[Path, _Tail]()
         self._handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        if self._handle < 0 or libc.inotify_add_watch(self._handle, os.fsencode(directory), _IN_NEWS) < 0:
+        if self._handle < 0 or not self._watch():
             number = ctypes.get_errno()
             self.close()
             raise OSError(number, os.strerror(number), str(directory))
@@ -33,16 +33,23 @@ class RingFollower:
         return self._handle
 
     def news(self) -> list[tuple[str, Record]]:
-        """(device, record) of what was written since the last call, oldest first."""
+        """(device, record) of what was written since the last call, oldest first.
+
+        The directory may have been removed; the one that is at its place now is watched, if there is one.
+        """
         try:
             while os.read(self._handle, 1 << 16):
                 pass
         except BlockingIOError:
             pass
+        self._watch()
         for path in ring_files(self._directory):
             if not path.name.endswith(".1"):  # it was read under its first name
                 self._follow(path, at_end=False)
         found = [(device_of(path), record) for path, tail in self._open.items() for record in tail.read()]
+        # The kernel tells of a removed directory only once no file of it is open any more.
+        for path in [path for path, tail in self._open.items() if tail.removed]:
+            self._open.pop(path).close()
         return sorted(found, key=lambda one: one[1].at)
 
     def close(self) -> None:
@@ -52,6 +59,10 @@ class RingFollower:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+    def _watch(self) -> bool:
+        """Watch what is at the path now. If that is watched already, nothing changes."""
+        return int(self._libc.inotify_add_watch(self._handle, os.fsencode(self._directory), _IN_NEWS)) >= 0
 
     def _follow(self, path: Path, *, at_end: bool) -> None:
         if path in self._open or path.name.endswith(".1"):
@@ -86,6 +97,11 @@ class _Tail:
         os.close(self._fd)
         self._fd, self._rest = other, b""
         return found + self._lines()
+
+    @property
+    def removed(self) -> bool:
+        """Whether the open file has no name any more. One that was set aside has."""
+        return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
         os.close(self._fd)

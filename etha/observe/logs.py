@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from etha.config import MAX_LOG
+from etha.config import MAX_LOG, make_private_again
 from etha.printable import printable
 
 #: Stands for an agent whose standard error is no file.
@@ -96,8 +96,9 @@ class AgentLog(logging.Handler):
     """Writes lines to standard error, one ``write`` each.
 
     If that is the file at ``own(path)``, it does not grow much beyond ``MAX_LOG`` bytes: it becomes ``.log.1``, and
-    standard error another file. So it does when somebody has removed or moved the file. What cannot be written, because
-    the disk is full, is lost and counted; the next line that can be written says how many were.
+    standard error another file. So it does when somebody has removed or moved the file, or removed its directory.
+    What cannot be written, because the disk is full, is lost and counted; the next line that can be written says how
+    many were.
     """
 
     def __init__(self, form: str = "text", source: LogSource | None = None, descriptor: int = 2) -> None:
@@ -147,6 +148,7 @@ class AgentLog(logging.Handler):
             there: os.stat_result | None = path.stat(follow_symlinks=False)
         except FileNotFoundError:
             there = None
+            make_private_again(path.parent)
         if there is not None and _same(now, there):
             if now.st_size <= MAX_LOG:
                 return

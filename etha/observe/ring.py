@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from etha.observe.records import Culprit, Incident, Record, TransferRecord, from_line, to_line
+from etha.config import make_private_again
+from etha.observe.records import WARNING, Culprit, Incident, Record, TransferRecord, from_line, to_line
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ class RingWriter:
             file.close()
 
     def _write(self, records: list[Record], dropped: int) -> None:
+        records = [*self._made_again(), *records]
         lost, failure = 0, None
         if dropped:
             text = (
@@ -192,6 +194,19 @@ class RingWriter:
             log.warning(text, self.directory, failure)
         self._warned = failure is not None
         self._why = self._why if failure is None else failure.strerror or str(failure)
+
+    def _made_again(self) -> list[Record]:
+        """Have a directory, and say so if somebody has removed it: with it went the socket."""
+        if not make_private_again(self.directory):
+            return []
+        text = (
+            f"{self.directory} was removed while the agent of {self.device} (process {os.getpid()}) was running; it "
+            f"made the directory again, but its socket is gone: only workers that are connected already can use this "
+            f"agent. Let no cleaner remove the directory, or set ETHA_RUNTIME_DIR to one that stays; end the process "
+            f"to have another agent"
+        )
+        log.warning("%s", text)
+        return [Incident(at=time.time(), what=WARNING, reason=text)]
 
     def _append(self, kept: bool, records: list[Record]) -> tuple[int, OSError | None]:
         """Append to one of the two files. Returns how many records could not be, and why."""

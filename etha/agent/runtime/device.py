@@ -172,6 +172,14 @@ def cards(driver: Driver) -> tuple[Device, ...]:
     return found
 
 
+def any_visible() -> bool:
+    """Whether this process sees a GPU."""
+    try:
+        return bool(driver().devices())
+    except (ConfigError, DeviceError):
+        return False
+
+
 def name_of(wanted: str) -> str:
     """The name of the agent of "cuda:N" of this process. ConfigError for a GPU that is not here."""
     try:

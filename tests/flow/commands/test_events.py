@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from datetime import datetime
@@ -342,3 +343,42 @@ def test_since_takes_times() -> None:
     for wrong in ("", "yesterday", "10", "25:00", "-5m"):
         with pytest.raises(etha.ConfigError, match="--since"):
             parse_since(wrong, time.time())
+
+
+@local
+async def test_a_name_without_records_is_answered_with_those_that_have_some(site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        handles = await simple(sides)
+        await send(handles, 1)
+        await shown(site)
+    said = await command(site, "wieghts")
+    assert said.stdout == "" and said.returncode == 0
+    assert "nothing is recorded about wieghts since 1d, but about " in said.stderr and f"{pair}/b" in said.stderr
+    said = await command(site, "--since", "0s", "--failed")
+    assert "no failure is recorded since 0s; --since 7d looks further back" in said.stderr
+
+
+async def command(site: Site, *words: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+    """``etha events`` with these words, at place a; ``shell``: what follows in the pipe."""
+    line = f"set -o pipefail; exec {sys.executable} -m etha events {' '.join(words)} {shell}"
+    return await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-c", line],
+        env={**os.environ, **site.at("a")},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+@local
+async def test_following_ends_with_its_reader(site: Site, pair: str) -> None:
+    """Also if nothing happens that it could print, and with no word of it."""
+    async with Sides(site, pair) as sides:
+        handles = await simple(sides)
+        await send(handles, 1)
+        await shown(site)
+        for words in (("--follow",), ("--json", "--follow"), ()):
+            said = await command(site, *words, shell="| head -1")
+            assert (said.returncode, said.stderr, said.stdout.count("\n")) == (0, "", 1)

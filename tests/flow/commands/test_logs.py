@@ -214,3 +214,19 @@ def test_logs_import_no_torch(runtime: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert shown.stdout == "here\nFalse\n"
+
+
+def test_the_log_of_a_gpus_agent_is_read_where_no_gpu_is_visible(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = "2000-01-01T00:00:00.000+00:00 INFO cuda-1a a etha: the driver broke\n"
+    log_at(runtime).parent.mkdir(mode=0o700)
+    log_at(runtime).with_name("cuda-1a.log").write_text(line)
+    log_at(runtime).write_text("of the CPU\n")
+    command = [sys.executable, "-m", "etha", "logs", "--device", "cuda:0"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout) == (0, line) and "these are the logs of cuda-1a" in shown.stderr
+    log_at(runtime).with_name("cuda-2b.log").write_text(line)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 1 and "--device cuda-1a or cuda-2b" in " ".join(shown.stderr.split())

@@ -43,3 +43,22 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
         file.write(line[20:])
         assert [one.at for _, one in follower.news()] == [1.0]
     follower.close()
+
+
+def test_a_directory_that_was_removed_and_made_again_is_followed(tmp_path: Path) -> None:
+    directory = tmp_path / "ns"
+    directory.mkdir()
+    path = directory / f"cpu{TRANSFERS}"
+    path.write_bytes(to_line(record(1)))
+    follower = RingFollower(directory)
+    path.unlink()
+    assert select.select([follower], [], [], 10)[0]
+    assert follower.news() == []
+    directory.rmdir()
+    assert select.select([follower], [], [], 10)[0], "the directory has gone"
+    directory.mkdir()
+    assert follower.news() == []
+    path.write_bytes(to_line(record(2)))
+    assert select.select([follower], [], [], 10)[0]
+    assert [one.at for _, one in follower.news()] == [2.0]
+    follower.close()

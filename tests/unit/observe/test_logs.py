@@ -93,7 +93,7 @@ log.warning("second")
         ("moved", {"cpu.log": ["second"], "moved": ["first"]}),
         ("emptied", {"cpu.log": ["second"]}),
         ("linked", {"cpu.log": [], "moved": ["first", "second"]}),
-        ("folder", {}),
+        ("folder", {"cpu.log": ["second"]}),
     ],
 )
 def test_a_log_that_somebody_took_away_is_written_again(tmp_path: Path, what: str, left: dict[str, list[str]]) -> None:

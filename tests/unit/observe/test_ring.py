@@ -235,9 +235,28 @@ def test_a_directory_that_comes_back_is_written_again(tmp_path: Path, caplog: py
     directory.rmdir()
     writer._write([committed(2)], 0)
     writer._write([committed(3)], 0)
-    directory.mkdir()
     writer._write([committed(4)], 0)
-    assert seqs(directory) == [4] and len(caplog.records) == 1
+    assert seqs(directory) == [2, 3, 4] and len(caplog.records) == 1
+    assert directory.stat().st_mode & 0o777 == 0o700
+    [said] = [record for _, record in read_ring(directory, failed=True)]
+    assert isinstance(said, Incident) and said.reason == caplog.records[0].getMessage()
+    assert f"{directory} was removed while the agent of cpu" in said.reason and "its socket is gone" in said.reason
+
+
+def test_no_more_is_made_again_than_the_runtime_directory(tmp_path: Path) -> None:
+    writer = RingWriter(tmp_path / "cleared" / "runtime" / "ns", "cpu")
+    writer._write([committed(1)], 0)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "cleared").mkdir()
+    writer._write([committed(2)], 0)
+    assert seqs(tmp_path / "cleared" / "runtime" / "ns") == [2]
+
+
+def test_no_directory_of_others_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "runtime").mkdir(mode=0o777)
+    (tmp_path / "runtime").chmod(0o777)
+    RingWriter(tmp_path / "runtime" / "ns", "cpu")._write([committed(1)], 0)
+    assert list((tmp_path / "runtime").iterdir()) == [] and "cannot be written" in caplog.text
 
 
 def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
