@@ -138,10 +138,14 @@ class TellMissing(StrictStruct, frozen=True, kw_only=True):
 
 @message("forsaken")
 class Forsaken(StrictStruct, frozen=True, kw_only=True):
-    """A worker of mine cannot take part in this batch, which is registered; ``text`` says who and why. -> Noted."""
+    """A worker of mine cannot take part in this batch, which is registered; ``text`` says who and why. -> Noted.
+
+    ``closed``: it has closed its handle. Then the others keep theirs until they close them, and no transfer begins.
+    """
 
     request: int
     text: Annotated[str, Meta(max_length=4096)]
+    closed: bool = False
 
 
 @message("noted")

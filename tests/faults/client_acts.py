@@ -217,6 +217,8 @@ def _blocking(scene: Scene, pair: str) -> tuple[str, str, float]:
         assert held == holds(scene.target), "written after close() had returned"
     if scene.raises is not None:
         assert handle.version is None and client.status(), "the client lives on"
+    if scene.event == "close handle":
+        wait_for("over")
     if client is not None:
         client.close()
     return "none" if call is None else ending(error), holds(scene.target), at - struck
@@ -280,9 +282,9 @@ async def _outer(scene: Scene, pair: str) -> None:
         assert held == holds(scene.target), "written after close() had returned"
     if scene.raises is not None:
         assert await client.status(), "the client lives on"
-    if scene.event == "drop":
+    if scene.event in ("drop", "close handle"):
         await asyncio.to_thread(wait_for, "over")  # the loop has to live on for a client that is dropped
-    elif client is not None:
+    if scene.event != "drop" and client is not None:
         await client.close()
 
 

@@ -177,15 +177,17 @@ class Company:
         other = "none"
         if moment in ("idle", "READY"):
             sender.worker.go("call")
-        if moment != "rendezvous" and event == "drop":
+        # Until then its client lives on, so that the other side hears of the handle and not of the client.
+        kept = event == "drop" or (event == "close handle" and moment in ("idle", "READY"))
+        if moment != "rendezvous" and kept:
             other = sender.ends()
-        if event == "drop":
+        if event in ("drop", "close handle"):
             receiver.worker.go("over")
         if event != "exit":
             own = receiver.ends()
         if moment == "voted" and event != "drop":
             ask(self.agent, "release")
-        if moment != "rendezvous" and event != "drop":
+        if moment != "rendezvous" and not kept:
             other = sender.ends()
         self.forget()
         return Ended(own[0], own[1], other, own[2])

@@ -164,6 +164,8 @@ class LocalRegistration:
     seq: int = 0
     #: What other agents said before this one knew that all agree.
     early: list[tuple[str, Message]] = field(default_factory=list)
+    #: Which rank has closed the batch first, on this agent or another.
+    closed: PeerLostError | None = None
     #: Set once all agents agree.
     registered: RegisteredBatch | None = None
     #: Whether no transfer can begin any more, because a rank of this agent has left or a pair is lost.

@@ -103,7 +103,7 @@ class RegistrationService:
         check_name("batch", message.batch)
         member, epochs = membership(self._rendezvous, session, message)
         old = self._open(session, message.batch)
-        if old is not None and old.machine.lost is None:
+        if old is not None and old.machine.lost is None and old.closed is None:
             raise RegistrationError(
                 f"batch {message.batch!r} is open in this client already; close its handle before you register others"
             )
@@ -151,9 +151,14 @@ class RegistrationService:
         return registration
 
     def registered(self, session: WorkerSession, batch: str, epoch: int) -> RegisteredBatch:
-        """As ``find``, for a call that needs that all ranks have registered. ProtocolError if they have not."""
-        if (found := self.find(session, batch, epoch).registered) is None:
+        """As ``find``, for a call that needs all ranks. ProtocolError if they have not all registered, PeerLostError if
+        one has closed the batch."""
+        registration = self.find(session, batch, epoch)
+        if (found := registration.registered) is None:
             raise ProtocolError(f"batch {batch!r}: its registration has not been answered yet")
+        if (closed := registration.closed) is not None:
+            self._push_lost(registration, closed)
+            raise PeerLostError(closed.message, reason=closed.reason, outcome="withdrawn")
         return found
 
     def registered_batches(self) -> list[RegisteredBatch]:
@@ -169,9 +174,11 @@ class RegistrationService:
         if registration is None:
             return
         for member in [m for m, t in registration.tensors.items() if t.session is session]:
-            error = PeerLostError(f"{member[0]} rank {member[1]} has closed batch {batch!r}", reason="closed")
-            if registration.registered is not None:
-                self._transfers.withdraw(registration.registered, member, error)
+            error = _forsaken(f"{member[0]} rank {member[1]} has closed batch {batch!r}: call register_tensors again")
+            if (registered := registration.registered) is not None:
+                self._transfers.withdraw(registered, member, error)
+                if registration.machine.lost is None and registration.closed is None:
+                    self._spawn(self._tell_that_closed(registration, error))
             self._perform(registration, registration.machine.close(member))
         # Other workers here still have it open.
         if not registration.over and registration.machine.state is RegistrationState.REGISTERED:
@@ -203,7 +210,7 @@ class RegistrationService:
             return
         registration = self.known.get(key) or self._memory.ended(key)
         batch = registration.registered if registration is not None else None
-        if registration is None and isinstance(message, Forsaken):
+        if registration is None and isinstance(message, Forsaken) and not message.closed:
             self._memory.note_lost(key, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif registration is None:  # the other agent has seen all entries before this one
@@ -213,7 +220,7 @@ class RegistrationService:
         elif isinstance(message, Exhibits):
             registration.show(agent, message)
         elif isinstance(message, Forsaken):
-            self._end_for_all(registration, _forsaken(message.text))
+            (self._end_calls if message.closed else self._end_for_all)(registration, _forsaken(message.text))
             self._links.tell(agent, scope, Noted(request=message.request))
         elif isinstance(message, AskMissing | TellMissing):
             self._transfers.stragglers.hear(agent, registration, message)
@@ -264,24 +271,50 @@ class RegistrationService:
         await self._forsaking.tell(registration.scope, registration.agents - {self._me}, text, request.deadline)
         session.peer.reply(request.id, Ok())
 
+    async def _tell_that_closed(self, registration: LocalRegistration, error: PeerLostError) -> None:
+        """A rank here has closed the batch. The others would wait for it in vain, so the calls of all end."""
+        self._end_calls(registration, error)
+        deadline, others = asyncio.get_running_loop().time(), registration.agents - {self._me}
+        await self._forsaking.tell(registration.scope, others, error.message, deadline, closed=True)
+
+    def _end_calls(self, registration: LocalRegistration, error: PeerLostError) -> None:
+        """A rank has closed the batch: no transfer can begin any more. One that runs ends as it must."""
+        if registration.closed is None and registration.machine.lost is None:
+            registration.closed = error
+            if registration.registered is not None:  # else once it is
+                self._spawn(self._end_waiting(registration, registration.registered, error))
+
+    async def _end_waiting(
+        self, registration: LocalRegistration, registered: RegisteredBatch, error: PeerLostError
+    ) -> None:
+        await self._transfers.idle_tracker.wait_for([registered])
+        if registration.machine.lost is None:
+            self._push_lost(registration, error)
+            self._transfers.break_up(registered, error)
+
     def _end_for_all(
         self, registration: LocalRegistration, error: PeerLostError, *, but: WorkerSession | None = None
     ) -> None:
         """End a registration while its pair stays: inform the workers here that hold it, then end their calls."""
         if registration.machine.lost is None:
-            lost = BatchLost(
-                pair=registration.pairs[0],
-                epoch=registration.epoch,
-                batch=registration.name,
-                generation=registration.generation,
-                reason=error.reason,
-                text=error.message,
-            )
-            held = [registration.tensors[member].session for member in sorted(registration.machine.holders)]
-            for session in held:
-                if session is not but:
-                    session.peer.push(lost)
+            self._push_lost(registration, error, but=but)
         self._break(registration, error)
+
+    def _push_lost(
+        self, registration: LocalRegistration, error: PeerLostError, *, but: WorkerSession | None = None
+    ) -> None:
+        """Inform the workers here that hold a registration."""
+        lost = BatchLost(
+            pair=registration.pairs[0],
+            epoch=registration.epoch,
+            batch=registration.name,
+            generation=registration.generation,
+            reason=error.reason,
+            text=error.message,
+        )
+        for member in sorted(registration.machine.holders):
+            if (session := registration.tensors[member].session) is not but:
+                session.peer.push(lost)
 
     def _break(self, registration: LocalRegistration, error: PeerLostError) -> None:
         self._memory.note_lost(registration.key, error)
@@ -529,6 +562,8 @@ class RegistrationService:
         early, registration.early = registration.early, []
         for agent, message in early:
             self._transfers.hear(batch, agent, message)
+        if registration.closed is not None:
+            self._spawn(self._end_waiting(registration, batch, registration.closed))
 
 
 def _forsaken(text: str) -> PeerLostError:
@@ -600,12 +635,14 @@ class Forsaking:
         self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
         self._requests = 0
 
-    async def tell(self, scope: Scope, agents: Collection[str], text: str, deadline: float) -> None:
+    async def tell(
+        self, scope: Scope, agents: Collection[str], text: str, deadline: float, *, closed: bool = False
+    ) -> None:
         """Return once these agents have ended the registration, or at ``deadline`` (loop time) plus ``GRACE``."""
         self._requests += 1
         request, silent, heard = self._requests, set(agents), asyncio.Event()
         for agent in sorted(silent):
-            self._links.tell(agent, scope, Forsaken(request=request, text=text))
+            self._links.tell(agent, scope, Forsaken(request=request, text=text, closed=closed))
         if not silent:
             return
         self._waiting[request] = silent, heard

@@ -145,13 +145,14 @@ async def test_a_closed_batch_and_a_closed_peer(site: Site) -> None:
         await handles["trainer", 0].close()
         with pytest.raises(RegistrationError, match="batch 'b' is closed: register it again"):
             await handles["trainer", 0].transfer("send")
+        for call in (waiting, handles["inference", 0].transfer("recv")):
+            with pytest.raises(PeerLostError) as caught:
+                await call
+            assert caught.value.code == "peer_lost" and caught.value.reason == "closed"
+            assert caught.value.outcome == "withdrawn" and not caught.value.torn
+            for part in ("'b'", "trainer rank 0 has closed", "call register_tensors again"):
+                assert part in caught.value.message
         await sides.clients["trainer", 0].close()
-        with pytest.raises(PeerLostError) as caught:
-            await waiting
-        assert caught.value.code == "peer_lost" and caught.value.reason == "closed"
-        assert caught.value.outcome == "withdrawn" and not caught.value.torn
-        for part in ("'b'", sides.pair, "trainer rank 0", "call init_pair and register_tensors again"):
-            assert part in caught.value.message
         pair = sides.pairs["inference", 0]
         assert await pair.lost == "closed" and "trainer rank 0" in pair.lost.text
         for call in (
