@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from etha.observe.history import of_event
 from etha.printable import in_all_texts, one_line
 
 #: Links that an operator must see to, by what they are called in the status.
@@ -118,15 +119,16 @@ def _missing(side: str, ranks: list[int], pair: dict[str, Any]) -> str:
 
 
 def events_table(events: list[dict[str, Any]], why: str = "") -> Table:
-    """What happened, oldest first, in local time. ``why`` says why there is nothing newer."""
+    """What happened, oldest first, in local time and in the words of ``etha events``.
+
+    ``why`` says why there is nothing newer.
+    """
     table = Table(title="events", title_justify="left", caption=one_line(why) or None, caption_justify="left")
-    for column in ("time", "event", ""):
+    for column in ("time", "pair", "event"):
         table.add_column(column, overflow="fold")
-    for event in in_all_texts(one_line, events):
-        milliseconds = str(event.get("id", "")).partition("-")[0]
-        at = datetime.fromtimestamp(int(milliseconds) / 1000) if milliseconds.isdecimal() else None
-        rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("id", "kind"))
-        table.add_row(Text(f"{at:%H:%M:%S}" if at else "-"), Text(str(event.get("kind", "-"))), Text(rest))
+    for one in map(of_event, events):
+        at = f"{datetime.fromtimestamp(one.at):%H:%M:%S}" if 0 < one.at < 1e11 else "-"
+        table.add_row(at, Text(one_line(one.where) or "-"), Text(one_line(one.text)))
     return table
 
 

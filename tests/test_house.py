@@ -79,7 +79,7 @@ EDGES: dict[str, set[str]] = {
     "demo": {""},
     "doctor": {"addresses", "errors", "config", "memory", "store", "cuda"},
     "planfile": {"errors", "plan"},
-    "status": {"printable"},
+    "status": {"observe", "printable"},
     "agent_session": {"errors", "config", "version", "bus", "observe"},
     # What `etha events` shows: from files, agents and Redis.
     "events": {"errors", "config", "bus", "observe", "printable", "agent_session"},

@@ -82,7 +82,7 @@ def report(
         "agents": _agents(agent, seen),
         "pairs": [
             {
-                **_pair(machine, ended),
+                **_pair(machine, ended, waited_for=machine.pair in waits),
                 "waits": round(waits[machine.pair], 3) if machine.pair in waits else None,
                 "hint": hints.get(machine.pair, ""),
             }
@@ -92,8 +92,9 @@ def report(
     }
 
 
-def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
-    """One line. ``ended``: no worker here belongs to the pair any more, so only Redis knows its state."""
+def _pair(machine: PairMachine, ended: bool, *, waited_for: bool) -> dict[str, Any]:
+    """One line. ``ended``: no worker here belongs to the pair any more, so only Redis knows its state. ``waited_for``:
+    a worker here waits for the next epoch, so how the last one ended ("last_error") is no error any more."""
     view, lost = machine.view, machine.lost
     state, epoch, error = machine.state.name.lower(), machine.epoch, lost.message if lost is not None else ""
     if view is not None and ended:
@@ -101,6 +102,8 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
     if view is not None and view.state == "closed" and state == "lost":
         state = "closed"  # everybody of both sides has left in order
     over = state == "closed"
+    if waited_for and state in ("lost", "closed"):
+        state, over = "forming", False
     return {
         "pair": machine.pair,
         "state": state,
@@ -110,7 +113,8 @@ def _pair(machine: PairMachine, ended: bool) -> dict[str, Any]:
             for name, side in (view.sides.items() if view is not None else ())
         },
         "waiting_for": {} if view is None or over else view.missing(),
-        "error": "" if over else error,
+        "error": "" if over or waited_for else error,
+        "last_error": error,
     }
 
 

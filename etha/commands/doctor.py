@@ -61,7 +61,7 @@ def show(findings: Sequence[Finding]) -> None:
     from rich.table import Table
 
     table = Table()
-    for heading in ("check", "", "found"):
+    for heading in ("check", "verdict", "found"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
         table.add_row(finding.name, Text(finding.verdict, COLOURS[finding.verdict]), Text(printable(finding.text)))

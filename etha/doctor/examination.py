@@ -25,6 +25,8 @@ CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
 )
 
 
+#: If ETHA_LISTEN is set, and hosts are not looked at.
+LISTEN: tuple[tuple[str, Callable[[Settings], str]], ...] = (("listen address", hosts.check_listen_here),)
 BETWEEN_HOSTS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
     ("Redis from elsewhere", hosts.check_redis_place),
     ("listen address", hosts.check_listen),
@@ -41,7 +43,7 @@ def examine(
 
     ``progress(done, total, name)`` is called before each check.
     """
-    checks = CHECKS + (BETWEEN_HOSTS if between_hosts else ())
+    checks = CHECKS + (BETWEEN_HOSTS if between_hosts else LISTEN if settings.listen is not None else ())
     findings: list[Finding] = []
     for name, check in checks:
         progress(len(findings), len(checks) + between_hosts, name)

@@ -48,7 +48,7 @@ def found(name: str, check: Callable[[], str]) -> Finding:
     except Failing as failing:
         return Finding(name=name, ok=False, text=str(failing), mend=failing.mend)
     except EthaError as error:
-        return Finding(name=name, ok=False, text=error.message, mend="the message says which setting to change")
+        return Finding(name=name, ok=False, text=error.message, mend="change the setting that the table names")
     except OSError as error:
         return Finding(
             name=name, ok=False, text=str(error), mend="the kernel or the container refuses this; see the text"

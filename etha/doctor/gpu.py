@@ -56,7 +56,7 @@ def check_cuda(settings: Settings, make: Callable[[], Driver] = driver) -> str:
         if torch.cuda.is_available():
             mend = "the driver is too old for these bindings: update it, or take bindings of its CUDA version"
             raise Failing(f"torch has a GPU, cuda-bindings find none: {text}", mend)
-        return f"no GPU is visible: tensors of the CPU only ({text})"
+        return f"no GPU is visible: tensors of the CPU only (what a GPU would need: {text})"
     return "; ".join([*map(_card, found), text, _nccl(), *peers, passed])
 
 

@@ -44,9 +44,31 @@ def check_listen(settings: Settings) -> str:
     )
 
 
-def _listens(listen: str, own: list[Address]) -> str:
+def check_listen_here(settings: Settings) -> str:
+    """Whether an agent could listen at ETHA_LISTEN, also if only this host reaches it there."""
+    assert settings.listen is not None
+    return (
+        f"an agent can listen at {_bound(settings.listen, _suitable(own_addresses()))}, ETHA_LISTEN={settings.listen}"
+    )
+
+
+def _suitable(own: list[Address]) -> str:
     suitable = ", ".join(map(str, own)) or "none, it has loopback only"
-    mend = f"set ETHA_LISTEN=HOST:PORT with one of this host's addresses: {suitable}"
+    return f"set ETHA_LISTEN=HOST:PORT with one of this host's addresses: {suitable}"
+
+
+def _listens(listen: str, own: list[Address]) -> str:
+    mend = _suitable(own)
+    numeric = _bound(listen, mend)
+    if is_loopback(numeric):
+        raise Failing(f"ETHA_LISTEN={listen} is loopback: no other host can reach an agent there", mend)
+    if numeric in ("0.0.0.0", "::"):
+        raise Failing(f"ETHA_LISTEN={listen} names no one address, and others must be told one", mend)
+    return f"ETHA_LISTEN={listen} is an address of this host"
+
+
+def _bound(listen: str, mend: str) -> str:
+    """The number of the address, to which this host can bind a socket. Failing else."""
     try:
         host, _ = split_address(listen)
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -55,11 +77,7 @@ def _listens(listen: str, own: list[Address]) -> str:
             trial.bind((numeric, 0))
     except (OSError, ValueError) as error:
         raise Failing(f"ETHA_LISTEN={listen}: an agent cannot listen there: {error}", mend) from None
-    if is_loopback(numeric):
-        raise Failing(f"ETHA_LISTEN={listen} is loopback: no other host can reach an agent there", mend)
-    if numeric in ("0.0.0.0", "::"):
-        raise Failing(f"ETHA_LISTEN={listen} names no one address, and others must be told one", mend)
-    return f"ETHA_LISTEN={listen} is an address of this host"
+    return numeric
 
 
 def _towards_redis(url: str | None) -> str | None:
@@ -80,6 +98,8 @@ def check_redis_place(settings: Settings) -> str:
     """Whether another host could use the URL of the Redis as it is. It may have another URL for the same server."""
     parts = urlsplit(settings.redis_url or "")
     shown = redact(settings.redis_url or "")
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise Failing(f"{shown} is no URL of a Redis", "correct it: redis://HOST:PORT or unix:///PATH")
     if parts.scheme == "unix":
         raise Noteworthy(
             f"{shown} is a socket of this host", "another host needs a URL redis://HOST:PORT of the same server"

@@ -22,7 +22,7 @@ import torch
 from etha.addresses import redact
 from etha.config import Settings
 from etha.doctor.finding import Failing
-from etha.errors import EthaError
+from etha.errors import ConfigError, EthaError
 from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
 from etha.memory.reach import ReachError
@@ -158,9 +158,12 @@ def check_redis(settings: Settings) -> str:
     shown = redact(settings.redis_url)
     try:
         asyncio.run(identify(settings.redis_url, settings.namespace, timeout=REDIS_SECONDS))
+    except ConfigError as error:
+        raise Failing(error.message, f"correct the URL {shown}: redis://HOST:PORT or unix:///PATH") from None
     except EthaError as error:
         raise Failing(
-            error.message, f"start the server at {shown}, or unset ETHA_REDIS_URL for the embedded one"
+            error.message,
+            f"start the server at {shown}, correct the URL, or unset ETHA_REDIS_URL for the embedded one",
         ) from None
     return f"{shown} answers"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etha.status import linked_lines, status_tables, whole
+from etha.status import events_table, linked_lines, status_tables, whole
 
 
 def link(state: str, device: str = "cpu", trouble: str = "") -> dict[str, Any]:
@@ -103,3 +103,26 @@ def test_who_came_first_to_a_pair_can_be_recognised() -> None:
     shown = text_of(report("cpu", known("a", link("self")), pairs=(pair,)))
     assert "waits 41 s for trainer rank 1 and side inference, of which nobody has come." in shown
     assert "is one of them meant? pair 'weights'" in shown
+
+
+def test_watched_events_say_what_etha_events_says() -> None:
+    events: list[dict[str, Any]] = [
+        {
+            "id": "1795428523228-0",
+            "kind": "transfers",
+            "pair": "weights",
+            "batch": "policy",
+            "at": "1795428523.228",
+            "on": "vm",
+            "device": "cpu",
+            "text": "4 transfers of batch 'policy', versions 0..3, 33.6 MB, slowest 7.49 ms",
+        },
+        {"id": "1795428524228-0", "kind": "formed", "pair": "weights\x1b[2J", "epoch": "3"},
+        {"id": "none", "kind": "agent_came", "agent": "a1", "device": "cpu", "host": "node"},
+    ]
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(events_table(events))
+    shown = capture.get()
+    assert "weights/policy" in shown and "4 transfers of batch 'policy'" in shown and "epoch 3 is formed" in shown
+    assert not any(raw in shown for raw in ("1795428523", "kind", "device cpu", "\x1b[2J"))

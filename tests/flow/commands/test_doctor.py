@@ -14,7 +14,7 @@ import pytest
 
 from etha.addresses import is_loopback
 from etha.config import Settings
-from etha.doctor import Failing, Finding, hosts
+from etha.doctor import Failing, Finding, examine, hosts
 from etha.doctor.addresses import own_addresses, split_address
 from etha.doctor.finding import Noteworthy, found
 from etha.peer.ports import Ports
@@ -246,3 +246,18 @@ def test_without_redis_the_agents_are_not_tried(runtime: Path) -> None:
     shown = etha("doctor", "--redis", "redis://:secret@127.0.0.1:1/0")
     assert shown.returncode == 1 and "secret" not in shown.stdout + shown.stderr
     assert "not tried" in shown.stdout and "mend Redis first" in shown.stdout
+
+
+@pytest.mark.parametrize("listen", ["203.0.113.77:7000", "nonsense"])
+def test_a_plain_doctor_tries_the_listen_address_that_is_set(settings: Settings, listen: str) -> None:
+    said = [one for one in examine(replace(settings, listen=listen)) if one.name == "listen address"]
+    assert [one.verdict for one in said] == ["fails"] and "one of this host's addresses" in said[0].mend
+    said = [one for one in examine(replace(settings, listen="127.0.0.1:0")) if one.name == "listen address"]
+    assert [one.verdict for one in said] == ["ok"]
+    assert not [one for one in examine(replace(settings, listen=None)) if one.name == "listen address"]
+
+
+def test_a_url_that_cannot_be_read_is_to_be_corrected_and_not_to_be_started(settings: Settings) -> None:
+    found = {one.name: one for one in examine(replace(settings, redis_url="foo://x"), between_hosts=True)}
+    assert found["Redis"].mend == "correct the URL foo://x: redis://HOST:PORT or unix:///PATH"
+    assert found["Redis from elsewhere"].verdict == "fails"

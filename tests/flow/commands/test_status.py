@@ -12,6 +12,7 @@ import pytest
 from etha.agent_session import look
 from etha.config import Settings
 from etha.errors import PeerLostError, RendezvousTimeoutError
+from etha.status import pair_line
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
 from tests.flow.commands.sending import here, meet, sent
@@ -56,6 +57,28 @@ async def test_a_pair_is_closed_as_soon_as_both_sides_have_closed_in_order(site:
     for line in await shown(site, pair, "trainer", "inference"):
         assert (line["state"], line["error"], line["waiting_for"]) == ("closed", "", {})
         assert all(side["ranks"] == [] for side in line["sides"].values())
+
+
+@both
+async def test_a_pair_that_is_waited_for_again_shows_who_is_missing_and_not_how_it_ended(site: Site, pair: str) -> None:
+    async with site.client("trainer", 0, timeout=SECONDS) as one:
+        async with site.client("inference", 0, timeout=SECONDS) as two:
+            await asyncio.gather(
+                one.init_pair(pair, "trainer", "inference", 1, rank=0),
+                two.init_pair(pair, "inference", "trainer", 1, rank=0),
+            )
+        [ended] = await shown(site, pair, "trainer")
+        assert ended["state"] == "lost" and "has closed its client" in ended["error"]
+        waiting = asyncio.ensure_future(one.init_pair(pair, "trainer", "inference", 1, rank=0))
+        await one.status()
+        [line] = await shown(site, pair, "trainer")
+        while line["waits"] is None or not line["sides"]["trainer"]["ranks"]:
+            [line] = await shown(site, pair, "trainer")
+        assert (line["state"], line["error"], line["last_error"]) == ("forming", "", ended["error"])
+        said = pair_line(line)["error"]
+        assert "waits" in said and "for side inference, of which nobody has come" in said
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
 @both
