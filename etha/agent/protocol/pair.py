@@ -18,6 +18,7 @@ from etha.agent.protocol.machine import Machine
 from etha.bus.messages import PairFormed
 from etha.errors import (
     AgentUnavailableError,
+    ConfigError,
     EthaError,
     PeerLostError,
     RedisUnavailableError,
@@ -86,6 +87,13 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """``epoch`` was over before its agents had met: ask the store to join again after a pause. ``met`` ends these."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
     """``epoch`` is over for everybody who was in it."""
 
@@ -93,11 +101,14 @@ class Broken:
     error: PeerLostError
 
 
-PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Broken
+PairEffect = Answer | Fail | Join | Leave | Sever | Formed | Missed | Broken
 
 
 class PairMachine(Machine[PairPhase]):
-    """The pair ``name`` on one agent. ``epoch`` is the last that formed. ``redis`` is a URL for messages."""
+    """The pair ``name`` on one agent. ``epoch`` is the last that formed.
+
+    ``redis`` is a URL for messages. ``unmet`` is why the agents of an epoch before could not meet.
+    """
 
     TABLE: ClassVar[Mapping[Any, frozenset[Any]]] = {
         PairPhase.FORMING: frozenset({PairPhase.FORMED}),
@@ -105,7 +116,7 @@ class PairMachine(Machine[PairPhase]):
         PairPhase.LOST: frozenset({PairPhase.FORMED}),
     }
 
-    def __init__(self, name: str, redis: str = "") -> None:
+    def __init__(self, name: str, redis: str = "", *, unmet: str = "") -> None:
         super().__init__(f"pair {name}", PairPhase.FORMING)
         self.pair, self.redis = name, redis
         self.epoch = 0
@@ -113,8 +124,9 @@ class PairMachine(Machine[PairPhase]):
         self.lost: PeerLostError | None = None
         self.waiting: dict[CallKey, JoinRequest] = {}
         self._met = 0
-        #: Why the agents of the last epoch could not meet.
-        self._unmet = ""
+        #: The last epoch that was over before its agents had met, and why.
+        self._missed = 0
+        self.unmet_because = unmet
         self._inside: set[CallKey] = set()
         #: Calls whose epoch was over before they were admitted, and which have joined again.
         self._again: set[CallKey] = set()
@@ -164,19 +176,18 @@ class PairMachine(Machine[PairPhase]):
         """All agents of ``epoch`` are linked and know the epoch."""
         if epoch != self.epoch or self.state is not PairPhase.FORMED or self.view is None:
             return []
-        self._met, self._unmet = epoch, ""
+        self._met, self.unmet_because = epoch, ""
         return self._admit(self.view)
 
     def unmet(self, epoch: int, error: EthaError) -> list[PairEffect]:
         """The agents of ``epoch`` could not meet: nobody is admitted, here or elsewhere.
 
-        Usually one of them is dead, and Redis lists it until its lease ends. Calls for which this is the second time
-        fail.
+        Usually one of them is dead, and Redis lists it until its lease ends, or out of reach. The calls wait for the
+        next epoch. Settings that do not fit stay as they are, so calls for which this is the second time fail then.
         """
         if epoch != self.epoch or self.state is not PairPhase.FORMED:
             return []
-        self._unmet = error.message
-        failed = sorted(self._inside & self._again)
+        failed = sorted(self._inside & self._again) if isinstance(error, ConfigError) else []
         for key in failed:
             self._forget(key)
         return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, sever=True)]
@@ -188,8 +199,12 @@ class PairMachine(Machine[PairPhase]):
             return []
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
 
-    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[PairEffect]:
-        """The caller's deadline passed, or it cancelled: it leaves. ``hint`` is appended to the error."""
+    def expire(self, key: CallKey, *, cancelled: bool, paused: bool = False, hint: str = "") -> list[PairEffect]:
+        """The caller's deadline passed, or it cancelled: it leaves.
+
+        ``paused``: the store has not been asked to let it join, because agents could not meet. ``hint`` is appended to
+        the error.
+        """
         inside = key in self._inside
         asked = self._forget(key)
         if asked is None:
@@ -197,16 +212,25 @@ class PairMachine(Machine[PairPhase]):
         what = "was cancelled" if cancelled else "ended at its deadline"
         text = f"{self._call(asked)} {what}"
         error: EthaError
-        before = f"; their agents could not link before: {self._unmet}" if self._unmet else ""
+        before = f"; the epoch before was over at once: {self.unmet_because}" if self.unmet_because else ""
+        missing = self.missing(asked)
         if inside and self.state is PairPhase.FORMED:
             error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
+        elif paused or (inside and self._all_tried(missing)):
+            who = f"; missing now: {self._who(missing)}" if missing else ""
+            why = self.unmet_because or "their agents could not meet"
+            error = AgentUnavailableError(f"{text}: both sides had come, but the epoch was over at once: {why}{who}")
         elif inside:
-            missing = self.missing(asked)
             error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}{hint}", missing=missing)
         else:
             error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")
         return [Fail(call=key, error=error), leave]
+
+    def _all_tried(self, missing: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether all that are missing were in the epoch that was over at once, and have not left since."""
+        members = self.members()
+        return bool(self.unmet_because) and all((side, rank) in members for side in missing for rank in missing[side])
 
     def _call(self, asked: JoinRequest) -> str:
         """A worker's call, as messages name it."""
@@ -300,8 +324,7 @@ class PairMachine(Machine[PairPhase]):
                 out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
             elif inside and view.state != "formed" and self.members()[asked.side, asked.rank].epoch <= view.epoch:
                 # It completed an epoch, or was in one, that was over before this agent saw it formed.
-                text = f"pair {self.pair!r} epoch {view.epoch} is over: {view.error or 'its agents could not meet'}"
-                out.append(self._rejoin(key, PeerLostError(with_again(text), reason=view.reason or "died")))
+                out += [*self._miss(view.epoch, view.error or "its agents could not meet"), self._rejoin(key)]
             elif not inside and not self._superseded(asked, view):
                 # Redis lost its data, or took our agent for dead before it had put its record back.
                 self._inside.discard(key)
@@ -319,34 +342,32 @@ class PairMachine(Machine[PairPhase]):
         return out
 
     def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
-        """End this epoch. ``sever``: Redis does not know yet.
-
-        Calls that were not admitted yet join the next epoch, but only once, so that a rendezvous survives one loss
-        without looping.
-        """
+        """End this epoch. ``sever``: Redis does not know yet. Calls that were not admitted yet join the next one."""
         self.move(PairPhase.LOST)
         error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
         self.lost = error
-        ended: list[PairEffect] = []
+        missed = self._miss(self.epoch, text) if self._met != self.epoch else []
+        joins: list[PairEffect] = []
         for key in sorted(self._inside):
             asked = self.waiting[key]
             holder = self.members().get((asked.side, asked.rank))
             if holder is not None and holder.is_same(asked.holder) and holder.epoch == self.epoch:
-                ended.append(self._rejoin(key, error))
-        fails = [effect for effect in ended if isinstance(effect, Fail)]
-        joins = [effect for effect in ended if isinstance(effect, Join)]
+                joins.append(self._rejoin(key))
         severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
-        return [*fails, Broken(epoch=self.epoch, error=error), *severs, *joins]
+        return [Broken(epoch=self.epoch, error=error), *severs, *missed, *joins]
 
-    def _rejoin(self, key: CallKey, error: PeerLostError) -> Fail | Join:
-        """Have a call whose epoch is over join the next one. The second time, fail it with ``error``."""
-        asked = self.waiting[key]
-        if key in self._again:
-            self._forget(key)
-            return Fail(call=key, error=error)
+    def _miss(self, epoch: int, text: str) -> list[PairEffect]:
+        """``epoch`` was over before its agents had met; told once an epoch."""
+        if epoch <= self._missed:
+            return []
+        self._missed, self.unmet_because = epoch, text
+        return [Missed(epoch=epoch)]
+
+    def _rejoin(self, key: CallKey) -> Join:
+        """Have a call whose epoch is over join the next one."""
         self._inside.discard(key)
         self._again.add(key)
-        return Join(asked=asked)
+        return Join(asked=self.waiting[key])
 
     def _forget(self, key: CallKey) -> JoinRequest | None:
         self._inside.discard(key)

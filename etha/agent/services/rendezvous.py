@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail
-from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, PairEffect, PairMachine, Sever
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Missed, PairEffect, PairMachine, Sever
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
 from etha.agent.runtime.tasks import Spawn, outage
@@ -36,6 +36,9 @@ PATIENCE = 1.0
 _GIVEN_UP = 0.25
 #: Waiting pairs for which a status report looks for others that may be meant.
 _MOST_HINTS = 4
+#: Seconds to wait before the store is asked to join a pair whose last epochs were over before their agents had met: no
+#: wait after the first such epoch, FIRST_PAUSE after the second, twice as long after each further one.
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
 #: Pairs that status shows although no worker here belongs to them any more.
 _MAX_ENDED = 64
 
@@ -54,6 +57,11 @@ class _Known:
     working: int = 0
     #: When (loop time) the oldest call that waits here came.
     since: float = 0.0
+    #: Epochs in a row that were over before their agents had met, and until when (loop time) nobody joins therefore.
+    missed: int = 0
+    paused_until: float = 0.0
+    #: Calls that wait for that.
+    paused: set[CallKey] = field(default_factory=set)
     #: Whether Redis may still show an epoch as formed that this agent knows to be over.
     ahead: bool = False
 
@@ -76,7 +84,7 @@ class RendezvousService:
         self._store, self._links, self._calls = store, links, calls
         self._sessions, self._spawn, self._broken = sessions, spawn, broken
         self._known: dict[str, _Known] = {}
-        self._ended: OrderedDict[str, PairMachine] = OrderedDict()
+        self._ended: OrderedDict[str, _Known] = OrderedDict()
         self._looking = False
 
     def init(self, session: WorkerSession, request: Request, message: InitPair) -> None:
@@ -87,8 +95,7 @@ class RendezvousService:
         known = self._known.get(message.pair)
         self._check_free(known, session, message)
         if known is None:
-            known = self._known[message.pair] = _Known(PairMachine(message.pair, self._store.url))
-            self._ended.pop(message.pair, None)
+            known = self._known[message.pair] = self._fresh(message.pair)
             self._spawn(self._follow(known))
             if not self._looking:
                 self._looking = True
@@ -110,6 +117,14 @@ class RendezvousService:
             known.since = asyncio.get_running_loop().time()
         known.asked[key] = (session, asked, request.deadline)
         self._perform(known, known.machine.ask(asked))
+
+    def _fresh(self, pair: str) -> _Known:
+        """A pair that is asked for. Calls that fail and come again must not make a pause any shorter."""
+        ended = self._ended.pop(pair, None)
+        if ended is None:
+            return _Known(PairMachine(pair, self._store.url))
+        machine = PairMachine(pair, self._store.url, unmet=ended.machine.unmet_because)
+        return _Known(machine, missed=ended.missed, paused_until=ended.paused_until)
 
     def _check_free(self, known: _Known | None, session: WorkerSession, message: InitPair) -> None:
         """ConfigError for a client that is another rank already, and for a rank that another client of the process
@@ -160,8 +175,8 @@ class RendezvousService:
     def shown(self) -> list[tuple[PairMachine, bool]]:
         """The pairs known here and the last ones that were, for the status report; and whether each is one of the
         latter."""
-        found = self._ended | {name: known.machine for name, known in self._known.items()}
-        return [(found[name], name not in self._known) for name in sorted(found)]
+        found = self._ended | self._known
+        return [(found[name].machine, name not in self._known) for name in sorted(found)]
 
     def waits(self) -> dict[str, float]:
         """The pairs for which workers of this agent wait, and for how many seconds."""
@@ -185,7 +200,7 @@ class RendezvousService:
         """
         # Pairs may be added or forgotten meanwhile, so each read updates the object that was known at the beginning.
         reads = [self._read(known) for known in self._known.values()]
-        reads += [self._read_ended(name, machine) for name, machine in self._ended.items()]
+        reads += [self._read_ended(name, ended) for name, ended in self._ended.items()]
         try:
             async with asyncio.timeout(PATIENCE):
                 failed = [why for why in await asyncio.gather(*reads) if why]
@@ -205,16 +220,16 @@ class RendezvousService:
             return error.message
         return ""
 
-    async def _read_ended(self, name: str, machine: PairMachine) -> str:
+    async def _read_ended(self, name: str, ended: _Known) -> str:
         try:
             view = await self._store.pairs.get(name, timeout=PATIENCE)
         except EthaError as error:
             return error.message
-        if self._ended.get(name) is machine:
+        if self._ended.get(name) is ended:
             if view is None:
                 del self._ended[name]
             else:
-                machine.view = view
+                ended.machine.view = view
         return ""
 
     def on_agent_lost(self, agent: str, text: str) -> None:
@@ -248,7 +263,8 @@ class RendezvousService:
         if expired and known.machine.waits_for_others(key):
             self._work(known, self._expire(known, key))
         else:
-            self._end_early(known, key, known.machine.expire(key, cancelled=not expired))
+            paused = key in known.paused
+            self._end_early(known, key, known.machine.expire(key, cancelled=not expired, paused=paused))
 
     async def _expire(self, known: _Known, key: CallKey) -> None:
         """A deadline has passed: look for hints, then end the call, unless it has been answered."""
@@ -303,7 +319,7 @@ class RendezvousService:
         known.forgotten = True
         known.changed.set()
         del self._known[name]
-        self._ended[name] = known.machine
+        self._ended[name] = known
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
@@ -331,13 +347,16 @@ class RendezvousService:
                     self._calls.fail(key, error if owner is None else _with_wishes(owner, error))
                 case Sever(epoch=epoch, text=text):
                     self._work(known, self._sever(known, epoch, text))
+                case Missed():
+                    known.missed += 1
+                    known.paused_until = asyncio.get_running_loop().time() + _pause(known.missed)
                 case Formed(epoch=epoch):
                     log.info("pair %s formed, epoch %d", pair, epoch)
                     agents = {holder.agent for holder in known.machine.members().values()}
                     if len(agents) > 1:
                         self._work(known, self._meet(known, epoch, agents))
                     else:
-                        self._perform(known, known.machine.met(epoch))
+                        self._met(known, epoch)
                 case Broken(epoch=epoch, error=error):
                     log.info("pair %s lost: %s", pair, error.message)
                     # First the push, then the calls that end by it, so that no worker gets the error without the push.
@@ -348,10 +367,11 @@ class RendezvousService:
                     self._broken(pair, epoch, error)
 
     async def _join(self, known: _Known, asked: JoinRequest) -> None:
+        await self._sit_out(known, asked.key)
         _, _, deadline = known.asked.get(asked.key, (None, None, 0.0))
         left = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
-        if left <= 0:
-            return  # the deadline has ended the call already
+        if left <= 0 or asked.key not in known.asked:
+            return  # it has ended already
         try:
             async with known.order:
                 view = await self._store.pairs.join(
@@ -372,6 +392,14 @@ class RendezvousService:
         except EthaError as error:
             self._perform(known, known.machine.refused(asked.key, error))
 
+    async def _sit_out(self, known: _Known, key: CallKey) -> None:
+        """Wait until a call may join the pair: agents that could not meet could not at once, either."""
+        known.paused.add(key)
+        try:
+            await asyncio.sleep(max(0.0, known.paused_until - asyncio.get_running_loop().time()))
+        finally:
+            known.paused.discard(key)
+
     async def _meet(self, known: _Known, epoch: int, agents: set[str]) -> None:
         try:
             await self._links.form(known.machine.pair, epoch, agents)
@@ -379,6 +407,11 @@ class RendezvousService:
             log.warning("pair %s epoch %d: %s", known.machine.pair, epoch, error.message)
             self._perform(known, known.machine.unmet(epoch, error))
             return
+        self._met(known, epoch)
+
+    def _met(self, known: _Known, epoch: int) -> None:
+        if epoch == known.machine.epoch:
+            known.missed, known.paused_until = 0, 0.0
         self._perform(known, known.machine.met(epoch))
 
     async def _sever(self, known: _Known, epoch: int, text: str) -> None:
@@ -443,6 +476,11 @@ class RendezvousService:
                 same = state is not None and seen is not None and state.same_as(seen)
                 if known is not None and (known.ahead or not same):
                     known.changed.set()
+
+
+def _pause(missed: int) -> float:
+    """Seconds after so many epochs in a row that were over before their agents had met."""
+    return 0.0 if missed < 2 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(missed - 2, 20))
 
 
 async def _then(work: Coroutine[Any, Any, None], done: asyncio.Event) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etha.agent.protocol.effects import Answer, Fail, Member
 from etha.agent.protocol.machine import ImpossibleMove
-from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, PairMachine, PairPhase, Sever
+from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Missed, PairMachine, PairPhase, Sever
 from etha.errors import AgentUnavailableError, ConfigError, PeerLostError, RedisUnavailableError, RendezvousTimeoutError
 from etha.store.records import PairView, SideView
 from etha.store.records import RankHolder as Holder
@@ -70,6 +70,7 @@ class World:
         self.pair, self.redis = PairMachine("p", "redis://here"), Redis()
         self.todo: deque[Join | Leave | Sever] = deque()
         self.meeting: list[int] = []
+        self.missed: list[int] = []
         self.pids = dict.fromkeys(MEMBERS, 1)
         self.waiting: dict[tuple[str, int], Member] = {}
         self.answers: dict[tuple[str, int], int] = {}
@@ -147,6 +148,9 @@ class World:
                 case Formed(epoch=epoch):
                     assert epoch == self.pair.epoch
                     self.meeting.append(epoch)
+                case Missed(epoch=epoch):
+                    assert epoch > max(self.missed, default=0), "told twice"
+                    self.missed.append(epoch)
                 case Broken(epoch=epoch, error=error):
                     assert epoch == self.pair.epoch and "call init_pair and register_tensors again" in error.message
 
@@ -237,18 +241,63 @@ def test_nobody_is_let_in_before_the_agents_have_met() -> None:
     assert [world.answers[key] for key in keys] == [1, 1, 1]
 
 
-def test_agents_that_cannot_meet_form_another_epoch_once_and_then_say_so() -> None:
+def test_agents_that_cannot_meet_form_another_epoch_until_they_can() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    for epoch in range(1, 6):
+        while world.todo:
+            world.step()
+        assert world.redis.epoch == epoch and world.meeting == [epoch] and not world.answers
+        world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
+        assert not world.errors and world.pair.state is PairPhase.LOST
+        assert world.missed == list(range(1, epoch + 1)), "the shell makes a longer pause after each"
+    world.drain()
+    assert {world.answers[key] for key in keys} == {6}
+
+
+def test_an_agent_that_only_hears_that_others_could_not_meet_pauses_too() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    for epoch in (1, 2, 3):
+        while world.todo:
+            world.step()
+        world.redis.sever(epoch)
+        world.meeting.clear()
+        world.look()
+        assert not world.errors and world.missed[-1] == epoch
+    world.drain()
+    assert {world.answers[key] for key in keys} == {4} and world.missed == [1, 2, 3]
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_deadline_while_no_epoch_lasts_says_why(paused: bool) -> None:
+    world = World()
+    key, *_ = [world.ask(member) for member in MEMBERS]
+    while world.todo:
+        world.step()
+    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
+    if not paused:
+        for _ in "the end of the epoch", "i0", "t0":
+            world.step()
+    world.perform(world.pair.expire(key, cancelled=False, paused=paused))
+    error = world.errors[key]
+    assert isinstance(error, AgentUnavailableError)
+    assert "both sides had come, but the epoch was over at once: no link to b" in error.message
+    assert ("; missing now: " in error.message) is not paused
+
+
+def test_agents_whose_settings_do_not_fit_form_another_epoch_once_and_then_say_so() -> None:
     world = World()
     keys = [world.ask(member) for member in MEMBERS]
     while world.todo:
         world.step()
-    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b")))
+    world.perform(world.pair.unmet(world.meeting.pop(), ConfigError("one encrypts")))
     assert not world.errors and world.pair.state is PairPhase.LOST
     while world.todo:
         world.step()
     assert world.redis.epoch == 2 and world.meeting == [2] and not world.answers
-    world.perform(world.pair.unmet(world.meeting.pop(), AgentUnavailableError("no link to b, again")))
-    assert {world.errors[key].message for key in keys} == {"no link to b, again"}
+    world.perform(world.pair.unmet(world.meeting.pop(), ConfigError("one encrypts, again")))
+    assert {world.errors[key].message for key in keys} == {"one encrypts, again"}
     world.drain()
     keys = [world.ask(member) for member in MEMBERS]
     world.drain()
@@ -496,4 +545,4 @@ def test_a_deadline_after_agents_could_not_link_says_why_they_could_not() -> Non
     while world.todo:
         world.step()
     world.perform(world.pair.expire(key, cancelled=False))
-    assert "had not linked yet; their agents could not link before: this agent is full" in world.errors[key].message
+    assert "had not linked yet; the epoch before was over at once: this agent is full" in world.errors[key].message
