@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from etha.observe.inotify import FolderWatch
 from etha.observe.records import Record
 from etha.observe.ring import device_of, open_ring, records_of, ring_files
-
-#: inotify: a file was written, made, moved to its place, or removed; the directory was removed or moved.
-_IN_NEWS = 0x2 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 
 
 class RingFollower:
@@ -18,31 +16,28 @@ class RingFollower:
 
     def __init__(self, directory: Path) -> None:
         """OSError if the directory cannot be watched."""
-        self._libc = libc = ctypes.CDLL(None, use_errno=True)
         self._directory, self._open = directory, dict[Path, _Tail]()
-        self._handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        if self._handle < 0 or not self._watch():
-            number = ctypes.get_errno()
-            self.close()
-            raise OSError(number, os.strerror(number), str(directory))
+        self._watch = FolderWatch()
+        try:
+            self._watch.add(directory)
+        except BaseException:
+            self._watch.close()
+            raise
         for path in ring_files(directory):
             self._follow(path, at_end=True)
 
     def fileno(self) -> int:
         """The descriptor to wait for."""
-        return self._handle
+        return self._watch.fileno()
 
     def news(self) -> list[tuple[str, Record]]:
         """(device, record) of what was written since the last call, oldest first.
 
         The directory may have been removed; the one that is at its place now is watched, if there is one.
         """
-        try:
-            while os.read(self._handle, 1 << 16):
-                pass
-        except BlockingIOError:
-            pass
-        self._watch()
+        self._watch.take()
+        with suppress(OSError):
+            self._watch.add(self._directory)
         for path in ring_files(self._directory):
             if not path.name.endswith(".1"):  # it was read under its first name
                 self._follow(path, at_end=False)
@@ -56,13 +51,7 @@ class RingFollower:
         """Close all descriptors."""
         while self._open:
             self._open.popitem()[1].close()
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-    def _watch(self) -> bool:
-        """Watch what is at the path now. If that is watched already, nothing changes."""
-        return int(self._libc.inotify_add_watch(self._handle, os.fsencode(self._directory), _IN_NEWS)) >= 0
+        self._watch.close()
 
     def _follow(self, path: Path, *, at_end: bool) -> None:
         if path in self._open or path.name.endswith(".1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -25,9 +26,7 @@ class FolderWatch:
         self._folders: dict[int, Path] = {}
 
     def add(self, folder: Path) -> None:
-        """Watch ``folder``, too; nothing happens if it is watched already. OSError if it is not there."""
-        if folder in self._folders.values():
-            return
+        """Watch what is at ``folder`` now; nothing changes if that is watched already. OSError if it is not there."""
         number = int(self._libc.inotify_add_watch(self._fd, os.fsencode(folder), ctypes.c_uint32(_ALL)))
         if number < 0:
             raise self._error(str(folder), "it cannot be watched")
@@ -41,20 +40,29 @@ class FolderWatch:
         ready = dict(poll.poll())
         if reader in ready:
             return False
-        self._take()
+        self.take()
         return True
 
-    def _take(self) -> None:
+    def fileno(self) -> int:
+        """A descriptor that is readable when something has changed since ``take``."""
+        return self._fd
+
+    def take(self) -> None:
         """Read what is there; forget folders that are gone, so that ``add`` watches them again."""
-        data, at = os.read(self._fd, 1 << 16), 0
-        while at < len(data):
-            number, mask, _, size = _HEAD.unpack_from(data, at)
-            at += _HEAD.size + size
-            if mask & (_IN_DELETE_SELF | _IN_MOVE_SELF | _IN_IGNORED):
-                self._folders.pop(number, None)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._fd, 1 << 16):
+                at = 0
+                while at < len(data):
+                    number, mask, _, size = _HEAD.unpack_from(data, at)
+                    at += _HEAD.size + size
+                    if mask & (_IN_DELETE_SELF | _IN_MOVE_SELF | _IN_IGNORED):
+                        self._folders.pop(number, None)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the descriptor. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     @staticmethod
     def _error(what: str, more: str) -> OSError:

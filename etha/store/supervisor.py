@@ -159,7 +159,10 @@ def identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def watch(folder: Path) -> int:
-    """A descriptor that is readable when something was removed from ``folder``; -1 if there is none."""
+    """A descriptor that is readable when something was removed from ``folder``; -1 if there is none.
+
+    ``observe.inotify`` does the same for others. This file is run by its path, without the package, so it has its own.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     handle = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     if handle >= 0 and libc.inotify_add_watch(handle, os.fsencode(folder), ctypes.c_uint32(_IN_REMOVED)) < 0:
