@@ -1,9 +1,11 @@
-"""What a caller is told when its agent is killed inside its memory, and when a rank cannot use a batch that stands."""
+"""What a caller is told: its agent was killed inside its memory, a rank cannot use a batch, its tensors are staged."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import resource
 import signal
 import time
@@ -16,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import etha
 from etha.errors import AgentLostError, EthaError, PeerLostError
+from etha.memory.process import Beacon
 from etha.memory.revocation import SLOTS, RevocationPage
 from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Sides
@@ -100,3 +103,32 @@ async def test_a_sender_is_told_of_a_receiver_without_memory_for_its_shadow(site
             assert time.monotonic() - began < 30.0
             other.go("the sender has heard")
             assert await asyncio.to_thread(other.result), "the receiver has failed, too"
+
+
+class OutOfReach(Beacon):
+    """What the agent is to read for a proof lies where nothing is mapped."""
+
+    @property
+    def address(self) -> int:
+        return 8
+
+
+@pytest.mark.ways("local", reason="it is about a worker and its agent")
+async def test_a_worker_is_warned_once_that_its_tensors_are_copied_through_shared_memory(
+    site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Sides(site, pair) as sides:
+        await sides.clients["inference", 0].close()
+        with monkeypatch.context() as patched:
+            patched.setattr("etha.client.connection.Beacon", OutOfReach)
+            sides.clients["inference", 0] = site.client("inference", 0, timeout=60.0)
+            await sides.meet(device_mesh=(1,), placements=[Replicate()])
+        with caplog.at_level(logging.WARNING, logger="etha.client"):
+            for batch in ("own", "again"):
+                handles = await sides.register(batch, lambda side, rank: ({"w": torch.ones(4)}, {}))
+            shared = {member: {"w": etha.empty(4)} for member in sides.members}
+            await sides.register("mapped", lambda side, rank: (shared[side, rank], {}))
+            assert all(not isinstance(r, Exception) for r in (await sides.move(handles)).values())
+    lines = [record for record in caplog.records if "copied through shared memory" in record.getMessage()]
+    assert [(record.name, record.levelname) for record in lines] == [("etha.client.connection", "WARNING")]
+    assert re.search(r"^batch own: .*, because .*(address|memory|read)", lines[0].getMessage())
