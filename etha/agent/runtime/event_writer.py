@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etha.agent.runtime.tasks import Spawn, outage
+from etha.agent.runtime import tasks
+from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.errors import EthaError
 from etha.observe.records import Incident, Record, TransferRecord
 from etha.observe.sentences import sentence
@@ -30,8 +31,6 @@ EVERY = 10.0
 MAX_WAITING = 1000
 #: Characters of one entry's text.
 MAX_TEXT = 1000
-#: Seconds that a leaving agent spends on its last entries.
-LAST_WORDS = 2.0
 #: Incidents that Redis knows without this: the agent's own record comes and goes.
 _KNOWN = ("started", "left")
 
@@ -103,10 +102,7 @@ class EventWriter:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            async with asyncio.timeout(LAST_WORDS):
-                await self._write(LAST_WORDS)
-        except TimeoutError:
+        if not await ends_within(tasks.LAST_WORDS, self._write(tasks.LAST_WORDS)):
             log.info("Redis does not know the last %d events of this agent", len(self._waiting))
 
     # ---- inside -------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import logging
 import math
 from collections.abc import Awaitable, Mapping
 
-from etha.agent.runtime.tasks import Spawn, outage
+from etha.agent.runtime import tasks
+from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.errors import EthaError
 from etha.store.registry import Store
 
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 #: Least seconds between two writes.
 EVERY = 0.05
-#: Seconds that a leaving agent spends on its last write.
-LAST_WORDS = 2.0
 
 Fields = Mapping[str, int | float | str | None]
 Batch = tuple[str, str]
@@ -48,10 +47,7 @@ class StatusWriter:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            async with asyncio.timeout(LAST_WORDS):
-                await self._write(LAST_WORDS)
-        except TimeoutError:
+        if not await ends_within(tasks.LAST_WORDS, self._write(tasks.LAST_WORDS)):
             log.info("Redis does not know the last transfers of %d batches", len(self._news))
 
     def _schedule(self) -> None:

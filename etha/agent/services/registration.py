@@ -27,12 +27,13 @@ from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.records import Manifest, Record
 from etha.agent.protocol.registration import BatchEffect, Declare, EvaluateRoster, RegistrationState, Stand, Unenroll
+from etha.agent.runtime import tasks
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.host_sharing import exhibits
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
-from etha.agent.runtime.tasks import Spawn, outage
+from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.agent.services.batch_state import Field, Key, LocalRegistration, RegisteredBatch, Tensors
 from etha.agent.services.hints import Hints
 from etha.agent.services.manifests import ManifestCache
@@ -64,9 +65,6 @@ _PATIENCE = 1.0
 #: Least seconds that Redis is given to take an entry, whatever the call's deadline: an entry whose answer nobody waited
 #: for would count as a rank that has come.
 _ENROLL = 10.0
-#: Most seconds that a call which has ended early waits until its entry is taken back. Looking for hints comes before
-#: that, and the worker waits one second in all.
-_TAKEN_BACK = 0.25
 
 
 class RegistrationService:
@@ -346,9 +344,8 @@ class RegistrationService:
         self._perform(registration, [])
         taken_back = asyncio.Event()
         self._spawn(self._take_back_all(registration, effects, taken_back))
-        with suppress(TimeoutError):  # without Redis this takes longer than the worker waits for its answer
-            async with asyncio.timeout(_TAKEN_BACK):
-                await taken_back.wait()
+        # Without Redis this takes longer than the worker waits for its answer.
+        await ends_within(tasks.TAKEN_BACK, taken_back.wait())
         for fail in fails:
             self._calls.fail(fail.call, fail.error)
 

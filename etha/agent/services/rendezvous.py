@@ -7,15 +7,15 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail
 from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Missed, PairEffect, PairMachine, Sever
+from etha.agent.runtime import tasks
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
-from etha.agent.runtime.tasks import Spawn, outage
+from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.agent.services.hints import Hints
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
@@ -31,9 +31,6 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN = 60.0
 #: Seconds that a status report waits for Redis. Then it shows what this agent knows, marked as stale.
 PATIENCE = 1.0
-#: Most seconds that a call which has ended early waits until its rank is given up in Redis. Looking for hints comes
-#: before that, and the worker waits one second in all.
-_GIVEN_UP = 0.25
 #: Waiting pairs for which a status report looks for others that may be meant.
 _MOST_HINTS = 4
 #: Seconds to wait before the store is asked to join a pair whose last epochs were over before their agents had met: no
@@ -292,9 +289,8 @@ class RendezvousService:
             self._work(known, self._fail(fail, owner, given_up))
 
     async def _fail(self, fail: Fail, owner: WorkerSession | None, given_up: asyncio.Event) -> None:
-        with suppress(TimeoutError):  # without Redis this takes longer than the worker waits for its answer
-            async with asyncio.timeout(_GIVEN_UP):
-                await given_up.wait()
+        # Without Redis this takes longer than the worker waits for its answer.
+        await ends_within(tasks.TAKEN_BACK, given_up.wait())
         self._calls.fail(fail.call, fail.error if owner is None else _with_wishes(owner, fail.error))
 
     def _work(self, known: _Known, work: Coroutine[Any, Any, None]) -> None:

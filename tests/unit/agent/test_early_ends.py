@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from etha.agent.runtime import tasks
 from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
-from etha.agent.services import rendezvous
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.bus.codec import Request
@@ -125,7 +125,7 @@ async def test_a_worker_hears_that_it_gave_up_once_its_rank_is_free(expired: boo
 
 
 async def test_nobody_waits_for_a_redis_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_GIVEN_UP", 0.05)
+    monkeypatch.setattr(tasks, "TAKEN_BACK", 0.05)
     one = Rendezvous()
     await one.ask()
     one.end(True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.runtime import event_writer
+from etha.agent.runtime import event_writer, tasks
 from etha.agent.runtime.event_writer import EventWriter
 from etha.observe.records import Culprit, Incident, Payload, TransferRecord
 
@@ -122,7 +122,7 @@ async def test_what_redis_missed_comes_when_it_is_back(monkeypatch: pytest.Monke
 
 
 async def test_a_leaving_agent_does_not_wait_for_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_writer, "LAST_WORDS", 0.05)
+    monkeypatch.setattr(tasks, "LAST_WORDS", 0.05)
     stream = Stream()
     stream.gate.clear()
     async with asyncio.TaskGroup() as group:
