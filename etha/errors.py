@@ -209,6 +209,11 @@ class PeerLostError(TransferError):
         return {**super().data(), "reason": self.reason}
 
 
+def withdrawn(error: PeerLostError) -> PeerLostError:
+    """The error of a call that came, or waited, when ``error`` had ended what it needs."""
+    return PeerLostError(error.message, reason=error.reason, outcome="withdrawn", culprits=error.culprits)
+
+
 class TransferTimeoutError(TransferError):
     """The deadline of a transfer passed. The message says who was not ready."""
 

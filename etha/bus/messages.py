@@ -80,12 +80,13 @@ class PairFormed(StrictStruct, frozen=True, kw_only=True):
 
 @message("pair_lost")
 class PairLost(StrictStruct, frozen=True, kw_only=True):
-    """Push: the pair's ``epoch`` is over; ``reason`` as in PeerLostError."""
+    """Push: the pair's ``epoch`` is over; ``reason`` and ``culprits`` as in PeerLostError."""
 
     pair: Text
     epoch: int
     reason: Text
     text: Text
+    culprits: Items[tuple[Text, int]] = ()
 
 
 @message("batch_lost")

@@ -220,7 +220,7 @@ class AsyncTensorBusClient(OfOneProcess):
             self._spans.joined(pair_name, local_name, place.rank)
         early = self._early_losses.pop(pair_name, None)
         if early is not None and early.epoch == pair.epoch:
-            pair.lose(early.reason, early.text)
+            pair.lose(early.reason, early.text, culprits=early.culprits)
         return pair
 
     @watched("batch")
@@ -743,7 +743,7 @@ class AsyncTensorBusClient(OfOneProcess):
         if isinstance(message, PairLost):
             known = self._pairs.get(message.pair)
             if known is not None and known[0].epoch == message.epoch:
-                known[0].lose(message.reason, message.text)
+                known[0].lose(message.reason, message.text, culprits=message.culprits)
                 self._lost(known[0])
             elif known is None or known[0].epoch < message.epoch:
                 self._early_losses[message.pair] = message

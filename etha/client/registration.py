@@ -143,7 +143,8 @@ class Registration:
         for pair in self.pairs:
             if pair.lost.is_set():
                 assert pair.lost.reason is not None
-                return PeerLostError(with_again(pair.lost.text), reason=pair.lost.reason, outcome="withdrawn")
+                text, lost = with_again(pair.lost.text), pair.lost
+                return PeerLostError(text, reason=lost.reason, outcome="withdrawn", culprits=lost.culprits)
         if (error := self.forsaken) is not None:
             return PeerLostError(error.message, reason=error.reason, outcome="withdrawn")
         return None

@@ -94,6 +94,7 @@ class AsyncLossEvent(OfOneProcess):
         self._pid = os.getpid()
         self.reason: str | None = None
         self.text = ""
+        self.culprits: tuple[tuple[str, int], ...] = ()
 
     def check_process(self) -> None:
         """Raise ConfigError in a forked child."""
@@ -121,10 +122,10 @@ class AsyncLossEvent(OfOneProcess):
     def __await__(self) -> Generator[Any, None, str]:
         return self.wait().__await__()
 
-    def set(self, reason: str, text: str) -> None:
+    def set(self, reason: str, text: str, culprits: Sequence[tuple[str, int]] = ()) -> None:
         """Record that the epoch is over; the first reason stays."""
         if self.reason is None:
-            self.reason, self.text = reason, text
+            self.reason, self.text, self.culprits = reason, text, tuple(culprits)
             self._event.set()
 
 
@@ -162,11 +163,14 @@ class AsyncPair(OfOneProcess):
         """Whether a transfer has found a peer dead, and the news that the epoch is over has not arrived yet."""
         return not self.lost.is_set() and any(isinstance(error, PeerLostError) for error in self._errors)
 
-    def lose(self, reason: str, text: str, error: EthaError | None = None) -> None:
-        """Record that the epoch is over. ``error``: its error, if that is not a PeerLostError."""
+    def lose(
+        self, reason: str, text: str, error: EthaError | None = None, culprits: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Record that the epoch is over, because of ``culprits``. ``error``: its error, if that is not a
+        PeerLostError."""
         if not self.lost.is_set():
-            self.fail(error or PeerLostError(text, reason=reason, outcome="withdrawn"))
-            self.lost.set(reason, text)
+            self.fail(error or PeerLostError(text, reason=reason, outcome="withdrawn", culprits=culprits))
+            self.lost.set(reason, text, culprits)
 
     def stands(self) -> None:
         """``init_pair`` has found the pair formed: forget earlier errors."""

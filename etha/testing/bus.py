@@ -46,8 +46,16 @@ class Bus:
         """End the pair's epoch. Returns what its workers are told."""
         pair = self.pairs[name]
         text = with_again(f"pair {name!r}: {pair.init.remote} rank 0 has {reason}")
-        pair.lost = pair.lost or PeerLostError(text, reason=reason, outcome="withdrawn")
-        return PairLost(pair=name, epoch=pair.epoch, reason=pair.lost.reason, text=pair.lost.message)
+        pair.lost = pair.lost or PeerLostError(
+            text, reason=reason, outcome="withdrawn", culprits=[(pair.init.remote, 0)]
+        )
+        return PairLost(
+            pair=name,
+            epoch=pair.epoch,
+            reason=pair.lost.reason,
+            text=pair.lost.message,
+            culprits=pair.lost.culprits,
+        )
 
     def check(self, names: tuple[str, ...], epoch: int) -> None:
         """Raise PeerLostError if one of the pairs is lost, or is at another epoch by now."""

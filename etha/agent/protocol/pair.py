@@ -8,7 +8,7 @@ at once, without waiting for Redis. Workers are admitted once the agents of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from etha.errors import (
     RedisUnavailableError,
     RendezvousTimeoutError,
     with_again,
+    withdrawn,
 )
 from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
@@ -157,7 +158,7 @@ class PairMachine(Machine[PairPhase]):
         """What Redis says now. Views must come in order; older epochs are ignored."""
         if view.epoch < self.epoch:
             return []
-        self.view = view
+        before, self.view = self.members(), view
         out: list[PairEffect] = []
         formed = view.state == "formed"
         if self.state is PairPhase.FORMED and (not formed or view.epoch > self.epoch):
@@ -165,7 +166,10 @@ class PairMachine(Machine[PairPhase]):
             passed = view.epoch > self.epoch
             reason = "relaunched" if passed else view.reason or "relaunched"
             text = f"the pair is at epoch {view.epoch} now" if passed else view.error
-            out += self._break(reason, text or "the other side was launched again")
+            # Who has left or died is no member any more, and who was launched again is another process.
+            now = self.members()
+            missed = [m for m, h in before.items() if h.epoch == self.epoch and (m not in now or not now[m].is_same(h))]
+            out += self._break(reason, text or "the other side was launched again", missed)
         if formed and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
             self.move(PairPhase.FORMED)
@@ -190,14 +194,14 @@ class PairMachine(Machine[PairPhase]):
         failed = sorted(self._inside & self._again) if isinstance(error, ConfigError) else []
         for key in failed:
             self._forget(key)
-        return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, sever=True)]
+        return [*(Fail(call=key, error=error) for key in failed), *self._break("died", error.message, (), sever=True)]
 
     def on_agent_lost(self, agent: str, text: str) -> list[PairEffect]:
         """The link to an agent of this pair is lost."""
         theirs = [member for member, holder in self.members().items() if holder.agent == agent]
         if self.state is not PairPhase.FORMED or not theirs:
             return []
-        return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", sever=True)
+        return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", theirs, sever=True)
 
     def expire(self, key: CallKey, *, cancelled: bool, paused: bool = False, hint: str = "") -> list[PairEffect]:
         """The caller's deadline passed, or it cancelled: it leaves.
@@ -243,7 +247,7 @@ class PairMachine(Machine[PairPhase]):
             self._forget(key)
         if self.state is PairPhase.FORMED and self._holds(side, rank, holder):
             how = "has closed its client" if reason == "closed" else f"died (pid {holder.pid} on {holder.shown_host})"
-            out += self._break(reason, f"{side} rank {rank} {how}")
+            out += self._break(reason, f"{side} rank {rank} {how}", [(side, rank)])
         return out
 
     def waits_for_others(self, key: CallKey) -> bool:
@@ -261,7 +265,7 @@ class PairMachine(Machine[PairPhase]):
         if self.state is PairPhase.FORMED and epoch == self.epoch:
             return None
         if self.lost is not None and epoch == self.epoch:
-            return PeerLostError(self.lost.message, reason=self.lost.reason, outcome="withdrawn")
+            return withdrawn(self.lost)
         text = f"pair {self.pair!r} is at epoch {self.epoch}, this batch belongs to epoch {epoch}"
         return PeerLostError(with_again(text), reason="relaunched")
 
@@ -341,11 +345,14 @@ class PairMachine(Machine[PairPhase]):
                 out += [Fail(call=key, error=error), leave]
         return out
 
-    def _break(self, reason: str, text: str, *, sever: bool = False) -> list[PairEffect]:
-        """End this epoch. ``sever``: Redis does not know yet. Calls that were not admitted yet join the next one."""
+    def _break(self, reason: str, text: str, culprits: Sequence[Member], *, sever: bool = False) -> list[PairEffect]:
+        """End this epoch, because of ``culprits``. ``sever``: Redis does not know yet.
+
+        Calls that were not admitted yet join the next one.
+        """
         self.move(PairPhase.LOST)
-        error = PeerLostError(with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}"), reason=reason)
-        self.lost = error
+        over = with_again(f"pair {self.pair!r} epoch {self.epoch} is over: {text}")
+        self.lost = error = PeerLostError(over, reason=reason, culprits=sorted(culprits))
         missed = self._miss(self.epoch, text) if self._met != self.epoch else []
         joins: list[PairEffect] = []
         for key in sorted(self._inside):

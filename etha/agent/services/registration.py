@@ -51,6 +51,7 @@ from etha.errors import (
     RedisUnavailableError,
     RegistrationError,
     with_note,
+    withdrawn,
 )
 from etha.peer.introductions import AskMissing, Copied, Exhibits, Forsaken, Noted, TellMissing
 from etha.peer.wire import Said, Scope
@@ -144,7 +145,7 @@ class RegistrationService:
             if error is not None:
                 raise error
         if (lost := registration.machine.lost) is not None:
-            raise PeerLostError(lost.message, reason=lost.reason, outcome="withdrawn")
+            raise withdrawn(lost)
         registration.check_epoch(epoch)
         return registration
 
@@ -172,7 +173,8 @@ class RegistrationService:
         if registration is None:
             return
         for member in [m for m, t in registration.tensors.items() if t.session is session]:
-            error = _forsaken(f"{member[0]} rank {member[1]} has closed batch {batch!r}: call register_tensors again")
+            text = f"{member[0]} rank {member[1]} has closed batch {batch!r}: call register_tensors again"
+            error = _forsaken(text, member)
             if (registered := registration.registered) is not None:
                 self._transfers.withdraw(registered, member, error)
                 if registration.machine.lost is None and registration.closed is None:
@@ -188,7 +190,7 @@ class RegistrationService:
             if (registration := self._open(session, batch)) is not None:
                 for side, rank in [m for m, t in registration.tensors.items() if t.session is session]:
                     how = "closed its client" if reason == "closed" else f"died (pid {session.holder.pid})"
-                    error = PeerLostError(f"{side} rank {rank} {how}", reason=reason)
+                    error = PeerLostError(f"{side} rank {rank} {how}", reason=reason, culprits=[(side, rank)])
                     self._break(registration, error)
             self.leave(session, batch)
 
@@ -563,8 +565,8 @@ class RegistrationService:
             self._spawn(self._end_waiting(registration, batch, registration.closed))
 
 
-def _forsaken(text: str) -> PeerLostError:
-    return PeerLostError(text, reason="closed", outcome="withdrawn")
+def _forsaken(text: str, *culprits: Member) -> PeerLostError:
+    return PeerLostError(text, reason="closed", outcome="withdrawn", culprits=culprits)
 
 
 #: How many registrations are kept before this agent knows them, and after they were closed.

@@ -359,7 +359,15 @@ class RendezvousService:
                     for session in self._sessions():
                         seat = session.seats.get(pair)
                         if seat is not None and seat.epoch == epoch:
-                            session.peer.push(PairLost(pair=pair, epoch=epoch, reason=error.reason, text=error.message))
+                            session.peer.push(
+                                PairLost(
+                                    pair=pair,
+                                    epoch=epoch,
+                                    reason=error.reason,
+                                    text=error.message,
+                                    culprits=error.culprits,
+                                )
+                            )
                     self._broken(pair, epoch, error)
 
     async def _join(self, known: _Known, asked: JoinRequest) -> None:

@@ -107,7 +107,10 @@ def failed_request(session: WorkerSession, message: Any, error: EthaError) -> Re
         pair=pair,
         batch=batch,
         code=error.code,
-        culprits=tuple(Culprit(side=side, rank=rank) for side, ranks in blamed.items() for rank in ranks),
+        culprits=(
+            *(Culprit(side=side, rank=rank) for side, ranks in blamed.items() for rank in ranks),
+            *(Culprit(side=side, rank=rank) for side, rank in getattr(error, "culprits", ())),
+        ),
     )
 
 

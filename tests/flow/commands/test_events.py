@@ -168,10 +168,29 @@ async def test_a_peer_that_was_killed_is_named_with_its_process(guests: Job, sit
         waiting = asyncio.ensure_future(handle.transfer("recv"))
         await sides.clients["inference", 0].status()
         worker.kill()
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError) as caught:
             await waiting
+        assert caught.value.culprits == (("trainer", 0),)
+        with pytest.raises(PeerLostError) as later:
+            await handle.transfer("recv")
+        assert later.value.culprits == (("trainer", 0),)
         await the_failure(site, pair, rf"process {worker.pid}.* died", "trainer rank 0")
-        await the_failure(site, f"{pair}/b", r"\[peer_lost\]", "trainer rank 0", place=site.way.place("inference", 0))
+        place, because = site.way.place("inference", 0), rf"because of trainer rank 0 \(.*process {worker.pid}\)"
+        await the_failure(site, f"{pair}/b", r"\[peer_lost\]", because, place=place)
+
+
+@both
+async def test_a_peer_that_closed_its_client_is_named(site: Site, pair: str) -> None:
+    async with Sides(site, pair) as sides:
+        handles = await simple(sides)
+        waiting = asyncio.ensure_future(handles["inference", 0].transfer("recv"))
+        await sides.clients["inference", 0].status()
+        await sides.clients["trainer", 0].close()
+        with pytest.raises(PeerLostError) as caught:
+            await waiting
+        assert caught.value.reason == "closed" and caught.value.culprits == (("trainer", 0),)
+        place = site.way.place("inference", 0)
+        await the_failure(site, f"{pair}/b", r"\[peer_lost\]", r"because of trainer rank 0 \(", place=place)
 
 
 @local
