@@ -27,7 +27,7 @@ COLOURS = {
     "commit": "#f0a3b0",
     "copy_out": "#8ddb8c",
     "send": "#4c9a6a",
-    "receive": "#4c9a6a",
+    "receive": "#a5d6b7",
     "copy": "#6cb6ff",
     "checksum": "#c297ff",
 }

@@ -78,6 +78,7 @@ def configure(
     root, own = levels("debug" if verbose else wanted.level)
     logging.basicConfig(level=root, handlers=[handler])
     logging.getLogger("etha").setLevel(own)
+    logging.getLogger("matplotlib").setLevel(max(root, logging.WARNING))  # it tells that it has looked at fonts
 
 
 COMMANDS = (

@@ -293,7 +293,7 @@ class _Chart:
         node, busiest = self.picture.nodes[number], self.picture.nics[0] if self.picture.nics else None
         lines = [node.label]
         if node.inside:
-            lines.append(f"{size(node.inside)} inside")
+            lines.append(f"{size(node.inside)} among them")
         if busiest is not None and number == busiest.nodes[0]:
             lines += [
                 "busiest NIC",
@@ -438,7 +438,8 @@ def _map(figure: Any, axes: Any, picture: PlanPicture) -> None:
     axes.set_ylabel(f"{_shortened(picture.sides[0], _LABEL)} rank")
     grouped = (rows, columns) != (m, n)
     axes.set_title(
-        f"bytes from rank to rank{', several ranks to a cell' if grouped else ''} (grey: none)",
+        f"bytes from source ranks to target ranks{', several to a cell' if grouped else ''}"
+        f"{' (grey: none)' if len(picture.map) < rows * columns else ''}",
         fontsize=10.5,
         color=_INK,
     )
@@ -471,7 +472,7 @@ def _handles(picture: PlanPicture) -> Iterator[Any]:
         yield Line2D([], [], color=_INK, linewidth=_WIDEST, alpha=0.5, label=f"arrow of {size(most)}")
     if not picture.nics:
         return
-    alike = f" ({counted(picture.alike, 'other')} as busy)" if picture.alike else ""
+    alike = f", the first of {picture.alike + 1:,} as busy" if picture.alike else ""
     yield Patch(facecolor="white", edgecolor=_BUSIEST, linewidth=2.4, label=f"ranks on the busiest NIC{alike}")
     yield Patch(facecolor="#7A9CB8", edgecolor="#7A9CB8", label="bar: bytes sent")
     yield Patch(facecolor="white", edgecolor="#7A9CB8", hatch="////", label="bar: bytes received")

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +115,28 @@ def test_readmes_two_programs_run_as_they_stand_and_have_twelve_lines(tmp_path: 
     assert [process.returncode for process in running] == [0, 0], sent + received
     assert [f"sent version {n}: {8 * 4 * 1024**2:,} bytes" in sent for n in range(1, 6)] == [True] * 5, sent
     assert received.splitlines() == [f"received version {n}: layer7 holds {float(n)}" for n in range(1, 6)]
+
+
+def test_the_guides_example_of_a_unit_test_passes(tmp_path: Path) -> None:
+    [program] = [
+        block for block in re.findall(r"```python\n(.*?)```", text_of("docs/guide.md"), re.S) if "def test_" in block
+    ]
+    (tmp_path / "test_guide.py").write_text(program)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_example_of_the_dummies_runs() -> None:
+    import torch
+    from torch.distributed.tensor import Replicate
+
+    import etha
+    import etha.testing
+
+    example = textwrap.dedent((etha.testing.__doc__ or "").split("\n\n")[1])
+    assert "assert not" in example
+    exec(example, {**vars(etha.testing), "etha": etha, "torch": torch, "Replicate": Replicate})
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ PICTURE_SECONDS = 60.0
 def plan(
     source: Annotated[Path, typer.Argument(help="the source side as JSON", exists=True, dir_okay=False)],
     target: Annotated[Path, typer.Argument(help="the target side as JSON", exists=True, dir_okay=False)],
-    plot: Annotated[Path | None, typer.Option(help="draw it, too: to FILE.svg, .png or .pdf", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw it, too; FILE ends in .svg, .png or .pdf", metavar="FILE")
+    ] = None,
     nic: Annotated[float, typer.Option(min=0.001, help="GB/s of a NIC, each way")] = 50.0,
     host: Annotated[float, typer.Option(min=0.001, help="GB/s of a rank's copies inside its host")] = 400.0,
     local: Annotated[float, typer.Option(min=0.001, help="GB/s of a rank's copies inside its agent")] = 1500.0,
@@ -53,6 +55,8 @@ def plan(
         if plot is not None:
             bar.at(0, None, "drawing")
             built.plot(plot)
+    if plot is not None:
+        typer.echo(f"wrote {plot}", err=True)
     out.print(text, markup=False, highlight=False)
     if check:
         out.print("checked: every element of every target arrives exactly once, from where the source holds it")

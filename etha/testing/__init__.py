@@ -1,7 +1,7 @@
 """Dummies of both clients, for tests of code that uses them: no agent, no Redis, no other side.
 
     client = DummyTensorBusClient(on_error="report")
-    client.init_pair("weights", "trainer", "inference")
+    client.init_pair("weights", "trainer", "inference", device_mesh=(1,), placements=[Replicate()])
     client.register_tensors("policy", {"w": torch.zeros(4)}, pair_name="weights")
     client.fail_next(etha.TransferAbortedError("somebody has failed"))
     assert not client.transfer("policy", "send").ok

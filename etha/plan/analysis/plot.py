@@ -191,7 +191,19 @@ def _box_name(places: _Places, hosts: Sequence[int]) -> str:
     names = [places.host_name(host) for host in hosts]
     if len(names) == 1:
         return names[0]
-    return f"{names[0]} to {names[-1]}" if all(names) else f"{len(names)} hosts"
+    return f"{names[0]} to {_last(names[0], names[-1])}" if all(names) else f"{len(names)} hosts"
+
+
+def _last(first: str, last: str) -> str:
+    """The last of several names without what the first says already: "train-12", "train-17" -> "-17".
+
+    A box is too narrow for two names, which would be cut in the middle.
+    """
+    same = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    common = first[:same].rstrip("0123456789")
+    if not last.removeprefix(common).isdecimal():
+        return last
+    return last[len(common) - (not common[-1:].isalnum()) :]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from etha.errors import ConfigError
 from etha.picture import PlanPicture, draw
 from etha.plan import Layout, Plan, TensorSpec, build_agent_plan, build_plan
-from etha.plan.analysis.plot import PictureNames
+from etha.plan.analysis.plot import PictureNames, _last
 
 
 def plan_of(source: Layout, target: Layout, *hosts: Sequence[str], shape: tuple[int, int] = (512, 512)) -> Plan:
@@ -89,7 +89,7 @@ def test_a_large_plan_is_shown_by_hosts_with_a_map_of_ranks() -> None:
 
 def test_many_hosts_are_shown_together_in_the_order_of_their_ranks() -> None:
     picture = large(256, 128, each=4).picture()
-    assert picture.hosts[0] == "s0 to s10" and picture.nodes[0].label == "ranks 0-43"
+    assert picture.hosts[0] == "s0 to 10" and picture.nodes[0].label == "ranks 0-43"
     assert picture.map_size == (64, 64)
 
 
@@ -168,3 +168,11 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ConfigError, match=r"sub-etha\[plot\]"):
         four_to_two().plot(tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [("train-12", "train-17", "-17"), ("node9", "node11", "11"), ("a", "b", "b"), ("x1a", "x1b", "x1b"), ("", "", "")],
+)
+def test_the_names_of_several_hosts_fit_above_their_box(first: str, last: str, shown: str) -> None:
+    assert _last(first, last) == shown
