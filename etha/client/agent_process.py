@@ -179,7 +179,11 @@ class _Start:
             return from_wire(
                 {"code": kept.code, "text": f"{ended}; {starting or 'it'} is kept by this: {kept.message}"}
             )
-        stage = "the one that was started" if self._spawned else "another process, which is starting one"
+        stage = (
+            "the one that was started"
+            if self._spawned
+            else "another client, of this or another process, that starts one"
+        )
         who = ", ".join([*filter(None, [starting]), note_of_log(str(self.log))])
         return AgentUnavailableError(
             f"{ended}; waited for {stage} ({who}). It goes on: once it listens, the next call finds it, and if it "

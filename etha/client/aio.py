@@ -274,8 +274,10 @@ class AsyncTensorBusClient(OfOneProcess):
         known = self._batches.get(batch_id)
         if known is not None and known.connection is connection and known.lost() is None:
             if not known.manifest.same_tensors(manifest):
+                on = ", ".join(repr(pair.name) for pair in known.pairs)
                 raise RegistrationError(
-                    f"batch {batch_id!r} is registered with other tensors: close its handle first, or use another id"
+                    f"this client has registered batch {batch_id!r} on pair {on} with other tensors or another pair, "
+                    f"and an id is one batch of a client: close its handle first, or use another id"
                 )
             if await self._confirmed(known, deadline):
                 return AsyncBatchHandle(self, known)

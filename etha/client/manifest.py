@@ -278,7 +278,7 @@ def refusals_of(name: str, tensor: Any, home: TensorMemory, unsharded: Mapping[i
         return Refusal(code="unsupported", name=name, text=text, target_only=False)
 
     if not isinstance(tensor, torch.Tensor):
-        yield no(f"a {type(tensor).__name__} is not a tensor")
+        yield no(f"not a tensor, but of type {type(tensor).__name__}")
         return
     if id(tensor) in unsharded:
         yield no(

@@ -20,6 +20,7 @@ from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.machine import Machine
 from etha.bus.messages import Registered
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
+from etha.units import counted
 
 
 class RegistrationState(Enum):
@@ -210,7 +211,7 @@ class BatchRegistration(Machine[RegistrationState]):
         self.move(RegistrationState.REFUSED)
         listed = "\n  ".join(str(v) for v in violations[:20])
         more = f"\n  and {len(violations) - 20} more, see .violations" if len(violations) > 20 else ""
-        text = f"batch {self.batch} cannot be registered, {len(violations)} reasons:\n  {listed}{more}"
+        text = f"batch {self.batch} cannot be registered, {counted(len(violations), 'reason')}:\n  {listed}{more}"
         return self.failed(RegistrationError(text, violations=violations))
 
     def _answer_all(self) -> list[BatchEffect]:

@@ -314,7 +314,7 @@ async def test_who_waits_for_another_starter_says_so(settings: Settings) -> None
     lock = settings.socket_path("cpu").with_suffix(".start").open("w")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(AgentUnavailableError, match="waited for another process, which is starting one"):
+        with pytest.raises(AgentUnavailableError, match="waited for another client, of this or another process"):
             await ensure(settings, timeout=0.2)
     assert started(settings) == []
 

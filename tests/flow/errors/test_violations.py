@@ -127,7 +127,7 @@ UNSUPPORTED = {
     "conj": (lambda: torch.zeros(2, dtype=torch.complex64).conj(), r"conjugate or negative view; call resolve_conj"),
     "neg": (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, r"conjugate or negative view"),
     "odd": (lambda: torch.zeros(2).as_subclass(Odd), "tensors of class Odd cannot be moved"),
-    "text": (lambda: "w", "a str is not a tensor"),
+    "text": (lambda: "w", "not a tensor, but of type str"),
 }
 
 
@@ -368,8 +368,9 @@ async def test_an_open_id_with_other_tensors(site: Site) -> None:
         handles = await sides.register("b", lambda side, rank: ({"w": mine[side]}, {}))
         again = await sides.clients["trainer", 0].register_tensors("b", {"w": mine["trainer"]}, pair_name=sides.pair)
         assert again.plan == handles["trainer", 0].plan, "the same tensors are a no-op"
+        expected = f"this client has registered batch 'b' on pair '{sides.pair}' with other tensors or another pair"
         with pytest.raises(
-            RegistrationError, match="batch 'b' is registered with other tensors: close its handle first"
+            RegistrationError, match=f"{expected}, and an id is one batch of a client: close its handle"
         ):
             await sides.clients["trainer", 0].register_tensors("b", {"w": torch.zeros(2)}, pair_name=sides.pair)
 

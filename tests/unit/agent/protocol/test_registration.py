@@ -182,7 +182,7 @@ def test_a_refusal_reaches_everybody_with_all_reasons() -> None:
     world.plan(refused=True)
     for key in keys:
         assert isinstance(world.expect[key], RegistrationError) and world.expect[key].violations == (BAD,)
-        assert "batch 'b' of pair 'p' cannot be registered, 1 reasons" in world.expect[key].message
+        assert "batch 'b' of pair 'p' cannot be registered, 1 reason:" in world.expect[key].message
 
 
 def test_a_deadline_lists_who_is_missing_but_never_oneself() -> None:
