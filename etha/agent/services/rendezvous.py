@@ -408,7 +408,9 @@ class RendezvousService:
         try:
             await self._links.form(known.machine.pair, epoch, agents)
         except EthaError as error:
-            log.warning("pair %s epoch %d: %s", known.machine.pair, epoch, error.message)
+            # Agents that have heard that the epoch is over do not come to it, so nothing is wrong then.
+            level = logging.WARNING if known.machine.error(epoch) is None else logging.DEBUG
+            log.log(level, "pair %s epoch %d: %s", known.machine.pair, epoch, error.message)
             self._perform(known, known.machine.unmet(epoch, error))
             return
         self._met(known, epoch)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,7 +17,7 @@ from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, Register
-from etha.errors import EthaError, RedisUnavailableError
+from etha.errors import AgentUnavailableError, EthaError, RedisUnavailableError
 from etha.store.records import PairView, RankHolder, SideView
 
 HOLDER = RankHolder(agent="A", host="here", pid=1, start=1)
@@ -167,4 +168,30 @@ async def test_a_registration_without_redis_is_named_in_its_error() -> None:
         "register_tensors of batch 'b' of pair 'p' by trainer rank 0: Redis at redis://here"
     )
     assert error.code == "redis_unavailable"
+    one.close()
+
+
+@pytest.mark.parametrize("over", [False, True])
+async def test_an_epoch_that_is_over_is_no_trouble_if_its_agents_did_not_meet(
+    over: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Rendezvous()
+    await one.ask()
+    service: Any = one.service
+    known, service._broken = service._known["p"], lambda *_: None
+    formed = RankHolder(agent="A", host="here", pid=1, start=1, epoch=1)
+    sides = {side: SideView(world_size=1, members={0: formed}) for side in ("trainer", "inference")}
+    known.machine.viewed(PairView(name="p", state="formed", epoch=1, sides=sides))
+    if over:
+        known.machine.viewed(PairView(name="p", state="lost", epoch=1, reason="died", error="b died", sides=sides))
+
+    async def form(*_: Any) -> None:
+        raise AgentUnavailableError("agents b did not meet this one within 10 s")
+
+    service._links = SimpleNamespace(form=form)
+    one.pairs.sever = AsyncMock()  # type: ignore[attr-defined]
+    await service._meet(known, 1, {"A", "b"})
+    await one.turns()
+    found = [record for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("etha")]
+    assert len(found) == (0 if over else 1)
     one.close()
