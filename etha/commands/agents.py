@@ -63,7 +63,8 @@ def status(
     """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom.
 
     With --watch also what happens in the namespace: who came, joined, registered, left, and why. It waits for agents
-    where none is running.
+    where none is running. Without --watch that is the error agent_unavailable, and nothing on standard output, also if
+    Redis still knows pairs.
     """
     import asyncio
 
