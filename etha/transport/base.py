@@ -26,7 +26,11 @@ Progress = Callable[[int], None]
 
 
 class StreamLost(PeerLostError):
-    """A peer closed a data stream during a run, usually because it ended the transfer; it reports the cause itself."""
+    """A data stream ended during a run, or could not be opened.
+
+    Usually the peer has ended the transfer and reports the cause itself, or is gone. Otherwise something between the
+    data ports is the cause; the agent knows, because then the link stands and says nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

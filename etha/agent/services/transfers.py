@@ -243,8 +243,10 @@ class TransferService:
     async def _compile(self, batch: RegisteredBatch, current: RunningProgram) -> None:
         """Compile the program of a direction's first transfer, off the loop."""
         if batch.registration.over:  # a rank here left while GO was on its way: this agent's vote ends the transfer
-            text = f"batch {batch.name!r}: a rank of this agent has left it"
-            self._over(batch, current, PeerLostError(text, reason="closed", outcome="aborted"), False)
+            lost = batch.registration.machine.lost
+            text = f"batch {batch.name!r}: a rank of this agent has left it" if lost is None else lost.message
+            reason = "closed" if lost is None else lost.reason
+            self._over(batch, current, PeerLostError(text, reason=reason, outcome="aborted"), False)
             return
         try:
             program = await self.compiler.compile(batch, current)
@@ -306,9 +308,14 @@ class TransferService:
     ) -> None:
         self._stream_order.failed(error)
         if isinstance(error, StreamLost) and not current.stopped:
-            # The other end has most likely ended the transfer, and the cause is on its way over the link.
+            # The other end has most likely ended the transfer, and the cause is on its way over the link. If none comes
+            # and the link stands, its agent lives, and something between the data ports has ended the connection.
+            broken = TransferError(
+                f"{error.message}, but the link to that agent stands: look for a firewall or a broken way between the "
+                f"data ports, or for the cause in its log; `etha doctor` tries the ports"
+            )
             current.late = asyncio.get_running_loop().call_later(
-                GRACE, self._over, batch, current, self._with_log(batch, error), touched
+                GRACE, self._over, batch, current, self._with_log(batch, broken), touched
             )
             current.touched = touched
             return

@@ -160,7 +160,7 @@ class Communicators:
 
     def _end(self, one: Communicator) -> Task[None]:
         until = time.monotonic() + CLOSING
-        closed = PeerLostError(f"the communicator of {', '.join(one.members)} was closed", reason="closed")
+        closed = PeerLostError(f"the communicator of {', '.join(one.members)} was closed", reason="died")
         try:
             if one.usable and not one.busy and one.ready():
                 self._nccl.finalize(one.handle)

@@ -135,7 +135,7 @@ class NcclTransport:
 
     async def close(self) -> None:
         """End what runs, refuse more, and free what is kept of its programs. The communicator belongs to its epoch."""
-        self.abort(PeerLostError("this transport is closed", reason="closed"))
+        self.abort(PeerLostError("this transport is closed", reason="died"))
         # A run has the turn until nothing touches memory.
         await self._plane.forget(self._programs)
         self._programs.clear()

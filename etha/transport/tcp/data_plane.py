@@ -139,7 +139,7 @@ class DataPlane:
             for conn in conns:
                 conn.close()
             text = "this agent's data plane is closed" if self._closed else f"agent {one.peer} is lost"
-            raise PeerLostError(text, reason="closed" if self._closed else "died")
+            raise PeerLostError(text, reason="died")
         for outlet in one.outlets:
             outlet.start()
 
@@ -251,7 +251,7 @@ class DataPlane:
                 slabs.append(self._slabs.take(nbytes))
             with self._changed:
                 if self._closed:
-                    raise PeerLostError("this agent's data plane is closed", reason="closed")
+                    raise PeerLostError("this agent's data plane is closed", reason="died")
                 if label in self._running:
                     raise ProtocolError(f"transfer {wire_run.seq} runs already")
                 run = self._running[label] = TcpRun(
@@ -266,7 +266,7 @@ class DataPlane:
         for peer, flow in program.sends.items():
             outlets = sets[peer].outlets
             if len(outlets) < len(flow.lanes) or any(outlet.closed for outlet in outlets):
-                run.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="closed"))
+                run.fail(StreamLost(f"the data streams to agent {peer} are closed", reason="died"))
                 break
             for lane in range(len(flow.lanes)):
                 outlets[lane].send(run, flow, lane)
@@ -319,7 +319,7 @@ class DataPlane:
             inlets = [inlet for some in self._inlets.values() for inlet in some]
             self._changed.notify_all()
         for run in running:
-            run.fail(PeerLostError("this agent's data plane is closed", reason="closed"))
+            run.fail(PeerLostError("this agent's data plane is closed", reason="died"))
         self._shut(sets, inlets)
         streams: list[SendStream | ReceiveStream] = [*(outlet for one in sets for outlet in one.outlets), *inlets]
         await asyncio.to_thread(lambda: [stream.join() for stream in streams])

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from etha import limits
-from etha.errors import EthaError, PeerLostError, ProtocolError
+from etha.errors import EthaError, ProtocolError, TransferError
 from etha.transport.base import StreamLost
 from etha.transport.tcp.tls import DESCRIPTORS, Identity, Secured
 
@@ -172,9 +172,9 @@ async def read_exactly(conn: socket.socket, nbytes: int, spoke: Callable[[], Non
 
 
 async def connect(agent: str, address: DataAddress, opening: bytes, count: int) -> list[socket.socket]:
-    """Open ``count`` connections to an agent's data port. PeerLostError if it does not let us in."""
+    """Open ``count`` connections to an agent's data port. StreamLost if it does not let us in."""
     if (short := limits.shortage(count * (1 if address.fingerprint is None else DESCRIPTORS))) is not None:
-        raise PeerLostError(f"no data streams to agent {agent}: this agent is full: {short}", reason="closed")
+        raise TransferError(f"no data streams to agent {agent}: this agent is full: {short}")
     tokens = await address.tokens(count)
     if len(tokens) != count:
         raise ProtocolError(f"agent {agent} gave {len(tokens)} tokens, {count} were asked for")
@@ -199,7 +199,7 @@ async def connect(agent: str, address: DataAddress, opening: bytes, count: int) 
             why = "it closed the connection instead of letting it in; its log says why"
         elif isinstance(error, TimeoutError):
             why = "it does not answer"
-        raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="closed") from None
+        raise StreamLost(f"the data port of agent {agent} at {where}: {why}", reason="died") from None
     return opened
 
 

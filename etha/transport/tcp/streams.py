@@ -172,7 +172,7 @@ class Stream(ABC):
                 f"{STALLED} s, but does on the link; look for a firewall or a broken way between the data ports"
             )
         why = f": {error.strerror or error}" if error is not None else ""
-        return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="closed")
+        return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="died")
 
     def wait(self, event: int) -> None:
         """Wait until the socket is ready for a poll event, or shut."""

@@ -145,6 +145,6 @@ class TcpTransport:
 
     async def close(self) -> None:
         """End what runs and refuse further runs. The streams stay, because others may use them."""
-        self.abort(PeerLostError("this transport is closed", reason="closed"))
+        self.abort(PeerLostError("this transport is closed", reason="died"))
         for run in list(self._running):
             await asyncio.shield(run.over)

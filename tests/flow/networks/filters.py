@@ -29,6 +29,8 @@ THROTTLED = 'iifname "direct" meta length > 1000 limit rate over {mbytes} mbytes
 DEAF = 'iifname "direct" counter drop'
 #: A firewall that has nothing against links, but against what goes to and from these ports.
 PORTS = 'iifname "direct" tcp dport {{ {ports} }} counter drop; iifname "direct" tcp sport {{ {ports} }} counter drop'
+#: A firewall that begins to refuse these ports: connections that stand are reset, new ones are refused.
+REFUSED = 'iifname "direct" tcp dport {{ {ports} }} counter reject with tcp reset'
 
 
 def nft(host: str, *words: str) -> str:

@@ -27,7 +27,7 @@ from tests.flow.networks.distant import (
     settle,
     transfer,
 )
-from tests.flow.networks.filters import DEAF, LOSSY, PORTS, THROTTLED, arriving
+from tests.flow.networks.filters import DEAF, LOSSY, PORTS, REFUSED, THROTTLED, arriving
 from tests.flow.networks.namespaces import Hosts, hosts
 from tests.flow.networks.tun import End, delayed
 from tests.flow.puppets import Failure, Puppet, Stage, together
@@ -213,6 +213,33 @@ def test_a_firewall_that_lets_links_pass_but_no_data(company: Company) -> None:
             assert as_said(company, "plain", 1, failures, False) == [MIXED] * 2
     assert not any(puppet.do(is_lost) for puppet in company.all)
     company.exact("plain", 2)
+
+
+def test_a_firewall_that_begins_to_refuse_data_while_links_pass(company: Company) -> None:
+    """Nobody has left: the pair stands, and no transfer says that somebody has."""
+    assert company.open({"plain": BATCHES["plain"]}) == 1
+    ports = [int(puppet.do(agent)["address"].rpartition(":")[2]) + 1 for puppet in (company.all[0], company.all[-1])]
+    listed = ", ".join(map(str, ports))
+    with arriving(company.net, SLOWLY):
+        company.begin("plain", 1)
+        company.moving()
+        with arriving(company.net, REFUSED.format(ports=listed)) as refused:
+            for version in (1, 2):  # the first loses its streams, the second finds none
+                if version == 2:
+                    company.begin("plain", version)
+                failures = [puppet.fails() for puppet in company.all]
+                assert {failed.kind for failed in failures} <= {"TransferError", "TransferAbortedError"}, failures
+                for failed in failures:
+                    assert failed.data["outcome"] == "aborted" and "closed" not in failed.data.values(), failed
+                    assert "but the link to that agent stands: look for a firewall" in failed.text, failed
+            assert refused()
+        with arriving(company.net, PORTS.format(ports=listed)):
+            company.begin("plain", 3)
+            failures = [puppet.fails() for puppet in company.all]
+            assert {failed.kind for failed in failures} <= {"TransferError", "TransferAbortedError"}, failures
+            assert all("it does not answer" in failed.text for failed in failures), failures
+    assert not any(puppet.do(is_lost) for puppet in company.all)
+    company.exact("plain", 4)
 
 
 def test_one_packet_in_twenty_is_lost(company: Company) -> None:
