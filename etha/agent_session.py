@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from etha.bus.channel import another_user, dial
 from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
 from etha.bus.messages import Events, GetEvents, GetPicture, GetRecords, GetStatus, Picture, Records, Status
-from etha.bus.process import Credentials, start_time
+from etha.bus.process import Credentials, is_exiting, is_stopped, start_time
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, RedisUnavailableError, note_of_log
 from etha.observe.logfiles import logs_in
@@ -29,6 +29,8 @@ from etha.version import __version__
 
 #: Seconds that an agent which is told to leave at once has before it is killed.
 HURRY = 5.0
+#: Seconds after which ``stop`` says for whom it waits.
+_SAID_AFTER = 1.0
 
 
 class AgentSession:
@@ -144,8 +146,19 @@ def agent_pid(path: Path) -> int:
 
 
 def none_runs(settings: Settings) -> str:
-    """The message if no agent answers."""
-    return f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
+    """The message if no agent answers: which of them live all the same, else that none runs."""
+    silent = list(filter(None, (silence(agent_path(address)) for address in addresses(settings))))
+    none = f"no agent is running at {place(settings)}; a client starts one, and so does 'etha agent'"
+    return "; ".join(silent) or none
+
+
+def silence(path: Path) -> str:
+    """What to say of the agent at ``path``, which has not answered; "" if its process is gone or cannot be seen."""
+    pid = agent_pid(path)
+    if not pid or is_exiting(pid):
+        return ""
+    how = f"it is stopped, `kill -CONT {pid}` lets it go on" if is_stopped(pid) else "it hangs, or the machine is busy"
+    return f"the agent of {path.stem}, process {pid}, runs but does not answer: {how}; `etha stop --now` ends it"
 
 
 def place(settings: Settings) -> str:
@@ -153,15 +166,17 @@ def place(settings: Settings) -> str:
     return settings.agent or str(settings.runtime_dir / settings.namespace)
 
 
-async def look(settings: Settings, *, timeout: float) -> list[dict[str, Any]]:
-    """The status of every agent that answers. Others are skipped."""
+async def look(settings: Settings, *, timeout: float, silent: list[str] | None = None) -> list[dict[str, Any]]:
+    """The status of every agent that answers. Others are skipped; ``silent`` gets what to say of those that live."""
     found = []
     for address in addresses(settings):
         try:
             async with open_session(address, settings, timeout=timeout) as session:
                 found.append(await session.status())
         except (AgentUnavailableError, AgentLostError):
-            continue  # a socket that its agent left behind, or an agent that is just leaving
+            # A socket that its agent left behind, an agent that is just leaving, or one that does not answer.
+            if silent is not None and (text := silence(agent_path(address))):
+                silent.append(text)
     return found
 
 
@@ -191,10 +206,11 @@ async def picture(settings: Settings, pair: str, batch: str, source: str, *, tim
     )
 
 
-async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
+async def stop(path: Path, *, now: bool, timeout: float, waits: Callable[[str], None]) -> int | None:
     """End the agent at ``path`` and wait until it has ended. Returns its pid; None if there was none.
 
-    It lets running transfers finish. With ``now`` it does not, and an agent that does not react is killed.
+    It lets running transfers finish. With ``now`` it does not, and an agent that does not react is killed. ``waits`` is
+    told for whom this waits if that takes more than a second.
     AgentUnavailableError if it is still there after ``timeout`` seconds.
     """
     try:
@@ -211,7 +227,11 @@ async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
     try:
         for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):
             signal.pidfd_send_signal(process, number)
-        if not await _ends(process, min(timeout, HURRY) if now else timeout):
+        until = asyncio.get_running_loop().time() + (min(timeout, HURRY) if now else timeout)
+        ended = await _ends(process, _SAID_AFTER)
+        if not ended:
+            waits(_waiting(path, who.pid, now, timeout))
+        if not ended and not await _ends(process, until - asyncio.get_running_loop().time()):
             if not now:
                 raise AgentUnavailableError(
                     f"process {who.pid} at {path} has not ended within {timeout:g} s: is it stopped? "
@@ -228,6 +248,15 @@ async def stop(path: Path, *, now: bool, timeout: float) -> int | None:
     finally:
         os.close(process)
     return who.pid
+
+
+def _waiting(path: Path, pid: int, now: bool, timeout: float) -> str:
+    who = f"waits for the agent of {path.stem}, process {pid}"
+    if now:
+        return f"{who}, up to {min(timeout, HURRY):g} s: then it is killed"
+    if is_stopped(pid):
+        return f"{who}, which is stopped: `kill -CONT {pid}` lets it end, `etha stop --now` kills it"
+    return f"{who}, up to {timeout:g} s: its running transfers end first; `etha stop --now` does not wait for them"
 
 
 async def _ends(process: int, timeout: float) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, time
 from typing import Any, Self
 
-from etha.agent_session import addresses, open_session
+from etha.agent_session import addresses, open_session, silence
 from etha.bus.messages import MAX_EVENTS
 from etha.config import Settings, agent_path
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError
@@ -85,7 +85,9 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
                 for event in await session.events(count=MAX_EVENTS):
                     events[str(event["id"])] = event
         except (AgentUnavailableError, AgentLostError):
-            continue  # a socket that its agent left behind, or an agent that is just leaving
+            # A socket that its agent left behind, an agent that is just leaving, or one that does not answer.
+            if text := silence(agent_path(address)):
+                notes[text] = None
         except EthaError as error:
             notes[error.message] = None
     if not reached:

@@ -69,6 +69,14 @@ def is_exiting(pid: int) -> bool:
         return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether ``pid`` is stopped, by SIGSTOP or a debugger; False if it is gone."""
+    try:
+        return _stat(pid)[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when ``pid`` dies; None if the process is not visible or gone."""
     if pid <= 0:

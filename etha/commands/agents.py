@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from etha.commands.completion import devices
-from etha.commands.terminal import closed_pipe_ends, out, print_json, progress, stopped_by_ctrl_c
+from etha.commands.terminal import closed_pipe_ends, err, out, print_json, progress, stopped_by_ctrl_c
 from etha.config import CUDA_AGENT, Settings, agent_path, check_device
 from etha.errors import AgentUnavailableError
 
@@ -75,9 +75,12 @@ def status(
     if watch:
         with stopped_by_ctrl_c(), closed_pipe_ends():
             asyncio.run(watch_status(settings, as_json))
-    found = asyncio.run(look(settings, timeout=STATUS_SECONDS))
+    silent = list[str]()
+    found = asyncio.run(look(settings, timeout=STATUS_SECONDS, silent=silent))
     if not found:
-        raise AgentUnavailableError(none_runs(settings))
+        raise AgentUnavailableError("; ".join(silent) or none_runs(settings))
+    for text in silent:
+        err.print(Text(f"note: {text}", "yellow"))
     if as_json:
         typer.echo(json.dumps(whole(found)))
     else:
@@ -100,6 +103,9 @@ def stop(
 
     from etha.agent_session import addresses, place, stop
 
+    def say_waits(text: str) -> None:
+        err.print(Text(text, "yellow"))
+
     settings = Settings.from_env()
     if device is None:
         paths = [agent_path(address) for address in addresses(settings)]
@@ -109,7 +115,7 @@ def stop(
     with progress("waiting for running transfers to end") as bar:
         for number, path in enumerate(paths):
             bar.at(number, len(paths))
-            if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS))) is not None:
+            if (pid := asyncio.run(stop(path, now=now, timeout=STOP_SECONDS, waits=say_waits))) is not None:
                 stopped.append(pid)
     if not stopped:
         where = ", ".join(map(str, paths)) or place(settings)
