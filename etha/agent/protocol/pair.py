@@ -226,6 +226,8 @@ class PairMachine(Machine[PairPhase]):
             error = AgentUnavailableError(f"{text}: both sides had come, but the epoch was over at once: {why}{who}")
         elif inside:
             error = RendezvousTimeoutError(f"{text}; missing: {self._who(missing)}{before}{hint}", missing=missing)
+        elif cancelled:  # which says nothing about Redis
+            error = RendezvousTimeoutError(f"{text} before Redis had let it join")
         else:
             error = RedisUnavailableError(f"{text} before Redis at {self.redis} had answered")
         leave = Leave(side=asked.side, rank=asked.rank, holder=asked.holder, reason="closed")

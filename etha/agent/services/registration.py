@@ -50,6 +50,7 @@ from etha.errors import (
     ProtocolError,
     RedisUnavailableError,
     RegistrationError,
+    RendezvousTimeoutError,
     with_note,
     withdrawn,
 )
@@ -326,9 +327,11 @@ class RegistrationService:
         if box:
             self._spawn(self._expire(box[0], key, cancelled=not expired))
             return
-        what = "ended at its deadline" if expired else "was cancelled"
-        text = f"{call} {what} before Redis at {self._store.url} had answered"
-        self._calls.fail(key, RedisUnavailableError(text))
+        if expired:
+            text = f"{call} ended at its deadline before Redis at {self._store.url} had answered"
+            self._calls.fail(key, RedisUnavailableError(text))
+        else:  # which says nothing about Redis
+            self._calls.fail(key, RendezvousTimeoutError(f"{call} was cancelled before Redis had its registration"))
 
     async def _expire(self, registration: LocalRegistration, key: CallKey, *, cancelled: bool) -> None:
         """End a call that was cancelled, or whose deadline has passed, unless it has been answered meanwhile.

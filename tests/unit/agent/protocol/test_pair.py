@@ -214,6 +214,14 @@ def test_a_deadline_before_redis_answered_is_redis_fault() -> None:
     assert "before Redis at redis://here had answered" in world.errors[key].message
 
 
+def test_a_call_that_is_cancelled_early_says_nothing_about_redis() -> None:
+    world = World()
+    key = world.ask(("t", 1))
+    world.perform(world.pair.expire(key, cancelled=True))
+    assert isinstance(world.errors[key], RendezvousTimeoutError)
+    assert "was cancelled before Redis had let it join" in world.errors[key].message
+
+
 def test_a_death_breaks_the_epoch_before_redis_says_so() -> None:
     world = World()
     for member in MEMBERS:
