@@ -95,9 +95,12 @@ async def test_a_wrong_pair_name_is_told_to_who_times_out_second_too(site: Site)
     async with Sides(site, one) as here, Sides(site, other) as there:
         with pytest.raises(RendezvousTimeoutError):
             await here.init(("trainer", 0), timeout=0.3)
-        with pytest.raises(RendezvousTimeoutError) as caught:
-            await there.init(("inference", 0), timeout=0.3)
         reported = rf"pair '{one}' of inference and trainer, which trainer rank 0 left \d+ s ago"
+        for _ in range(50):  # on a busy machine Redis may answer too late for the hint
+            with pytest.raises(RendezvousTimeoutError) as caught:
+                await there.init(("inference", 0), timeout=0.3)
+            if re.search(reported, caught.value.message):
+                break
         assert re.search(reported, caught.value.message), caught.value.message
 
 
