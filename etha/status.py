@@ -166,5 +166,6 @@ def ranks_text(side: Any) -> str:
 
 
 def worker_text(worker: dict[str, Any]) -> str:
-    """One worker of an agent: its pid and its ranks."""
-    return f"{worker.get('pid')} {', '.join(worker.get('ranks', ()))}".rstrip()
+    """One worker of an agent: its pid, its ranks, and "staged" if the agent copies its tensors through other memory."""
+    text = f"{worker.get('pid')} {', '.join(worker.get('ranks', ()))}".rstrip()
+    return f"{text}, staged" if str(worker.get("memory", "")).startswith("staged") else text

@@ -77,7 +77,7 @@ EDGES: dict[str, set[str]] = {
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},
     "demo": {""},
-    "doctor": {"addresses", "errors", "config", "memory", "store", "cuda"},
+    "doctor": {"addresses", "errors", "config", "memory", "store", "cuda", "bus", "agent_session", "printable"},
     "planfile": {"errors", "plan"},
     "status": {"observe", "printable"},
     "agent_session": {"errors", "config", "version", "bus", "observe"},

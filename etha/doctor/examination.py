@@ -19,6 +19,7 @@ CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
     ("shared memory", machine.check_shared_memory),
     ("ptrace scope", machine.check_yama),
     ("other processes' memory", machine.check_process_memory),
+    ("agents that run here", machine.check_agents_reach),
     ("pidfd", machine.check_pidfd),
     ("Redis", machine.check_redis),
     ("uvloop", machine.check_uvloop),

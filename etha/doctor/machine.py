@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +21,20 @@ import numpy as np
 import torch
 
 from etha.addresses import redact
+from etha.agent_session import look
+from etha.bus.process import Credentials, is_stopped
 from etha.config import Settings
 from etha.doctor.finding import Failing
 from etha.errors import ConfigError, EthaError
 from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
 from etha.memory.reach import ReachError
-from etha.store.embedded import find_binary
+from etha.printable import one_line
+from etha.store.embedded import embedded_path, embedded_url, find_binary
 from etha.store.registry import identify
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-REDIS_SECONDS = 5.0
+REDIS_SECONDS, AGENT_SECONDS = 5.0, 5.0
 
 
 def check_versions(settings: Settings) -> str:
@@ -126,6 +130,28 @@ def check_process_memory(settings: Settings) -> str:
     return "process_vm_readv works between two processes of this user"
 
 
+def check_agents_reach(settings: Settings) -> str:
+    """Whether the agents that run here read their workers' memory, whatever this process may."""
+    silent = list[str]()
+    reports = [one["agent"] for one in asyncio.run(look(settings, timeout=AGENT_SECONDS, silent=silent))]
+    if silent:
+        raise Failing("; ".join(silent), "let it go on, or end it: the message says how")
+    staged = [
+        f"worker {worker['pid']} of the agent of {report['device']} (process {report['pid']}) is {worker['memory']}"
+        for report in reports
+        for worker in report["workers"]
+        if worker["memory"].startswith("staged")
+    ]
+    if staged:
+        raise Failing(
+            one_line("; ".join(staged)),
+            "it works, at the cost of a second copy: give the agent that runs what the text says, start it again, or "
+            "take tensors from etha.empty / etha.share_module",
+        )
+    workers = sum(len(report["workers"]) for report in reports)
+    return f"agents running here: {len(reports)}, workers: {workers}, none of them staged"
+
+
 def _read_parent(answer: Callable[[bytes], None], pid: int, started: int, address: int, size: int) -> None:
     # A buffer of its own, because in a forked child the parent's buffer has the same address.
     mine = np.zeros(size, dtype=np.uint8)
@@ -153,8 +179,7 @@ def check_pidfd(settings: Settings) -> str:
 def check_redis(settings: Settings) -> str:
     """Whether the server of ETHA_REDIS_URL answers, or there is a binary for the embedded one."""
     if settings.redis_url is None:
-        binary = find_binary()
-        return f"embedded server from {binary}"
+        return f"embedded server from {find_binary()}, {_embedded(settings)}"
     shown = redact(settings.redis_url)
     try:
         asyncio.run(identify(settings.redis_url, settings.namespace, timeout=REDIS_SECONDS))
@@ -166,6 +191,26 @@ def check_redis(settings: Settings) -> str:
             f"start the server at {shown}, correct the URL, or unset ETHA_REDIS_URL for the embedded one",
         ) from None
     return f"{shown} answers"
+
+
+def _embedded(settings: Settings) -> str:
+    """Whether this runtime directory's server runs. Failing if it does and does not answer."""
+    path = embedded_path(settings)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as trial:
+            trial.connect(os.fspath(path))
+            pid = Credentials.of_socket(trial).pid
+    except OSError:
+        return "which the first agent starts: none runs now"
+    try:
+        asyncio.run(identify(embedded_url(settings), settings.namespace, timeout=REDIS_SECONDS))
+    except EthaError as error:
+        how = f"it is stopped: `kill -CONT {pid}`" if is_stopped(pid) else "look at what it does, or end it"
+        raise Failing(
+            f"the embedded server that runs at {path}, process {pid}, does not answer: {error.message}",
+            f"{how}; agents start another once it has ended",
+        ) from None
+    return f"process {pid}, answers"
 
 
 def check_uvloop(settings: Settings) -> str:

@@ -177,16 +177,17 @@ class RingWriter:
     def _write(self, records: list[Record], dropped: int) -> None:
         records = [*self._made_again(), *records]
         lost, failure = 0, None
-        if dropped:
-            text = (
-                f"{dropped} records were dropped, because files in {self.directory} could not be written: {self._why}"
-            )
-            note = Incident(at=time.time(), what="records_dropped", reason=text)
-            left, failure = self._append(False, [note])
-            lost += dropped if left else 0
         for kept in self._files:
             left, error = self._append(kept, [record for record in records if well(record) is kept])
             lost, failure = lost + left, error or failure
+        if dropped and failure is None:  # not while it goes on: a note for each round would push real failures out
+            text = (
+                f"{dropped} records were dropped, because files in {self.directory} could not be written: {self._why}"
+            )
+            left, failure = self._append(False, [Incident(at=time.time(), what="records_dropped", reason=text)])
+            dropped = dropped if left else 0
+        if failure is not None:
+            lost += dropped
         with self._changed:
             self._dropped += lost
         if failure is not None and not self._warned:

@@ -22,6 +22,8 @@ from etha import limits
 
 log = logging.getLogger(__name__)
 
+_HUNG_UP = "it closed the connection"
+
 #: Seconds for which nothing is accepted after the process has run out of descriptors.
 ACCEPT_PAUSE = 0.5
 #: Most bytes from an unproven connection. CURVE's greeting, HELLO and INITIATE need less.
@@ -145,7 +147,7 @@ class Passage:
         except OSError:
             data = b""
         if not data:
-            return self._front.ended(self, "it closed the connection")
+            return self._front.ended(self, _HUNG_UP)
         self._taken += len(data)
         self._to_inner += data
         if not self.proven and self._taken > MAX_UNPROVEN_BYTES:
@@ -255,7 +257,9 @@ class Front:
 
     def ended(self, passage: Passage, why: str) -> None:
         """One end has closed, or it is not an agent's connection."""
-        if not passage.proven:
+        if why is _HUNG_UP and not passage.spoke:
+            log.debug("a connection to %s was closed before it said a word, as by `etha doctor`", self._address)
+        elif not passage.proven:
             self._strangers.warn("dropped a connection to %s that does not speak as agents do: %s", self._address, why)
         passage.close()
 

@@ -109,9 +109,8 @@ class Link:
             return
         if self.missed >= misses:
             seconds = self._loop.time() - self.heard
-            return self.end(
-                f"it missed {self.missed} beats, silent for {seconds:.1f} s: is it stopped, or its host down?"
-            )
+            why = "is it stopped, its host down, or the network cut?"
+            return self.end(f"it missed {self.missed} beats, silent for {seconds:.1f} s: {why}")
         self.missed += 1
         self._post_beat(self._beats + 1)
 

@@ -138,6 +138,9 @@ class DataListener:
             self._strangers.warn("closed a data connection from %s: no token in %.1f s", address, self._patience)
         except (OSError, EOFError, EthaError) as error:
             why = str(error) or "it ended before its token"
+            if not newcomer.spoke and not isinstance(error, EthaError):
+                log.debug("a data connection from %s was closed before it said a word, as by `etha doctor`", address)
+                return
             self._strangers.warn("closed a data connection from %s: %s", address, why)
 
     async def _secured(self, newcomer: _Newcomer, identity: Identity) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -13,14 +15,19 @@ from pathlib import Path
 import pytest
 
 from etha.addresses import is_loopback
+from etha.agent_session import look
+from etha.bus.process import Credentials
 from etha.config import Settings
-from etha.doctor import Failing, Finding, examine, hosts
+from etha.doctor import Failing, Finding, examine, hosts, machine
 from etha.doctor.addresses import own_addresses, split_address
 from etha.doctor.finding import Noteworthy, found
+from etha.observe.records import Incident
+from etha.observe.ring import read_ring
 from etha.peer.ports import Ports
+from etha.store.embedded import embedded_path, ensure_embedded, stop_embedded
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
-from tests.flow.commands.running import etha
+from tests.flow.commands.running import agent, etha
 from tests.unit.store.server import Server, fresh_namespace, served
 
 FAR = "another-host"
@@ -69,6 +76,50 @@ async def published(settings: Settings, address: str, host: str = FAR, agent: st
 async def the_one(settings: Settings) -> Finding:
     (finding,) = await hosts.try_agents(settings)
     return finding
+
+
+def test_a_frozen_embedded_server_is_found(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That there is a binary says nothing about the server that runs."""
+    settings = Settings.from_env()
+    assert "none runs now" in machine.check_redis(settings)
+    asyncio.run(ensure_embedded(settings, 20))
+    try:
+        assert "answers" in machine.check_redis(settings)
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.connect(str(embedded_path(settings)))
+            pid = Credentials.of_socket(trial).pid
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(machine, "REDIS_SECONDS", 0.5)
+        with pytest.raises(Failing, match=f"process {pid}, does not answer") as failing:
+            machine.check_redis(settings)
+        assert f"kill -CONT {pid}" in failing.value.mend
+        os.kill(pid, signal.SIGCONT)
+        monkeypatch.setattr(machine, "REDIS_SECONDS", 20.0)
+        assert "answers" in machine.check_redis(settings)
+    finally:
+        asyncio.run(stop_embedded(settings, 10))
+
+
+async def test_an_agent_takes_no_offence_at_the_doctor(runtime: Path) -> None:
+    """It warned of four connections that did not speak as agents do, each time."""
+    settings = Settings.from_env()
+    with agent():
+        [found] = await look(settings, timeout=30)
+        record = AgentRecord(
+            id="a1",
+            host=FAR,
+            device="cpu",
+            pid=4711,
+            address=found["agent"]["address"],
+            public_key="",
+            started_at=1.0,
+            version="test",
+        )
+        assert "nothing answers" not in (await hosts.try_agent(record, "me")).text
+        for _ in range(5):
+            await look(settings, timeout=30)
+    kinds = [one.what for _, one in read_ring(runtime / settings.namespace) if isinstance(one, Incident)]
+    assert "started" in kinds and "warning" not in kinds
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -6,7 +6,9 @@ right to read processes, and an agent in each. What a container lacks is said by
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import io
 import os
 import subprocess
 import sys
@@ -15,7 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from etha.agent_session import look
+from etha.config import Settings
+from etha.doctor import Failing
+from etha.doctor.machine import check_agents_reach, check_process_memory
+from etha.status import status_tables
 from tests.flow.jobs import Job
 from tests.flow.networks import namespaces
 from tests.flow.networks.containers import (
@@ -107,6 +115,15 @@ def test_without_the_right_to_read_processes_tensors_are_staged_and_status_names
             for text in both[0].do(seen):
                 assert text.startswith("staged: the kernel refuses access"), text
                 assert "CAP_SYS_PTRACE" in text and "--cap-add SYS_PTRACE" in text and "etha.empty" in text
+            # This process may read others' memory; the agent that runs may not.
+            settings = Settings.from_env({"ETHA_RUNTIME_DIR": str(directory)})
+            assert "process_vm_readv works" in check_process_memory(settings)
+            with pytest.raises(Failing, match=r"staged: the kernel refuses access.*CAP_SYS_PTRACE"):
+                check_agents_reach(settings)
+            workers = [status_tables(found) for found in asyncio.run(look(settings, timeout=30))]
+            console = Console(width=200, record=True, file=io.StringIO())
+            console.print(*workers)
+            assert "trainer 0, staged" in console.export_text()
 
 
 def test_each_container_with_an_agent_of_its_own_over_tcp_and_a_way_that_is_lost(tmp_path: Path) -> None:

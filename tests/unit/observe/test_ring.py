@@ -171,6 +171,27 @@ def test_a_full_disk_costs_records_and_nothing_else(
     assert len(caplog.records) == 1
 
 
+def test_a_disk_that_stays_full_gives_one_note_though_failures_could_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last page of the file of failures has room, and a note for each transfer would push failures out."""
+    disk = Disk()
+
+    def write(fd: int, data: memoryview) -> int:
+        failures = Path(f"/proc/self/fd/{fd}").readlink().name.endswith(FAILURES)
+        return os.write(fd, data) if failures else Disk.write(disk, fd, data)
+
+    monkeypatch.setattr(disk, "write", write)
+    monkeypatch.setattr(ring, "os", disk)
+    writer = RingWriter(tmp_path, "cpu")
+    for disk.full, seq in ((True, 1), (True, 2), (True, 3), (False, 4)):
+        dropped, writer._dropped = writer._dropped, 0
+        writer._write([committed(seq)], dropped)
+    [(_, note)] = read_ring(tmp_path, failed=True)
+    assert isinstance(note, Incident) and note.reason.startswith("3 records were dropped")
+    assert seqs(tmp_path) == [4]
+
+
 def test_what_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path, "cpu")
     writer._write([committed(1), aborted(2)], 0)
