@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, time
@@ -26,6 +26,7 @@ from etha.observe.history import Happening, in_files, merge, of_event, of_record
 from etha.observe.records import Record, from_line
 from etha.observe.ring import hosts_of_agents, read_ring, started
 from etha.printable import one_line
+from etha.units import counted
 
 #: Seconds for which a question for news waits before it is asked again.
 WAIT = 3600.0
@@ -79,7 +80,11 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
                     if agent["why"]:
                         silent[agent["agent"]] = f"{agent['name']}: {agent['why']}"
                         continue
-                    lines = [of_line(line, agent["host"]) for line in agent["lines"]]
+                    lines, unreadable = of_lines(agent["lines"], agent["host"])
+                    if unreadable:
+                        notes[f"{agent['name']}: {counted(unreadable, 'line')} could not be read"] = None
+                    if left_out := agent.get("left_out", 0):
+                        notes[f"{agent['name']}: {counted(left_out, 'older line')} had no room; ask there"] = None
                     heard |= {agent["agent"], *(one.details.get("agent", "") for one in lines)}
                     found += lines
                 for event in await session.events(count=MAX_EVENTS):
@@ -114,10 +119,15 @@ def host_of(record: Record, settings: Settings, agents: dict[str, str]) -> str:
     return agents.setdefault(record.agent, settings.host_name)
 
 
-def of_line(line: str, host: str) -> Happening:
-    """A line that an agent of another host tells: the device that wrote it, and the record."""
-    device, _, record = line.partition(" ")
-    return of_record(from_line(record.encode()), host, device)
+def of_lines(lines: Sequence[str], host: str) -> tuple[list[Happening], int]:
+    """Lines that an agent of another host tells: the device that wrote each, and the record. Also how many could not be
+    read, because a later version or nonsense wrote them."""
+    found = []
+    for line in lines:
+        device, _, record = line.partition(" ")
+        with suppress(ValueError, RecursionError):
+            found.append(of_record(from_line(record.encode()), host, device))
+    return found, len(lines) - len(found)
 
 
 def _order(event: str) -> tuple[int, int]:

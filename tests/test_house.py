@@ -82,7 +82,7 @@ EDGES: dict[str, set[str]] = {
     "status": {"observe", "printable"},
     "agent_session": {"errors", "config", "version", "bus", "observe"},
     # What `etha events` shows: from files, agents and Redis.
-    "events": {"errors", "config", "bus", "observe", "printable", "agent_session"},
+    "events": {"errors", "config", "bus", "observe", "printable", "agent_session", "units"},
     "tensor_bus": set(),
     "__main__": {"cli"},
     "cli": {"version", "errors", "config", "commands", "observe", "printable"},

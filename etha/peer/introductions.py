@@ -166,10 +166,11 @@ class AskRecords(StrictStruct, frozen=True, kw_only=True):
 
 @message("tell_records")
 class TellRecords(StrictStruct, frozen=True, kw_only=True):
-    """Lines of JSON, oldest first; if there are too many, the newest of them."""
+    """Lines of JSON, oldest first. ``left_out``: how many there was no room for, what went well and is old first."""
 
     request: int
     lines: Annotated[bytes, Meta(max_length=1 << 22)]
+    left_out: int = 0
 
 
 Introduction = (

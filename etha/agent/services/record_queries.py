@@ -86,7 +86,8 @@ class RecordQueries:
             return found
         finally:
             del self._asked[request]
-        found["lines"] = answer.lines.decode("utf-8", "replace").splitlines()
+        found["lines"] = [line for line in answer.lines.decode("utf-8", "replace").split("\n") if line]
+        found["left_out"] = answer.left_out
         return found
 
     async def _sync(self) -> None:
@@ -105,17 +106,22 @@ class RecordQueries:
     async def _answer(self, agent: str, scope: Scope, message: AskRecords) -> None:
         await self._sync()
         async with self._reading:  # one at a time, because each reads megabytes
-            lines = await asyncio.to_thread(_newest_lines, self._ring.directory, message.since, message.failed)
-        self._links.tell(agent, scope, TellRecords(request=message.request, lines=lines))
+            lines, left_out = await asyncio.to_thread(newest_lines, self._ring.directory, message.since, message.failed)
+        self._links.tell(agent, scope, TellRecords(request=message.request, lines=lines, left_out=left_out))
 
 
-def _newest_lines(directory: Path, since: float, failed: bool) -> bytes:
-    """Lines of this directory's files with the device that wrote them, at most MAX_LINES bytes."""
-    found, size = [], 0
-    for device, record in reversed(read_ring(directory, since=since, failed=failed)):
+def newest_lines(directory: Path, since: float, failed: bool, most: int = MAX_LINES) -> tuple[bytes, int]:
+    """Lines of this directory's files with the device that wrote them, and how many had no room in ``most`` bytes.
+
+    Failures come before what went well, and newer ones before older ones, because somebody asks why something failed.
+    """
+    records = list(enumerate(read_ring(directory, since=since, failed=failed)))
+    found: list[tuple[int, bytes]] = []
+    size = 0
+    for number, (device, record) in sorted(records, key=lambda one: (one[1][1].failed, one[0]), reverse=True):
         line = device.encode() + b" " + to_line(record)
         size += len(line)
-        if size > MAX_LINES:
+        if size > most:
             break
-        found.append(line)
-    return b"".join(reversed(found))
+        found.append((number, line))
+    return b"".join(line for _, line in sorted(found)), len(records) - len(found)
