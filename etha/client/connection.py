@@ -110,7 +110,7 @@ class AgentConnection:
                     break
         if isinstance(failed, AgentRefusedError):  # an agent is there, so starting one does not help
             raise failed
-        ways = [f"start one by `etha agent --device {device}`"]
+        ways = [f"start one by `etha agent{f' --device {device}' if device else ''}`"]
         if not starts:
             ways.insert(0, "check agent= and ETHA_AGENT" if agent is not None else "give autostart=True")
         raise AgentUnavailableError(f"{failed.message}; {', or '.join(ways)}") from failed

@@ -66,9 +66,12 @@ async def show(settings: Settings, only: str, since: str, *, failed: bool, as_js
 
 
 def nothing(entries: Sequence[Happening], only: str, since: str, *, failed: bool) -> str:
-    """Why nothing is shown, and what is recorded instead."""
+    """Why nothing is shown, and what is recorded instead: names like the one that was asked for, then the latest."""
+    import difflib
+
     what = "no failure is recorded" if failed else "nothing is recorded"
-    places = sorted({one.where for one in entries if one.where and (one.failed or not failed)})
+    latest = dict.fromkeys(one.where for one in reversed(entries) if one.where and (one.failed or not failed))
+    places = list(dict.fromkeys([*difflib.get_close_matches(only, latest, 5), *latest]))
     if not only or not places:
         return f"{what}{f' about {only}' if only else ''} since {since}; --since 7d looks further back"
     more = f" and {len(places) - 10} more" if len(places) > 10 else ""

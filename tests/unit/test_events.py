@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from etha.agent.services.record_queries import newest_lines
+from etha.commands.events import nothing
 from etha.events import of_lines
+from etha.observe.history import Happening
 from etha.observe.records import Record, TransferRecord, to_line
 from etha.observe.ring import FAILURES, TRANSFERS
 
@@ -48,3 +50,17 @@ def test_failures_are_told_before_what_went_well(tmp_path: Path) -> None:
     shown = [one.details["seq"] for one in found]
     assert shown[:2] == [1, 2] and shown[2:] == list(range(110 - len(shown) + 2, 110)) and len(shown) > 4
     assert left_out == 102 - len(shown) and len(data) <= 1000
+
+
+def test_a_name_without_records_is_answered_with_those_like_it_and_the_latest() -> None:
+    names = ["weights/policy", *(f"pair{n}/b" for n in range(30))]
+    happened = [
+        Happening(at=at, host="h", device="cpu", where=where, text="t", failed=False, details={})
+        for at, where in enumerate(names)
+    ]
+    said = nothing(happened, "wieghts/policy", "1d", failed=False)
+    assert "but about weights/policy, pair29/b, pair28/b" in said and said.endswith("and 21 more")
+    assert (
+        nothing(happened, "x", "1d", failed=True)
+        == "no failure is recorded about x since 1d; --since 7d looks further back"
+    )
