@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,9 @@ async def open_session(address: str, settings: Settings, *, timeout: float) -> A
     """A session with the agent at ``address``. AgentUnavailableError if none listens, ConfigError for the agent of
     another user."""
     path = agent_path(address)
-    with suppress(FileNotFoundError):
-        # The agent would record that it refused somebody, and that would be the operator who looks for such records.
-        if (uid := path.stat().st_uid) != os.geteuid():
-            raise another_user(path, uid)
+    uid = _owner(path)
+    if uid is not None and uid != os.geteuid():
+        raise another_user(path, uid)
     hello = WorkerHello(
         version=__version__,
         namespace=settings.namespace,
@@ -136,8 +135,22 @@ class LogFinder:
         return self._places.get(key, "")
 
 
+def _owner(path: Path) -> int | None:
+    """Whose socket ``path`` is; None if it is not there.
+
+    Whoever only looks asks this first, because an agent records that it has refused another user's process, and
+    operators would find themselves when they look for faults.
+    """
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
+
+
 def agent_pid(path: Path) -> int:
-    """The process that listens at ``path``; 0 if there is none, or none that can be seen from here."""
+    """The process that listens at ``path``; 0 if there is none, none that can be seen from here, or another user's."""
+    if _owner(path) != os.geteuid():
+        return 0
     try:
         with dial(path) as connection:
             return Credentials.of_socket(connection).pid

@@ -76,6 +76,8 @@ async def gather(settings: Settings, *, since: float, failed: bool, timeout: flo
                 mine, *others = await session.records(since, failed=failed)
                 if agent_path(address).parent == directory:  # ETHA_AGENT may name one elsewhere
                     gathered.here[mine["agent"]] = mine["host"]
+                if mine["why"]:
+                    notes[f"{mine['name']}: {mine['why']}"] = None
                 for agent in others:
                     if agent["why"]:
                         silent[agent["agent"]] = f"{agent['name']}: {agent['why']}"

@@ -130,6 +130,8 @@ class RingWriter:
         self._dropped = 0
         self._warned = False
         self._why = "the disk hangs"
+        #: Why records could not be written the last time; "" if they could. Whoever reads the files misses them.
+        self.failing = ""
 
     def take(self, records: Sequence[Record]) -> None:
         """Have these records written soon. Returns at once."""
@@ -195,6 +197,7 @@ class RingWriter:
             log.warning(text, self.directory, failure)
         self._warned = failure is not None
         self._why = self._why if failure is None else failure.strerror or str(failure)
+        self.failing = "" if failure is None else f"its records cannot be written to {self.directory}: {self._why}"
 
     def _made_again(self) -> list[Record]:
         """Have a directory, and say so if somebody has removed it: with it went the socket."""

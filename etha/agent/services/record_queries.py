@@ -52,7 +52,11 @@ class RecordQueries:
             known = [record for agent in linked if (record := self._links.record(agent)) is not None]
         others = [record for record in known if record.id != self._links.me]
         me = {"agent": self._links.me, "host": self._settings.host_name, "device": self._ring.device}
-        mine = me | {"name": f"agent {me['agent']} of {me['device']} on host {me['host']}", "lines": [], "why": ""}
+        mine = me | {
+            "name": f"agent {me['agent']} of {me['device']} on host {me['host']}",
+            "lines": [],
+            "why": self._ring.failing,
+        }
         return [mine, *await asyncio.gather(*(self._ask(record, since, failed) for record in others))]
 
     async def _ask(self, record: AgentRecord, since: float, failed: bool) -> dict[str, Any]:

@@ -187,6 +187,7 @@ def test_a_disk_that_stays_full_gives_one_note_though_failures_could_be_written(
     for disk.full, seq in ((True, 1), (True, 2), (True, 3), (False, 4)):
         dropped, writer._dropped = writer._dropped, 0
         writer._write([committed(seq)], dropped)
+        assert bool(writer.failing) is disk.full, "etha events says so while it is so"
     [(_, note)] = read_ring(tmp_path, failed=True)
     assert isinstance(note, Incident) and note.reason.startswith("3 records were dropped")
     assert seqs(tmp_path) == [4]
