@@ -89,6 +89,7 @@ def several_pairs_in_one_batch(me: Seat) -> dict[str, Any]:
         handle.transfer("send" if me.sends else "recv", version="x" if me.sends else None)
         assert all(torch.equal(t, truth) for t, truth in zip(tensors, truths, strict=True))
         status = me.client.status()
+        handle.transfer("send" if me.sends else "recv")  # nobody closes the batch before all have looked
     return {b["pair"]: (b["seq"], b["version"]) for b in status["batches"] if b["batch"] == "over_both"}
 
 
