@@ -58,7 +58,7 @@ def test_a_name_without_records_is_answered_with_those_like_it_and_the_latest() 
         Happening(at=at, host="h", device="cpu", where=where, text="t", failed=False, details={})
         for at, where in enumerate(names)
     ]
-    said = nothing(happened, "wieghts/policy", "1d", failed=False)
+    said = nothing(happened, "weight/policy", "1d", failed=False)
     assert "but about weights/policy, pair29/b, pair28/b" in said and said.endswith("and 21 more")
     assert (
         nothing(happened, "x", "1d", failed=True)

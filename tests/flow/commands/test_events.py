@@ -370,9 +370,9 @@ async def test_a_name_without_records_is_answered_with_those_that_have_some(site
         handles = await simple(sides)
         await send(handles, 1)
         await shown(site)
-    said = await command(site, "wieghts")
+    said = await command(site, "weights7")
     assert said.stdout == "" and said.returncode == 0
-    assert "nothing is recorded about wieghts since 1d, but about " in said.stderr and f"{pair}/b" in said.stderr
+    assert "nothing is recorded about weights7 since 1d, but about " in said.stderr and f"{pair}/b" in said.stderr
     said = await command(site, "--since", "0s", "--failed")
     assert "no failure is recorded since 0s; --since 7d looks further back" in said.stderr
 
