@@ -197,7 +197,7 @@ class AgentLink:
         return self.lost.done() and self.lost.result().message != _CLOSED
 
     async def hear_of_death(self, within: float) -> None:
-        """If the agent has died, wait until this session is over: its loop is about to read that."""
+        """If the agent has died, wait until ``lost`` is set: the loop has the end of the connection still to read."""
         if not self.lost.done() and os.getpid() == self._owner and self._channel.agent_died:
             await asyncio.wait({self.lost}, timeout=min(within, DEATH))
 
