@@ -55,6 +55,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
     "ETHA_LOG_FORMAT": "how they log: text, or json with one object a line; default: text",
+    "ETHA_NATIVE": "0: groups run their inner loops in Python instead of the compiled library; default: 1",
     "ETHA_TRACE": "directory in which clients and agents write what happens, for `etha trace`; default: nothing",
 }
 
@@ -144,6 +145,12 @@ class LogSettings:
             level=_one_of(env, "ETHA_LOG", LOG_LEVELS, LOG),
             format=_one_of(env, "ETHA_LOG_FORMAT", LOG_FORMATS, LOG_FORMATS[0]),
         )
+
+
+def native_allowed(env: Mapping[str, str] | None = None) -> bool:
+    """Whether groups may use the compiled library. ConfigError if ETHA_NATIVE is neither 0 nor 1."""
+    env = os.environ if env is None else env
+    return _flag("ETHA_NATIVE", env.get("ETHA_NATIVE") or "1")
 
 
 def check_proc(proc: Path = Path("/proc")) -> None:

@@ -23,6 +23,8 @@ EDGES: dict[str, set[str]] = {
     "errors": {"phases"},
     "addresses": {"errors"},
     "config": {"errors", "addresses"},
+    # Inner loops of groups: knows no group.
+    "native": {"errors", "config"},
     # What people see of agents, and where it is kept: nothing here knows an agent or a client.
     "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
     # What strangers may cost a process: asked by whoever listens.

@@ -1,0 +1,119 @@
+"""Inner loops of process groups that run without the interpreter's lock (docs/adr/0012).
+
+``load()`` gives the compiled library where there is one of this source, otherwise Python that does the same, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+from etha.config import native_allowed
+from etha.native.structs import (
+    ALL,
+    SOURCE,
+    STEP,
+    DtypeCode,
+    GroupMemory,
+    NativeLibrary,
+    ReduceCode,
+    RunArguments,
+    RunResult,
+    StepKind,
+    run_arguments,
+)
+
+__all__ = [
+    "ALL",
+    "SOURCE",
+    "STEP",
+    "CompiledLibrary",
+    "DtypeCode",
+    "GroupMemory",
+    "NativeLibrary",
+    "ReduceCode",
+    "RunArguments",
+    "RunResult",
+    "StepKind",
+    "load",
+    "open_library",
+    "run_arguments",
+]
+
+log = logging.getLogger(__name__)
+
+
+class CompiledLibrary:
+    """executor.c, compiled. Calls release the interpreter's lock."""
+
+    name = "compiled"
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._source = library.etha_source
+        self._source.restype = ctypes.c_char_p
+        self._run = library.etha_run
+        self._run.argtypes, self._run.restype = [ctypes.POINTER(RunArguments)], ctypes.c_int
+        self._ring = library.etha_ring
+        self._ring.argtypes, self._ring.restype = [ctypes.c_void_p], None
+        self._stop = library.etha_stop
+        self._stop.argtypes, self._stop.restype = [ctypes.c_void_p, ctypes.c_uint32], None
+        self._give_up = library.etha_give_up
+        self._give_up.argtypes, self._give_up.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+        self._claim = library.etha_claim_cause
+        self._claim.argtypes, self._claim.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.c_uint64
+
+    @property
+    def source(self) -> str:
+        """The hash of the source that was compiled."""
+        return str(self._source().decode())
+
+    def run(self, args: RunArguments) -> RunResult:
+        return RunResult(self._run(ctypes.byref(args)))
+
+    def ring(self, page: int) -> None:
+        self._ring(page)
+
+    def stop(self, memory: GroupMemory, reason: int) -> None:
+        self._stop(memory.address, reason)
+
+    def give_up(self, memory: GroupMemory, call_number: int) -> None:
+        self._give_up(memory.address, call_number)
+
+    def claim_cause(self, page0: int, rank: int) -> int | None:
+        claimed = int(self._claim(page0, rank))
+        return claimed - 1 if claimed else None
+
+
+def open_library(path: Path) -> CompiledLibrary | None:
+    """The compiled library at ``path``; None if it is missing, of another source or machine, or not loadable."""
+    from etha.native.build import SOURCE_FILE, source_hash
+
+    if not path.exists():
+        return None
+    try:
+        library = CompiledLibrary(path)
+        source = library.source
+    except (OSError, AttributeError) as error:
+        log.warning("%s cannot be used, calls of groups run in Python: %s", path, error)
+        return None
+    if source != source_hash(SOURCE_FILE):
+        log.warning(
+            "%s is of another version of executor.c, calls of groups run in Python: run python -m etha.native.build",
+            path,
+        )
+        return None
+    return library
+
+
+@cache
+def load() -> NativeLibrary:
+    """The library of this process. ``ETHA_NATIVE=0`` asks for Python."""
+    from etha.native.build import LIBRARY  # here, because `python -m etha.native.build` imports this package first
+
+    library = open_library(LIBRARY) if native_allowed() else None
+    if library is None:
+        raise NotImplementedError("the library is not compiled: run python -m etha.native.build")
+    return library

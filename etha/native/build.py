@@ -1,0 +1,68 @@
+"""Compiles executor.c with the C compiler of the machine: for wheels, for editable installs, and by hand.
+
+``python -m etha.native.build`` makes the library beside the source. It is loaded with ctypes, so it depends on no
+version of Python and needs no headers. This file imports the standard library only, because a wheel's build runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCE_FILE = Path(__file__).with_name("executor.c")
+LIBRARY = SOURCE_FILE.with_suffix(".so")
+#: No contraction of a * b + c and defined overflow: all members compute the same bits, whatever their processors.
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-fno-math-errno")
+
+
+class BuildError(Exception):
+    """The compiler failed; its words are the message."""
+
+
+def source_hash(source: Path) -> str:
+    """What a library says of itself, to be compared with the source beside it."""
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+
+
+def find_compiler() -> str | None:
+    """The path of ``cc``, or None."""
+    return shutil.which("cc")
+
+
+def build(target: Path, source: Path = SOURCE_FILE) -> bool:
+    """Compile ``source`` into ``target``. Whether there is a compiler; BuildError if it fails.
+
+    The file is replaced in one step, because processes may have the old one open.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return False
+    with tempfile.TemporaryDirectory(prefix="etha-build-") as directory:
+        made = Path(directory) / target.name
+        command = [compiler, *FLAGS, f"-DETHA_SOURCE={source_hash(source)}", "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:  # an older compiler or another C library may have no clones of functions
+            done = subprocess.run([*command, "-DETHA_PLAIN"], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}: {done.stderr.strip()}")
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            shutil.copyfile(made, beside)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    return True
+
+
+if __name__ == "__main__":
+    try:
+        found = build(LIBRARY)
+    except (BuildError, OSError) as error:
+        sys.exit(f"executor.c was not compiled, calls of groups will run in Python: {error}")
+    if not found:  # no failure, because Python does its work then
+        sys.stderr.write("there is no C compiler (cc), calls of groups will run in Python\n")
