@@ -75,6 +75,7 @@ EDGES: dict[str, set[str]] = {
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
+    "groups": {"errors", "native"},
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},
@@ -140,6 +141,8 @@ PURE_FILES = {
     "transport/nccl/schedule.py",
     "demo/report.py",
     "demo/options.py",
+    "groups/schedule.py",
+    "groups/descriptor.py",
 }
 IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess", "uvloop", "torch.distributed"}
 #: torch.distributed is forbidden in pure files but for what planning reads: placements and meshes as values.

@@ -1,0 +1,1 @@
+"""Process groups whose members come and go."""

@@ -1,0 +1,611 @@
+"""Who copies, reduces and waits for what in one call of a group: pure, it touches no memory and knows no torch.
+
+A call of all members becomes one program per rank. A rank writes only into its own windows and tensors. It *posts* a
+phase when its part is in place and *waits* until others have posted it. A round fills one window; rounds alternate.
+
+Between hosts the same programs hold: a window becomes the payload of a stream, POST its header, WAIT its arrival. Each
+host's ranks reduce their slices first, then one rank per host exchanges the sums, in the order of the lowest ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class CallKind(enum.IntEnum):
+    """What a call does. The values travel in descriptors: never renumber them."""
+
+    ALLREDUCE = 1
+    REDUCE = 2
+    BROADCAST = 3
+    ALLGATHER = 4
+    REDUCE_SCATTER = 5
+    ALLTOALL = 6
+    GATHER = 7
+    SCATTER = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+    RECV_ANY = 12
+
+
+#: The short name, as this package uses it.
+Kind = CallKind
+
+#: Calls between two members. They go over rings of their own and have no program.
+POINT_TO_POINT = frozenset((Kind.SEND, Kind.RECV, Kind.RECV_ANY))
+#: Calls with a root.
+ROOTED = frozenset((Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
+#: Calls that compute.
+REDUCTIONS = frozenset((Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER))
+
+
+class Variant(enum.Enum):
+    """How the bytes of a call travel. All ranks of a call use the same."""
+
+    SMALL = "small"  #: everything fits into one window: one phase, which also compares the descriptors
+    WINDOWS = "windows"  #: round by round through two windows, after `match_program`
+    IN_PLACE = "in_place"  #: all members can read each other's tensors: no window, after `match_program`
+
+
+#: What one step does, as the native executor numbers it.
+COPY, REDUCE, POST, WAIT, MATCH = 1, 2, 3, 4, 5
+#: In place of a rank: all ranks.
+ALL = 0xFFFFFFFF
+#: A window's parts begin at multiples of this, so that no two ranks write to one line of the cache.
+LINE = 64
+#: A call that stages at most so many bytes on each rank is SMALL.
+SMALL_BYTES = 64 * 1024
+#: Compiled programs that are kept.
+KEPT_PROGRAMS = 1024
+
+#: What the native executor reads: `n` sources of REDUCE begin at index `src` of the table of sources.
+STEP = np.dtype(
+    [
+        ("kind", "<u4"),
+        ("n", "<u4"),
+        ("dst_space", "<u4"),
+        ("src_space", "<u4"),
+        ("dst", "<u8"),
+        ("src", "<u8"),
+        ("count", "<u8"),
+    ]
+)
+SOURCE = np.dtype([("space", "<u4"), ("pad", "<u4"), ("offset", "<u8")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """All of a call that its schedule depends on. `inputs` and `outputs` hold elements per tensor, normalized.
+
+    With n ranks: ALLREDUCE, REDUCE, BROADCAST: outputs[i] is input i. ALLGATHER: outputs[t * n + s] is input t of
+    rank s. REDUCE_SCATTER: inputs[t * n + d] is for outputs[t] of rank d. ALLTOALL: inputs[d] to rank d, outputs[s]
+    from rank s; `matrix[s][d]` has the elements from s to d. GATHER: one input, n outputs on the root. SCATTER: n
+    inputs on the root, one output. All pieces of GATHER and SCATTER are equal. BARRIER: none.
+    """
+
+    kind: Kind
+    itemsize: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    root: int = -1
+    matrix: tuple[tuple[int, ...], ...] | None = None
+
+
+class CallStep(NamedTuple):
+    """One step of a program. Offsets are bytes in a numbered space (`Spaces`).
+
+    COPY: `amount` bytes. REDUCE: `amount` elements of each of `sources`, (space, offset) in rank order; the destination
+    may be one of the sources. POST and WAIT: `amount` is the phase, from 1; WAIT: `src_space` is a rank or ALL.
+    MATCH compares all members' descriptors. `round` counts window changes from 0; only the simulator reads it.
+    """
+
+    kind: int
+    dst_space: int = 0
+    src_space: int = 0
+    dst: int = 0
+    src: int = 0
+    amount: int = 0
+    sources: tuple[tuple[int, int], ...] = ()
+    round: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spaces:
+    """How the memory that a program names is numbered: own inputs, own outputs, two windows per rank, peers' inputs."""
+
+    inputs: int
+    outputs: int
+    size: int
+    peer_inputs: int  #: inputs that each rank publishes for a program that reads in place; otherwise 0
+
+    def input(self, i: int) -> int:
+        return i
+
+    def output(self, i: int) -> int:
+        return self.inputs + i
+
+    def window(self, rank: int, w: int) -> int:
+        return self.inputs + self.outputs + 2 * rank + w
+
+    def peer_input(self, rank: int, i: int) -> int:
+        return self.inputs + self.outputs + 2 * self.size + rank * self.peer_inputs + i
+
+    @property
+    def count(self) -> int:
+        return self.inputs + self.outputs + self.size * (2 + self.peer_inputs)
+
+    def parse(self, space: int) -> tuple[str, int, int]:
+        """("input", -1, i), ("output", -1, i), ("window", rank, w) or ("peer_input", rank, i)."""
+        if space < self.inputs:
+            return ("input", -1, space)
+        space -= self.inputs
+        if space < self.outputs:
+            return ("output", -1, space)
+        space -= self.outputs
+        if space < 2 * self.size:
+            return ("window", *divmod(space, 2))
+        return ("peer_input", *divmod(space - 2 * self.size, self.peer_inputs))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CallProgram:
+    """What one rank does in one call. `phases` and `rounds` are the same on all ranks of the call.
+
+    Window w of a step is relative: the number of the round modulo 2. The engine swaps the pair if the rounds of all
+    earlier calls are odd in sum.
+    """
+
+    steps: list[CallStep]
+    spaces: Spaces
+    phases: int
+    rounds: int
+    _compiled: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = field(default=None, repr=False)
+
+    def compile(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The steps and the table of their sources as read-only arrays of `STEP` and `SOURCE`; made once."""
+        if self._compiled is None:
+            rows: list[tuple[int, ...]] = []
+            sources: list[tuple[int, int, int]] = []
+            for step in self.steps:
+                src = step.src
+                if step.sources:
+                    src = len(sources)
+                    sources += [(space, 0, offset) for space, offset in step.sources]
+                rows.append(
+                    (step.kind, len(step.sources), step.dst_space, step.src_space, step.dst, src, step.amount),
+                )
+            steps, table = np.array(rows, dtype=STEP), np.array(sources, dtype=SOURCE)
+            steps.flags.writeable = table.flags.writeable = False
+            self._compiled = (steps, table)
+        return self._compiled
+
+
+# ---- what a caller asks -----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant) -> CallProgram:
+    """The program of one rank. WINDOWS and IN_PLACE programs run after `match_program`, in a phase count of their own.
+
+    Raises ValueError for a shape that no call can have, and for SMALL if a rank stages more than a window holds.
+    """
+    _check(shape, rank, size, window_bytes, variant)
+    b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL)
+    if size == 1:
+        _alone(b)
+    elif shape.kind is Kind.BARRIER:
+        if b.match:
+            b.meet()
+    elif variant is Variant.IN_PLACE:
+        (_reduce_in_place if shape.kind in REDUCTIONS else _exchange_in_place)(b)
+    elif shape.kind is Kind.REDUCE_SCATTER:
+        _reduce_scatter(b)
+    elif shape.kind not in REDUCTIONS:
+        _exchange(b)
+    elif variant is Variant.SMALL:
+        _reduce_small(b)
+    else:
+        _reduce_slices(b)
+    return b.finish()
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def match_program(size: int) -> CallProgram:
+    """What precedes every call that is not SMALL: all have begun, and all mean the same call. One phase, no round."""
+    shape = CallShape(kind=Kind.BARRIER, itemsize=1, inputs=(), outputs=())
+    return program(shape, rank=0, size=size, window_bytes=LINE, variant=Variant.SMALL)
+
+
+def is_small(shape: CallShape, size: int, limit: int = SMALL_BYTES) -> bool:
+    """Whether a call goes the SMALL way. All ranks of a call that matches come to the same answer.
+
+    An ALLTOALL never does, because a rank learns the others' splits from their descriptors only.
+    """
+    return shape.kind is not Kind.ALLTOALL and staged_bytes(shape, size) <= limit
+
+
+def staged_bytes(shape: CallShape, size: int) -> int:
+    """The most bytes of a window that a rank fills if the call is SMALL."""
+    if shape.kind in (Kind.ALLREDUCE, Kind.REDUCE):
+        return sum(shape.inputs) * shape.itemsize
+    if shape.kind is Kind.REDUCE_SCATTER:
+        return (size - 1) * _round_up(_longest_destination(shape, size))
+    return max((sum(count for _, count in _staged(shape, s, size)) for s in range(size)), default=0) * shape.itemsize
+
+
+# ---- building ---------------------------------------------------------------------------------
+
+
+class TensorStream:
+    """Tensors one behind the other: an offset in the stream is a place in one of them. All in bytes."""
+
+    __slots__ = ("length", "starts", "tensors")
+
+    def __init__(self, tensors: Sequence[tuple[int, int]]) -> None:
+        self.tensors = [(index, count) for index, count in tensors if count]
+        self.starts: list[int] = []
+        self.length = 0
+        for _, count in self.tensors:
+            self.starts.append(self.length)
+            self.length += count
+
+    def pieces(self, lo: int, hi: int) -> Iterator[tuple[int, int, int, int]]:
+        """(tensor, offset in it, offset in the stream, bytes) of what lies between lo and hi."""
+        hi = min(hi, self.length)
+        at = bisect_right(self.starts, lo) - 1
+        while lo < hi:
+            start = self.starts[at]
+            index, count = self.tensors[at]
+            end = min(start + count, hi)
+            yield index, lo - start, lo, end - lo
+            lo = end
+            at += 1
+
+
+class _Builder:
+    """Collects the steps of one program."""
+
+    def __init__(self, shape: CallShape, rank: int, size: int, window_bytes: int, *, match: bool) -> None:
+        self.shape, self.rank, self.size, self.match = shape, rank, size, match
+        self.window_bytes = window_bytes // LINE * LINE
+        self.itemsize = shape.itemsize
+        self.others = [
+            (rank + k) % size for k in range(1, size)
+        ]  # begins behind oneself: not all read from rank 0 first
+        self.steps: list[CallStep] = []
+        self.phase = self.round = self.rounds = 0
+        self.spaces = Spaces(inputs=len(shape.inputs), outputs=len(shape.outputs), size=size, peer_inputs=0)
+
+    def publish_inputs(self, count: int) -> None:
+        spaces = self.spaces
+        self.spaces = Spaces(inputs=spaces.inputs, outputs=spaces.outputs, size=spaces.size, peer_inputs=count)
+
+    def begin_round(self, number: int) -> None:
+        self.round = number
+        self.rounds = number + 1
+
+    def window(self, rank: int) -> int:
+        return self.spaces.window(rank, self.round % 2)
+
+    def copy(self, dst_space: int, dst: int, src_space: int, src: int, count: int) -> None:
+        if count:
+            self.steps.append(CallStep(COPY, dst_space, src_space, dst, src, count, (), self.round))
+
+    def reduce(self, dst_space: int, dst: int, sources: Sequence[tuple[int, int]], count: int) -> None:
+        elements = count // self.itemsize
+        self.steps.append(CallStep(REDUCE, dst_space, 0, dst, 0, elements, tuple(sources), self.round))
+
+    def post(self) -> None:
+        self.phase += 1
+        self.steps.append(CallStep(POST, amount=self.phase, round=self.round))
+
+    def wait(self, rank: int = ALL) -> None:
+        self.steps.append(CallStep(WAIT, src_space=rank, amount=self.phase, round=self.round))
+
+    def meet(self) -> None:
+        """Post, wait for all; in a SMALL call also compare descriptors, because nothing else has done so."""
+        self.post()
+        self.wait()
+        if self.match:
+            self.steps.append(CallStep(MATCH, round=self.round))
+
+    def stage(self, stream: TensorStream, lo: int, hi: int, at: int) -> None:
+        """Put a part of a stream of own inputs into the own window, `lo` at offset `at`."""
+        own = self.window(self.rank)
+        for tensor, offset, place, count in stream.pieces(lo, hi):
+            self.copy(own, at + place - lo, self.spaces.input(tensor), offset, count)
+
+    def finish(self) -> CallProgram:
+        return CallProgram(steps=self.steps, spaces=self.spaces, phases=self.phase, rounds=self.rounds)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // LINE) * LINE
+
+
+def _slice(length: int, rank: int, size: int) -> tuple[int, int]:
+    """The part of `length` bytes that a rank reduces; all but the last are multiples of LINE."""
+    step = _round_up(-(-length // size))
+    return min(rank * step, length), min((rank + 1) * step, length)
+
+
+def _all(sizes: Sequence[int], itemsize: int) -> TensorStream:
+    return TensorStream([(i, count * itemsize) for i, count in enumerate(sizes)])
+
+
+def _alone(b: _Builder) -> None:
+    """A group of one. A reduction is still one, because it may scale."""
+    for i, count in enumerate(b.shape.outputs):
+        if b.shape.kind in REDUCTIONS and count:
+            b.reduce(b.spaces.output(i), 0, [(b.spaces.input(i), 0)], count * b.itemsize)
+        elif b.shape.kind is not Kind.BROADCAST:
+            b.copy(b.spaces.output(i), 0, b.spaces.input(i), 0, count * b.itemsize)
+
+
+# ---- reductions -------------------------------------------------------------------------------
+
+
+def _reduce_small(b: _Builder) -> None:
+    """Everybody stages everything, and whoever wants the result reduces all of it alone: two members need one phase."""
+    stream = _all(b.shape.inputs, b.itemsize)
+    b.begin_round(0)
+    b.stage(stream, 0, stream.length, 0)
+    b.meet()
+    if b.shape.kind is Kind.REDUCE and b.rank != b.shape.root:
+        return
+    for tensor, offset, place, count in stream.pieces(0, stream.length):
+        b.reduce(b.spaces.output(tensor), offset, [(b.window(k), place) for k in range(b.size)], count)
+
+
+def _reduce_slices(b: _Builder) -> None:
+    """ALLREDUCE and REDUCE: rank r reduces slice r of all windows into its own window, then results are fetched.
+
+    Nobody else reads slice r of rank r's window before that, so it is not staged and may be overwritten in place.
+    """
+    stream = _all(b.shape.inputs, b.itemsize)
+    for number, lo in enumerate(range(0, stream.length, b.window_bytes)):
+        b.begin_round(number)
+        hi = min(lo + b.window_bytes, stream.length)
+        first, last = _slice(hi - lo, b.rank, b.size)
+        b.stage(stream, lo, lo + first, 0)
+        b.stage(stream, lo + last, hi, last)
+        b.meet()
+        _reduce_own_slice(b, stream, lo, first, last)
+
+
+def _reduce_own_slice(b: _Builder, stream: TensorStream, lo: int, first: int, last: int) -> None:
+    pieces = [(tensor, offset, place - lo, n) for tensor, offset, place, n in stream.pieces(lo + first, lo + last)]
+    own, root = b.window(b.rank), b.shape.root
+    fetches = b.shape.kind is Kind.ALLREDUCE or b.rank == root
+    for tensor, offset, at, count in pieces:
+        sources = [(b.spaces.input(tensor), offset) if k == b.rank else (b.window(k), at) for k in range(b.size)]
+        if b.rank == root:
+            b.reduce(b.spaces.output(tensor), offset, sources, count)
+        else:
+            b.reduce(own, at, sources, count)
+    b.post()
+    if not fetches:
+        return
+    if b.rank != root:
+        for tensor, offset, at, count in pieces:  # after the post, because nobody waits for this copy
+            b.copy(b.spaces.output(tensor), offset, own, at, count)
+    b.wait()
+    length = min(b.window_bytes, stream.length - lo)
+    for k in b.others:
+        first, last = _slice(length, k, b.size)
+        for tensor, offset, place, count in stream.pieces(lo + first, lo + last):
+            b.copy(b.spaces.output(tensor), offset, b.window(k), place - lo, count)
+
+
+def _longest_destination(shape: CallShape, size: int) -> int:
+    return max(sum(shape.inputs[d::size]) for d in range(size)) * shape.itemsize
+
+
+def _reduce_scatter(b: _Builder) -> None:
+    """A window has a slot for every other rank. Sums go straight to the outputs, so a round has one phase."""
+    tensors, size = len(b.shape.outputs), b.size
+    streams = [
+        TensorStream([(t * size + d, b.shape.inputs[t * size + d] * b.itemsize) for t in range(tensors)])
+        for d in range(size)
+    ]
+    longest = max(stream.length for stream in streams)
+    slot = min(b.window_bytes // (size - 1) // LINE * LINE, _round_up(longest))
+    for number, lo in enumerate(range(0, longest, slot or 1) if not b.match else (0,)):
+        b.begin_round(number)
+        for k, d in enumerate(b.others):
+            b.stage(streams[d], lo, min(lo + slot, streams[d].length), k * slot)
+        b.meet()
+        for tensor, offset, place, count in streams[b.rank].pieces(lo, lo + slot):
+            sources = [
+                (b.spaces.input(tensor), offset)
+                if k == b.rank
+                else (b.window(k), (b.rank - k - 1) % size * slot + place - lo)
+                for k in range(size)
+            ]
+            b.reduce(b.spaces.output(tensor // size), offset, sources, count)
+
+
+def _reduce_in_place(b: _Builder) -> None:
+    """Reads all peers' tensors. The last phase says that all have finished reading.
+
+    ALLREDUCE: rank r reduces slice r into its own tensor, where nobody else reads that slice before, and fetches the
+    others'. REDUCE: the root reduces everything, because the others' tensors may not change.
+    """
+    kind, size, rank = b.shape.kind, b.size, b.rank
+    b.publish_inputs(len(b.shape.inputs))
+
+    def reduce(tensor: int, output: int, offset: int, count: int) -> None:
+        own, peer = (b.spaces.input(tensor), offset), b.spaces.peer_input
+        sources = [own if k == rank else (peer(k, tensor), offset) for k in range(size)]
+        b.reduce(b.spaces.output(output), offset, sources, count)
+
+    if kind is Kind.REDUCE_SCATTER:
+        for output, elements in enumerate(b.shape.outputs):
+            if elements:
+                reduce(output * size + rank, output, 0, elements * b.itemsize)
+        b.meet()
+        return
+    stream = _all(b.shape.inputs, b.itemsize)
+    if kind is Kind.REDUCE:
+        if rank == b.shape.root:
+            for tensor, offset, _, count in stream.pieces(0, stream.length):
+                reduce(tensor, tensor, offset, count)
+        b.post()
+        b.wait(ALL if rank == b.shape.root else b.shape.root)
+        return
+    for tensor, offset, _, count in stream.pieces(*_slice(stream.length, rank, size)):
+        reduce(tensor, tensor, offset, count)
+    b.meet()
+    for k in b.others:
+        for tensor, offset, _, count in stream.pieces(*_slice(stream.length, k, size)):
+            b.copy(b.spaces.output(tensor), offset, b.spaces.peer_input(k, tensor), offset, count)
+    b.meet()
+
+
+# ---- exchanges: calls that only move ----------------------------------------------------------
+
+
+def _matrix(shape: CallShape) -> tuple[tuple[int, ...], ...]:
+    if shape.matrix is None:
+        raise ValueError("an ALLTOALL needs the matrix of all ranks' splits")
+    return shape.matrix
+
+
+def _staged(shape: CallShape, s: int, size: int) -> list[tuple[int, int]]:
+    """(input, elements) of what rank s puts into its window for others, in order."""
+    kind = shape.kind
+    if kind is Kind.ALLGATHER:
+        return list(enumerate(shape.outputs[s::size]))
+    if kind is Kind.ALLTOALL:
+        row = _matrix(shape)[s]
+        return [((s + k) % size, row[(s + k) % size]) for k in range(1, size)]
+    if kind is Kind.BROADCAST and s == shape.root:
+        return list(enumerate(shape.inputs))
+    if kind is Kind.GATHER and s != shape.root:
+        return [(0, shape.inputs[0])]
+    if kind is Kind.SCATTER and s == shape.root:
+        return [((s + k) % size, shape.outputs[0]) for k in range(1, size)]
+    return []
+
+
+def _wanted(shape: CallShape, d: int, s: int, size: int) -> list[tuple[int, int, int, int]]:
+    """(elements before it in s's window, input of s, output, elements) of what rank d takes from rank s."""
+    kind, root = shape.kind, shape.root
+    if kind is Kind.ALLGATHER or (kind is Kind.BROADCAST and s == root != d):
+        found, before = [], 0
+        for t, count in enumerate(shape.outputs[s::size] if kind is Kind.ALLGATHER else shape.outputs):
+            found.append((before, t, t * size + s if kind is Kind.ALLGATHER else t, count))
+            before += count
+        return found
+    if kind is Kind.ALLTOALL:
+        row = _matrix(shape)[s]
+        between = row[s + 1 : d] if d > s else row[s + 1 :] + row[:d]
+        return [(sum(between), d, s, row[d])]
+    if kind is Kind.GATHER and d == root:
+        return [(0, 0, s, shape.inputs[0])]
+    if kind is Kind.SCATTER and s == root:
+        return [((d - s - 1) % size * shape.outputs[0], d, 0, shape.outputs[0])]
+    return []
+
+
+def _partner(b: _Builder) -> int:
+    """Whom a rank waits for: whom it reads from, and who must have read from it before it overwrites."""
+    return b.shape.root if b.shape.kind in ROOTED and b.rank != b.shape.root else ALL
+
+
+def _copy_own(b: _Builder) -> None:
+    for _, tensor, output, elements in _wanted(b.shape, b.rank, b.rank, b.size):
+        b.copy(b.spaces.output(output), 0, b.spaces.input(tensor), 0, elements * b.itemsize)
+
+
+def _exchange(b: _Builder) -> None:
+    """Round by round, everybody stages a window of its stream and takes its pieces out of the others' windows."""
+    shape, size = b.shape, b.size
+    stream = TensorStream([(i, count * b.itemsize) for i, count in _staged(shape, b.rank, size)])
+    longest = max(sum(count for _, count in _staged(shape, s, size)) for s in range(size)) * b.itemsize
+    wanted = [(s, *each) for s in b.others for each in _wanted(shape, b.rank, s, size)]
+    if not b.match:
+        _copy_own(b)
+    for number, lo in enumerate(range(0, longest, b.window_bytes) if not b.match else (0,)):
+        b.begin_round(number)
+        hi = min(lo + b.window_bytes, longest)
+        b.stage(stream, lo, hi, 0)
+        if b.match:
+            b.meet()
+            _copy_own(b)
+        else:
+            b.post()
+            b.wait(_partner(b))
+        for s, before, _, output, elements in wanted:
+            start, end = before * b.itemsize, (before + elements) * b.itemsize
+            first, last = max(lo, start), min(hi, end)
+            if first < last:
+                b.copy(b.spaces.output(output), first - start, b.window(s), first - lo, last - first)
+
+
+def _exchange_in_place(b: _Builder) -> None:
+    """Everybody copies out of the others' tensors; the phase says that it has finished reading."""
+    shape, size = b.shape, b.size
+    b.publish_inputs(size if shape.kind in (Kind.ALLTOALL, Kind.SCATTER) else len(shape.inputs))
+    for s in b.others:
+        for _, tensor, output, elements in _wanted(shape, b.rank, s, size):
+            b.copy(b.spaces.output(output), 0, b.spaces.peer_input(s, tensor), 0, elements * b.itemsize)
+    _copy_own(b)
+    b.post()
+    b.wait(_partner(b))
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def _check(shape: CallShape, rank: int, size: int, window_bytes: int, variant: Variant) -> None:
+    """A program for a shape that no call has would read what is not there."""
+    if shape.kind in POINT_TO_POINT:
+        raise ValueError(f"{shape.kind.name} goes over a ring between two members and has no program")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a group of {size}")
+    if shape.itemsize < 1 or LINE % shape.itemsize:
+        raise ValueError(f"elements of {shape.itemsize} bytes do not divide {LINE}")
+    if (shape.kind in ROOTED) != (0 <= shape.root < size):
+        raise ValueError(f"root {shape.root} of {shape.kind.name} in a group of {size}")
+    if window_bytes < LINE * (max(1, size - 1) if shape.kind is Kind.REDUCE_SCATTER else 1):
+        raise ValueError(f"windows of {window_bytes} bytes are too small for a group of {size}")
+    _check_tensors(shape, rank, size)
+    if variant is Variant.SMALL:
+        if shape.kind is Kind.ALLTOALL and size > 1:
+            raise ValueError("an ALLTOALL is never SMALL: the others' splits are known after the match only")
+        if (staged := staged_bytes(shape, size)) > window_bytes // LINE * LINE and size > 1:
+            raise ValueError(f"{staged} bytes do not fit into a window of {window_bytes} bytes")
+
+
+def _check_tensors(shape: CallShape, rank: int, size: int) -> None:
+    kind, inputs, outputs = shape.kind, shape.inputs, shape.outputs
+    if min((*inputs, *outputs), default=0) < 0:
+        raise ValueError("a tensor has a negative number of elements")
+    if kind in (Kind.ALLREDUCE, Kind.REDUCE, Kind.BROADCAST):
+        good = inputs == outputs
+    elif kind is Kind.ALLGATHER:
+        good = len(outputs) == size * len(inputs) and outputs[rank::size] == inputs
+    elif kind is Kind.REDUCE_SCATTER:
+        good = len(inputs) == size * len(outputs) and inputs[rank::size] == outputs
+    elif kind is Kind.ALLTOALL:
+        m = _matrix(shape)
+        good = len(m) == size and inputs == m[rank] and outputs == tuple(row[rank] for row in m)
+    elif kind is Kind.GATHER:
+        good = len(inputs) == 1 and outputs == (inputs * size if rank == shape.root else ())
+    elif kind is Kind.SCATTER:
+        good = len(outputs) == 1 and inputs == (outputs * size if rank == shape.root else ())
+    else:
+        good = not inputs and not outputs
+    if not good:
+        raise ValueError(
+            f"{kind.name} of rank {rank} of {size} cannot have inputs {inputs[:8]} and outputs {outputs[:8]}"
+        )
