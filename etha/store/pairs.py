@@ -39,6 +39,7 @@ class PairRecords:
         launch: str | None,
         run: str | None = None,
         takeover: bool = False,
+        known_epoch: int = 0,
         timeout: float | None = None,
     ) -> PairView:
         """Take ``rank`` of ``side`` for ``member``. The view tells whether that completed the pair.
@@ -47,7 +48,7 @@ class PairRecords:
         worker changes nothing. ConfigError: names or sizes disagree, or the rank's holder is alive.
         PeerLostError("relaunched"): ``launch`` was superseded. ``run`` is torchrun's run id, if ``launch`` is made from
         it. Then a join is refused while another launch lives, unless that has the same run id, or ``takeover`` is
-        given.
+        given. The next epoch comes after ``known_epoch``, even where Redis has gone back to an older state.
         """
         if side == remote:
             raise ConfigError(f"pair {pair}: local and remote name are both {side!r}, a pair links two sides")
@@ -66,7 +67,7 @@ class PairRecords:
             "world": world_size,
             "member": member.holder(),
             "dead": {},
-            "known_epoch": self._known_epoch(pair),
+            "known_epoch": max(known_epoch, self._known_epoch(pair)),
             "takeover": takeover,
         }
         if launch is not None:
@@ -253,7 +254,8 @@ class PairRecords:
             remote = mine.request["remote"]
             keys = [self._keys.pair(pair), self._keys.side(pair, side), self._keys.side(pair, remote)]
             if mine.view is None or mine.member.epoch > mine.view.epoch:
-                request = {**mine.request, "known_epoch": self._known_epoch(pair)}
+                known_epoch = max(mine.request["known_epoch"], self._known_epoch(pair))
+                request = {**mine.request, "known_epoch": known_epoch}
                 await self._session.script("join", keys, request, timeout)
                 return
             view = mine.view

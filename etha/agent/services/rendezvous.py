@@ -388,6 +388,7 @@ class RendezvousService:
                     run=asked.run,
                     takeover=asked.takeover,
                     member=asked.holder,
+                    known_epoch=known.machine.epoch,
                     timeout=left,
                 )
                 if asked.key not in known.asked:  # the call was given up meanwhile, and its Leave may have come first

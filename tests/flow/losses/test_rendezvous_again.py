@@ -98,3 +98,27 @@ async def test_whoever_has_not_read_yet_that_the_agent_died_meets_by_the_next_on
             os.close(pidfd)
         assert (await sides.clients["trainer", 0].status())["agent"]["pid"] != pid
         assert {formed.epoch for formed in sides.pairs.values()} == {2}
+
+
+@pytest.mark.ways("tcp")
+async def test_a_pair_forms_again_after_redis_went_back_to_an_older_formed_epoch(site: Site, pair: str) -> None:
+    """Redis is restored from a backup in which an epoch is formed that its agents know to be long over."""
+    key = f"etha:{{default}}:pair:{pair}"
+    async with Sides(site, pair) as sides, redis.asyncio.Redis.from_url(site.redis, decode_responses=True) as store:
+        await sides.meet(device_mesh=(1,), **OPTIONS)
+        backup = {name: await store.hgetall(name) for name in (key, f"{key}:trainer", f"{key}:inference")}
+        for state in ("formed", "lost"):
+            await store.hset(key, mapping={"epoch": "11", "state": state})
+            await store.publish(key, state)
+            for client in sides.clients.values():
+                while not any(
+                    p["pair"] == pair and (p["epoch"], p["state"]) == (11, state)
+                    for p in (await client.status())["pairs"]
+                ):
+                    pass
+        for name, values in backup.items():
+            await store.delete(name)
+            await store.hset(name, mapping=values)
+            await store.publish(name, "restored")
+        await sides.meet(device_mesh=(1,), **OPTIONS)
+        assert {p.epoch for p in sides.pairs.values()} == {12}
