@@ -14,6 +14,11 @@ EthaError
 |   +-- TransferAbortedError  transfer_aborted
 +-- ProtocolError           protocol            the two ends do not speak the same language
 +-- RedisUnavailableError   redis_unavailable
++-- GroupError              group               also a RuntimeError: a call to a process group that cannot be right
+    +-- GroupLostError        group_lost        .ranks .reason .epoch
+    +-- GroupTimeoutError     group_timeout     .waiting_for; also a TimeoutError
+    +-- GroupMismatchError    group_mismatch    .calls
+    +-- GroupAbortedError     group_aborted
 """
 
 from __future__ import annotations
@@ -236,6 +241,71 @@ class RedisUnavailableError(EthaError):
     """Redis could not be reached within the call's deadline."""
 
     code = "redis_unavailable"
+
+
+class GroupError(EthaError, RuntimeError):
+    """A call to a process group of ``etha.groups`` that cannot be right: bad arguments, or a group not configured.
+
+    Base of the errors of process groups. It is a RuntimeError too, because torch's own process groups raise that.
+    """
+
+    code = "group"
+
+
+class GroupLostError(GroupError):
+    """The group has lost members. Every call fails until the next ``configure``.
+
+    ``ranks`` are the members that were lost, as ranks in the group. ``reason`` says what happened to them. ``epoch`` is
+    the epoch (torchft: quorum) of the group; None if it was configured without one.
+    """
+
+    code = "group_lost"
+    ranks: tuple[int, ...]
+    reason: str
+    epoch: int | None
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        self.ranks = tuple(int(rank) for rank in data.get("ranks", ()))
+        self.reason = str(data.get("reason", "died"))
+        epoch = data.get("epoch")
+        self.epoch = None if epoch is None else int(epoch)
+
+    def data(self) -> dict[str, Any]:
+        return {"ranks": list(self.ranks), "reason": self.reason, "epoch": self.epoch}
+
+
+class GroupTimeoutError(GroupError, TimeoutError):
+    """The deadline of a call passed. ``waiting_for`` are the ranks that had not come, as far as is known."""
+
+    code = "group_timeout"
+    waiting_for: tuple[int, ...]
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        self.waiting_for = tuple(int(rank) for rank in data.get("waiting_for", ()))
+
+    def data(self) -> dict[str, Any]:
+        return {"waiting_for": list(self.waiting_for)}
+
+
+class GroupMismatchError(GroupError):
+    """The members called different things. ``calls`` maps ranks to what each of them called, in words."""
+
+    code = "group_mismatch"
+    calls: dict[int, str]
+
+    def _set(self, data: Mapping[str, Any]) -> None:
+        calls = data.get("calls", {})
+        pairs = calls.items() if isinstance(calls, Mapping) else calls
+        self.calls = {int(rank): str(call) for rank, call in pairs}
+
+    def data(self) -> dict[str, Any]:
+        return {"calls": [[rank, call] for rank, call in self.calls.items()]}
+
+
+class GroupAbortedError(GroupError):
+    """This process ended the group: by ``abort()``, ``shutdown()``, an interrupt, or ``configure`` during a call."""
+
+    code = "group_aborted"
 
 
 def _walk(cls: type[EthaError]) -> Sequence[type[EthaError]]:

@@ -18,6 +18,9 @@ from etha.bus.codec import PROTOCOL, Cancel, Failure, Malformed, Push, Reply, Re
 from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
 from etha.errors import (
     EthaError,
+    GroupLostError,
+    GroupMismatchError,
+    GroupTimeoutError,
     PeerLostError,
     ProtocolError,
     RegistrationError,
@@ -109,6 +112,9 @@ errors = st.sampled_from(
         EthaError("plain"),
         PeerLostError("gone", reason="closed", torn=True),
         RendezvousTimeoutError("late", missing={"trainer": (0, 3)}),
+        GroupLostError("lost", ranks=(1,), reason="was killed", epoch=7),
+        GroupTimeoutError("late", waiting_for=(0, 2)),
+        GroupMismatchError("differ", calls={0: "allreduce", 1: "barrier"}),
         RegistrationError("no", violations=[Violation(code="dtype", name="w", side="a", rank=None, text="t")]),
     ]
 )
