@@ -17,7 +17,16 @@ from pathlib import Path
 SOURCE_FILE = Path(__file__).with_name("executor.c")
 LIBRARY = SOURCE_FILE.with_suffix(".so")
 #: No contraction of a * b + c and defined overflow: all members compute the same bits, whatever their processors.
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-fno-math-errno")
+FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-fno-trapping-math",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fwrapv",
+)
 
 
 class BuildError(Exception):

@@ -390,22 +390,23 @@ FLOATS(bf16, u16, float, from_bf16, to_bf16, BY_DIVISOR_F32, BY_FACTOR_F32)
 FLOATS(f32, f32, float, SAME, SAME, BY_DIVISOR_F32, BY_FACTOR_F32)
 FLOATS(f64, f64, double, SAME, SAME, BY_DIVISOR_F64, BY_FACTOR_F64)
 
-/* Integers wrap, as torch's do. The sum of an average wraps in 64 bits, and division truncates. */
-#define INTEGERS(NAME, T, S)                                               \
-    REDUCER(sum_##NAME, T, T##_t, SAME, SAME, SAME, ADD, SAME)             \
-    REDUCER(avg_##NAME, S, int64_t, SAME, SAME, SAME, ADD, BY_DIVISOR_INT) \
-    REDUCER(premul_##NAME, T, T##_t, SAME, SAME, BY_FACTOR_INT, ADD, SAME) \
-    REDUCER(product_##NAME, T, T##_t, SAME, SAME, SAME, TIMES, SAME)       \
-    REDUCER(min_##NAME, S, S##_t, SAME, SAME, SAME, LESS, SAME)            \
-    REDUCER(max_##NAME, S, S##_t, SAME, SAME, SAME, MORE, SAME)            \
-    REDUCER(band_##NAME, T, T##_t, SAME, SAME, SAME, AND, SAME)            \
-    REDUCER(bor_##NAME, T, T##_t, SAME, SAME, SAME, OR, SAME)              \
-    REDUCER(bxor_##NAME, T, T##_t, SAME, SAME, SAME, XOR, SAME)
-INTEGERS(u8, u8, u8)
-INTEGERS(i8, u8, i8)
-INTEGERS(i16, u16, i16)
-INTEGERS(i32, u32, i32)
-INTEGERS(i64, u64, i64)
+/* Integers wrap, as torch's do, so sums and products are those of unsigned numbers. The sum of an average wraps in 64 bits,
+ * and its division truncates. */
+#define WRAPPING(T)                                                        \
+    REDUCER(sum_##T, T, T##_t, SAME, SAME, SAME, ADD, SAME)                \
+    REDUCER(premul_##T, T, T##_t, SAME, SAME, BY_FACTOR_INT, ADD, SAME)    \
+    REDUCER(product_##T, T, T##_t, SAME, SAME, SAME, TIMES, SAME)
+#define ORDERED(T)                                                         \
+    REDUCER(avg_##T, T, int64_t, SAME, SAME, SAME, ADD, BY_DIVISOR_INT)    \
+    REDUCER(min_##T, T, T##_t, SAME, SAME, SAME, LESS, SAME)               \
+    REDUCER(max_##T, T, T##_t, SAME, SAME, SAME, MORE, SAME)
+WRAPPING(u8) WRAPPING(u16) WRAPPING(u32) WRAPPING(u64)
+ORDERED(u8) ORDERED(i8) ORDERED(i16) ORDERED(i32) ORDERED(i64)
+
+/* Bitwise operators know no elements: any integer's bytes. */
+REDUCER(band_bytes, u8, uint8_t, SAME, SAME, SAME, AND, SAME)
+REDUCER(bor_bytes, u8, uint8_t, SAME, SAME, SAME, OR, SAME)
+REDUCER(bxor_bytes, u8, uint8_t, SAME, SAME, SAME, XOR, SAME)
 
 /* A bool is 0 or 1. Its sum and its maximum are "any", its product and its minimum "all". */
 REDUCER(any_bool, u8, uint8_t, SAME, SAME, TRUTH, OR, SAME)
@@ -413,10 +414,11 @@ REDUCER(all_bool, u8, uint8_t, SAME, SAME, TRUTH, AND, SAME)
 REDUCER(odd_bool, u8, uint8_t, SAME, SAME, TRUTH, XOR, SAME)
 
 #define FLOAT_ROW(N) {0, sum_##N, avg_##N, premul_##N, product_##N, min_##N, max_##N, 0, 0, 0}
-#define INTEGER_ROW(N) {0, sum_##N, avg_##N, premul_##N, product_##N, min_##N, max_##N, band_##N, bor_##N, bxor_##N}
+#define INTEGER_ROW(U, S) \
+    {0, sum_##U, avg_##S, premul_##U, product_##U, min_##S, max_##S, band_bytes, bor_bytes, bxor_bytes}
 static const reducer REDUCERS[11][10] = {
-    {0}, FLOAT_ROW(f16), FLOAT_ROW(bf16), FLOAT_ROW(f32), FLOAT_ROW(f64), INTEGER_ROW(u8), INTEGER_ROW(i8),
-    INTEGER_ROW(i16), INTEGER_ROW(i32), INTEGER_ROW(i64),
+    {0}, FLOAT_ROW(f16), FLOAT_ROW(bf16), FLOAT_ROW(f32), FLOAT_ROW(f64), INTEGER_ROW(u8, u8),
+    INTEGER_ROW(u8, i8), INTEGER_ROW(u16, i16), INTEGER_ROW(u32, i32), INTEGER_ROW(u64, i64),
     {0, any_bool, 0, 0, all_bool, all_bool, any_bool, all_bool, any_bool, odd_bool}};
 static const uint8_t ITEMSIZE[11] = {0, 2, 2, 4, 8, 1, 1, 2, 4, 8, 1};
 
@@ -436,9 +438,11 @@ static int run_reduce(etha_run_args *a, const step *s) {
     const uint8_t *src[MOST_SOURCES];
     const source *from = a->sources + s->src;
     uint8_t *dst = a->spaces[s->dst_space] + s->dst;
-    uint64_t size = ITEMSIZE[a->dtype], piece = CHUNK / size;
-    for (uint64_t at = 0; at < s->count; at += piece) {
-        uint64_t m = s->count - at < piece ? s->count - at : piece;
+    uint64_t size = ITEMSIZE[a->dtype], count = s->count;
+    if (a->op >= BAND) count *= size, size = 1;
+    uint64_t piece = CHUNK / size;
+    for (uint64_t at = 0; at < count; at += piece) {
+        uint64_t m = count - at < piece ? count - at : piece;
         if (at && atomic_load_explicit(a->group->stop, memory_order_relaxed)) return STOPPED;
         for (uint32_t i = 0; i < s->n; i++) src[i] = a->spaces[from[i].space] + from[i].offset + at * size;
         reduce(dst + at * size, src, s->n, m, &k);
