@@ -10,35 +10,49 @@ import logging
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etha.config import native_allowed
+from etha.native.fallback import PythonLibrary
 from etha.native.structs import (
     ALL,
+    MESSAGE,
     SOURCE,
     STEP,
     DtypeCode,
     GroupMemory,
+    MessageKind,
     NativeLibrary,
+    ProgressArguments,
     ReduceCode,
+    RingLinks,
     RunArguments,
     RunResult,
     StepKind,
+    ring_length,
     run_arguments,
 )
 
 __all__ = [
     "ALL",
+    "MESSAGE",
     "SOURCE",
     "STEP",
     "CompiledLibrary",
     "DtypeCode",
     "GroupMemory",
+    "MessageKind",
     "NativeLibrary",
+    "PythonLibrary",
     "ReduceCode",
+    "RingLinks",
     "RunArguments",
     "RunResult",
     "StepKind",
     "load",
     "open_library",
+    "ring_length",
     "run_arguments",
 ]
 
@@ -62,6 +76,10 @@ class CompiledLibrary:
         self._stop.argtypes, self._stop.restype = [ctypes.c_void_p, ctypes.c_uint32], None
         self._give_up = library.etha_give_up
         self._give_up.argtypes, self._give_up.restype = [ctypes.c_void_p, ctypes.c_uint64], None
+        self._progress = library.etha_progress
+        self._progress.argtypes, self._progress.restype = [ctypes.POINTER(ProgressArguments)], ctypes.c_int
+        self._kick = library.etha_kick
+        self._kick.argtypes, self._kick.restype = [ctypes.POINTER(ProgressArguments)], None
         self._claim = library.etha_claim_cause
         self._claim.argtypes, self._claim.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.c_uint64
 
@@ -85,6 +103,13 @@ class CompiledLibrary:
     def claim_cause(self, page0: int, rank: int) -> int | None:
         claimed = int(self._claim(page0, rank))
         return claimed - 1 if claimed else None
+
+    def progress(self, links: RingLinks, messages: NDArray[np.void], *, slice_ms: int = 0) -> RunResult:
+        links.point_at(messages, slice_ms)
+        return RunResult(self._progress(ctypes.byref(links.struct)))
+
+    def kick(self, links: RingLinks) -> None:
+        self._kick(ctypes.byref(links.struct))
 
 
 def open_library(path: Path) -> CompiledLibrary | None:
@@ -114,6 +139,4 @@ def load() -> NativeLibrary:
     from etha.native.build import LIBRARY  # here, because `python -m etha.native.build` imports this package first
 
     library = open_library(LIBRARY) if native_allowed() else None
-    if library is None:
-        raise NotImplementedError("the library is not compiled: run python -m etha.native.build")
-    return library
+    return library or PythonLibrary()

@@ -168,7 +168,10 @@ static int sleep_on_bell(uint8_t *page, uint32_t seen, int64_t until) {
     return rc < 0 && errno == EINTR ? AGAIN : DONE;
 }
 
-typedef int (*look)(void *); /* -1: go on waiting, otherwise the result */
+/* What a look found: the result of the wait, or these. */
+#define NOTHING (-1)
+#define PROGRESS (-2) /* bytes have moved: look again before sleeping */
+typedef int (*look)(void *);
 
 /* Look until there is a result: spin for a short while, then sleep on the own bell. */
 static int wait_until(const etha_group *group, limits *l, look look_at, void *what) {
@@ -181,8 +184,9 @@ static int wait_until(const etha_group *group, limits *l, look look_at, void *wh
         if (atomic_load_explicit(group->stop, memory_order_acquire)) return STOPPED;
         if (now >= l->deadline) return TIMEOUT;
         if (now >= l->slice_end) return AGAIN;
-        if (now < spin_end) {
-            for (int i = 0; i < 16; i++) relax();
+        if (now < spin_end || found == PROGRESS) {
+            if (found == PROGRESS) spin_end = now + group->spin_us * 1000LL;
+            else for (int i = 0; i < 16; i++) relax();
             if ((found = look_at(what)) >= 0) return found;
             continue;
         }
@@ -191,10 +195,10 @@ static int wait_until(const etha_group *group, limits *l, look look_at, void *wh
         atomic_thread_fence(memory_order_seq_cst); /* the sleeper's half of the eventcount */
         found = look_at(what);
         int slept = DONE;
-        if (found < 0 && !atomic_load(group->stop))
+        if (found == NOTHING && !atomic_load(group->stop))
             slept = sleep_on_bell(own, seen, l->deadline < l->slice_end ? l->deadline : l->slice_end);
         atomic_fetch_sub(half(own, SLEEPING), 1);
-        if (found < 0) found = look_at(what);
+        if (found == NOTHING) found = look_at(what);
         if (found >= 0) return found;
         if (slept == AGAIN) return AGAIN;
     }
@@ -225,7 +229,7 @@ static int look_at_phase(void *what) {
         }
         missing = 1;
     }
-    return missing ? -1 : DONE;
+    return missing ? NOTHING : DONE;
 }
 
 static void note_failed(etha_run_args *a, uint32_t rank) {
@@ -490,4 +494,276 @@ int etha_run(etha_run_args *a) {
     for (uint32_t r = 0; r < g->size; r++)
         if (r != g->rank && has_given_up(g->pages[r], a->call_number)) note_failed(a, r);
     return a->failed_rank == ALL ? DONE : GAVE_UP;
+}
+
+/* ---- point to point ----
+ *
+ * For each destination a member's memfd has a ring: head (bytes written by the owner), tail (bytes taken by the destination),
+ * each on a line of its own, and the bytes. A message is a header and its bytes; both may wrap. Messages of one ring come in
+ * the order in which they were sent; rings do not wait for each other, nor do sends and receives. The receiver compares size
+ * and dtype with what it expects. A message that nobody waits for stays in the ring, unless somebody waits for a later one
+ * of that ring: then it is set aside in private memory, if there is room. */
+
+enum { SEND = 1, RECEIVE = 2 };
+enum { IDLE = 0, TO_MESSAGE = 1, TO_ASIDE = 2, TO_NOWHERE = 3 };
+#define RING_LINES 128
+
+typedef struct {
+    uint32_t kind, peer;
+    uint64_t tag;
+    uint8_t *data;
+    uint64_t nbytes, done;
+    uint32_t dtype, status, source, started;
+    int64_t deadline_ns;
+    uint64_t call_number, got_bytes;
+    uint32_t got_dtype, pad;
+} message;
+typedef struct { uint64_t tag, nbytes, sequence; uint32_t dtype, pad; } header;
+typedef struct { uint64_t sent, received, in_left, out_left; uint32_t in_state, out_busy, touched, broken; } peer_link;
+typedef struct { uint64_t length, tag, nbytes, done; uint32_t source, dtype; } set_aside;
+
+typedef struct {
+    etha_group *group;
+    peer_link *links;
+    message *messages;
+    uint64_t count;
+    uint8_t *aside;
+    uint64_t aside_bytes, aside_used;
+    _Atomic uint32_t kick;
+    uint32_t slice_ms;
+} etha_progress_args;
+
+INLINE uint8_t *ring_of(const etha_group *g, uint32_t owner, uint32_t destination) {
+    return g->pages[owner] + g->ring_offset + destination * (RING_LINES + g->ring_bytes);
+}
+INLINE int is_pending(const message *m, uint32_t kind) { return m->kind == kind && m->status == AGAIN; }
+INLINE int takes_from(const message *m, uint32_t source) {
+    return is_pending(m, RECEIVE) && !m->started && (m->peer == source || m->peer == ALL);
+}
+
+static void ring_write(const etha_group *g, uint8_t *ring, uint64_t at, const void *from, uint64_t n) {
+    uint64_t begin = at % g->ring_bytes, first = g->ring_bytes - begin < n ? g->ring_bytes - begin : n;
+    memcpy(ring + RING_LINES + begin, from, first);
+    memcpy(ring + RING_LINES, (const uint8_t *)from + first, n - first);
+}
+static void ring_read(const etha_group *g, const uint8_t *ring, uint64_t at, void *to, uint64_t n) {
+    uint64_t begin = at % g->ring_bytes, first = g->ring_bytes - begin < n ? g->ring_bytes - begin : n;
+    memcpy(to, ring + RING_LINES + begin, first);
+    memcpy((uint8_t *)to + first, ring + RING_LINES, n - first);
+}
+
+static set_aside *aside_at(etha_progress_args *a, uint64_t at) { return (set_aside *)(a->aside + at); }
+
+/* The message of that peer that is not complete yet: at most one. */
+static set_aside *aside_open(etha_progress_args *a, uint32_t source) {
+    for (uint64_t at = 0; at < a->aside_used; at += aside_at(a, at)->length)
+        if (aside_at(a, at)->source == source && aside_at(a, at)->done < aside_at(a, at)->nbytes) return aside_at(a, at);
+    return NULL;
+}
+
+static int finish(message *m, uint32_t source, uint64_t got_bytes, uint32_t got_dtype) {
+    m->source = source;
+    m->got_bytes = got_bytes;
+    m->got_dtype = got_dtype;
+    m->status = m->nbytes == got_bytes && m->dtype == got_dtype ? DONE : MISMATCH;
+    return m->status == DONE;
+}
+
+/* Hand messages that were set aside to whom they fit, the oldest first. */
+static int take_aside(etha_progress_args *a) {
+    int finished = 0;
+    for (uint64_t i = 0; i < a->count && a->aside_used; i++) {
+        message *m = a->messages + i;
+        for (uint64_t at = 0; at < a->aside_used; at += aside_at(a, at)->length) {
+            set_aside *s = aside_at(a, at);
+            if (s->done < s->nbytes || s->tag != m->tag || !takes_from(m, s->source)) continue;
+            if (finish(m, s->source, s->nbytes, s->dtype)) memcpy(m->data, s + 1, s->nbytes);
+            uint64_t length = s->length;
+            memmove(a->aside + at, a->aside + at + length, a->aside_used - at - length);
+            a->aside_used -= length;
+            finished++;
+            break;
+        }
+    }
+    return finished;
+}
+
+/* Decide where the message goes whose header is next in the ring. 0: it stays there. */
+static int begin_message(etha_progress_args *a, peer_link *link, uint32_t p, const header *h, int *finished) {
+    message *wanted = NULL, *found = NULL;
+    for (uint64_t i = 0; i < a->count && !found; i++) {
+        if (!takes_from(a->messages + i, p)) continue;
+        wanted = a->messages + i;
+        if (wanted->tag == h->tag) found = wanted;
+    }
+    if (h->sequence != link->received) link->broken = 1;
+    if (link->broken) return 0;
+    if (found) {
+        found->source = p;
+        if (found->nbytes == h->nbytes && found->dtype == h->dtype) {
+            found->started = 1;
+            link->in_state = TO_MESSAGE;
+        } else {
+            finish(found, p, h->nbytes, h->dtype);
+            *finished += 1;
+            link->in_state = TO_NOWHERE;
+        }
+    } else {
+        uint64_t room = a->aside_bytes - a->aside_used;
+        if (!wanted || room < sizeof(set_aside) + 8 || h->nbytes > room - sizeof(set_aside) - 8) return 0;
+        uint64_t length = (sizeof(set_aside) + h->nbytes + 7) / 8 * 8;
+        *aside_at(a, a->aside_used) = (set_aside){length, h->tag, h->nbytes, 0, p, h->dtype};
+        a->aside_used += length;
+        link->in_state = TO_ASIDE;
+    }
+    link->in_left = h->nbytes;
+    link->received++;
+    return 1;
+}
+
+static message *started_message(etha_progress_args *a, uint32_t source) {
+    for (uint64_t i = 0; i < a->count; i++)
+        if (is_pending(a->messages + i, RECEIVE) && a->messages[i].started && a->messages[i].source == source)
+            return a->messages + i;
+    return NULL;
+}
+
+/* Take what the ring has. Whoever was receiving a message and is no longer among the messages has abandoned it. */
+static int receive_from(etha_progress_args *a, uint32_t p, int *finished) {
+    etha_group *g = a->group;
+    peer_link *link = a->links + p;
+    uint8_t *ring = ring_of(g, p, g->rank);
+    uint64_t head = atomic_load_explicit(word(ring, 0), memory_order_acquire);
+    uint64_t tail = atomic_load_explicit(word(ring, 64), memory_order_relaxed), from = tail;
+    if (head - tail > g->ring_bytes) link->broken = 1;
+    while (!link->broken) {
+        if (link->in_state == IDLE) {
+            header h;
+            if (head - tail < sizeof h) break;
+            ring_read(g, ring, tail, &h, sizeof h);
+            if (!begin_message(a, link, p, &h, finished)) break;
+            tail += sizeof h;
+        }
+        message *m = link->in_state == TO_MESSAGE ? started_message(a, p) : NULL;
+        set_aside *s = link->in_state == TO_ASIDE ? aside_open(a, p) : NULL;
+        uint64_t n = head - tail < link->in_left ? head - tail : link->in_left;
+        if (m) ring_read(g, ring, tail, m->data + m->done, n), m->done += n;
+        if (s) ring_read(g, ring, tail, (uint8_t *)(s + 1) + s->done, n), s->done += n;
+        tail += n;
+        link->in_left -= n;
+        if (link->in_left) break;
+        if (m) *finished += 1, finish(m, p, m->nbytes, m->dtype);
+        if (link->in_state == TO_ASIDE) *finished += take_aside(a);
+        link->in_state = IDLE;
+    }
+    if (tail == from) return 0;
+    atomic_store_explicit(word(ring, 64), tail, memory_order_release);
+    return link->touched = 1;
+}
+
+/* Put as much of the message into the ring as there is room for. */
+static int send_message(etha_progress_args *a, message *m) {
+    etha_group *g = a->group;
+    peer_link *link = a->links + m->peer;
+    uint8_t *ring = ring_of(g, g->rank, m->peer);
+    uint64_t head = atomic_load_explicit(word(ring, 0), memory_order_relaxed), from = head;
+    uint64_t room = g->ring_bytes - (head - atomic_load_explicit(word(ring, 64), memory_order_acquire));
+    if (room > g->ring_bytes || (!m->started && link->out_left)) {
+        m->status = INVALID; /* an earlier message was abandoned half way, or the words make no sense */
+        return 0;
+    }
+    if (!m->started) {
+        if (room < sizeof(header)) return 0;
+        header h = {m->tag, m->nbytes, link->sent++, m->dtype, 0};
+        ring_write(g, ring, head, &h, sizeof h);
+        head += sizeof h, room -= sizeof h;
+        m->started = 1;
+        link->out_left = m->nbytes;
+    }
+    uint64_t n = room < link->out_left ? room : link->out_left, piece = g->ring_bytes / 4;
+    if (n > piece) n = piece; /* the receiver copies one piece while this member copies the next */
+    if (n) ring_write(g, ring, head, m->data + m->done, n);
+    m->done += n, head += n, link->out_left -= n;
+    if (head == from) return 0;
+    atomic_store_explicit(word(ring, 0), head, memory_order_release);
+    if (!link->out_left) m->status = DONE;
+    return link->touched = 1;
+}
+
+/* End a message whose peer has given up, unless what that peer had sent before is enough. */
+static int check_given_up(etha_progress_args *a, message *m) {
+    etha_group *g = a->group;
+    uint32_t from = m->started && m->kind == RECEIVE ? m->source : m->peer, finished = 0;
+    for (uint32_t r = 0; r < g->size; r++) {
+        if (r == g->rank || (from != ALL && from != r) || !has_given_up(g->pages[r], m->call_number)) continue;
+        int moved = 0;
+        if (m->kind == RECEIVE && m->status == AGAIN) receive_from(a, r, &moved);
+        finished += moved;
+        if (m->status == AGAIN) m->status = GAVE_UP, m->source = r, finished++;
+    }
+    return finished;
+}
+
+static void ring_touched(etha_progress_args *a) {
+    atomic_thread_fence(memory_order_seq_cst); /* the poster's half of the eventcount */
+    for (uint32_t r = 0; r < a->group->size; r++)
+        if (a->links[r].touched) {
+            a->links[r].touched = 0;
+            ring_if_asleep(a->group->pages[r]);
+        }
+}
+
+static int is_impossible(etha_progress_args *a, const message *m) {
+    etha_group *g = a->group;
+    if (m->peer == ALL) return m->kind != RECEIVE;
+    if (m->peer >= g->size || m->peer == g->rank) return 1;
+    return m->kind == RECEIVE ? (int)a->links[m->peer].broken : m->kind != SEND;
+}
+
+static int look_at_messages(void *what) {
+    etha_progress_args *a = what;
+    etha_group *g = a->group;
+    int finished = take_aside(a), moved = 0;
+    for (uint32_t r = 0; r < g->size; r++) {
+        a->links[r].out_busy = 0;
+        if (r != g->rank) moved |= receive_from(a, r, &finished);
+    }
+    for (uint64_t i = 0; i < a->count; i++) {
+        message *m = a->messages + i;
+        if (m->status != AGAIN) continue;
+        if (is_impossible(a, m)) m->status = INVALID;
+        else if (m->kind == SEND && !a->links[m->peer].out_busy) {
+            moved |= send_message(a, m);
+            a->links[m->peer].out_busy = m->status == AGAIN;
+        }
+        if (m->status == AGAIN) finished += check_given_up(a, m);
+        else finished++;
+    }
+    ring_touched(a);
+    if (finished) return DONE;
+    if (atomic_exchange(&a->kick, 0)) return AGAIN;
+    return moved ? PROGRESS : NOTHING;
+}
+
+/* Let messages move until one of them has ended, which its status says. AGAIN: a signal, a kick, or the slice is over. */
+int etha_progress(etha_progress_args *a) {
+    limits l = begin_limits(a->group, 0, a->slice_ms);
+    for (uint64_t i = 0; i < a->count; i++) {
+        const message *m = a->messages + i;
+        if (m->status == AGAIN && m->deadline_ns > 0 && m->deadline_ns < l.deadline) l.deadline = m->deadline_ns;
+    }
+    if (atomic_load_explicit(a->group->stop, memory_order_acquire)) return STOPPED;
+    int result = wait_until(a->group, &l, look_at_messages, a);
+    if (result != TIMEOUT) return result;
+    for (uint64_t i = 0; i < a->count; i++) {
+        message *m = a->messages + i;
+        if (m->status == AGAIN && m->deadline_ns > 0 && m->deadline_ns <= l.deadline) m->status = TIMEOUT;
+    }
+    return DONE;
+}
+
+/* Have etha_progress return, because there are more messages. */
+void etha_kick(etha_progress_args *a) {
+    atomic_store(&a->kick, 1);
+    etha_ring(a->group->pages[a->group->rank]);
 }

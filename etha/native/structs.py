@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import struct
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +40,52 @@ POSTED, GAVE_UP, BELL, SLEEPING, CLAIM, CLAIM_LOCK = 0, 64, 128, 132, 192, 200
 COMMON_BYTES, FLAGS_AT, CALL_AT, SPLITS_AT = 128, 128, 136, 256
 #: Flag of a descriptor: what I give each rank and take from it stands behind, and is compared.
 HAS_SPLITS = 2
+
+
+#: A message that is to be sent or received. Messages of one peer stand in the order in which they were asked for.
+#: ``status`` is a RunResult, AGAIN as long as it is pending; ``peer`` of a receive may be ``ALL``. ``done`` and
+#: ``started`` begin as 0 and belong to the library; ``source``, ``got_bytes`` and ``got_dtype`` say what came.
+#: ``deadline_ns`` is of ``time.monotonic_ns()``, 0 for none. ``call_number`` is compared with the call at which a peer
+#: gave up.
+MESSAGE = np.dtype(
+    [
+        ("kind", "<u4"),
+        ("peer", "<u4"),
+        ("tag", "<u8"),
+        ("data", "<u8"),
+        ("nbytes", "<u8"),
+        ("done", "<u8"),
+        ("dtype", "<u4"),
+        ("status", "<u4"),
+        ("source", "<u4"),
+        ("started", "<u4"),
+        ("deadline_ns", "<i8"),
+        ("call_number", "<u8"),
+        ("got_bytes", "<u8"),
+        ("got_dtype", "<u4"),
+        ("pad", "<u4"),
+    ]
+)
+#: What a member knows of its rings from and to one peer; private.
+PEER_LINK = np.dtype(
+    [
+        ("sent", "<u8"),
+        ("received", "<u8"),
+        ("in_left", "<u8"),
+        ("out_left", "<u8"),
+        ("in_state", "<u4"),
+        ("out_busy", "<u4"),
+        ("touched", "<u4"),
+        ("broken", "<u4"),
+    ]
+)
+#: Head and tail of a ring, before its bytes; the header of a message: tag, bytes, sequence, dtype.
+RING_LINES, HEADER = 128, struct.Struct("<QQQII")
+
+
+def ring_length(ring_bytes: int) -> int:
+    """How many bytes a ring takes in a memfd; those of all destinations follow each other."""
+    return RING_LINES + ring_bytes
 
 
 class StepKind(enum.IntEnum):
@@ -73,6 +121,11 @@ class DtypeCode(enum.IntEnum):
     I32 = 8
     I64 = 9
     BOOL = 10
+
+
+class MessageKind(enum.IntEnum):
+    SEND = 1
+    RECEIVE = 2
 
 
 class RunResult(enum.IntEnum):
@@ -167,7 +220,7 @@ class RunArguments(ctypes.Structure):
     failed_rank: int
     flags_all: int
     #: What the addresses above point into, kept as long as the arguments.
-    kept: tuple[object, ...]
+    kept: tuple[NDArray[np.void], NDArray[np.void], NDArray[np.uint64]]
     memory: GroupMemory
     failed_ranks: NDArray[np.uint8]
 
@@ -213,6 +266,66 @@ def run_arguments(
     return args
 
 
+class ProgressArguments(ctypes.Structure):
+    """``etha_progress_args`` of executor.c; kept by ``RingLinks``."""
+
+    _fields_ = (
+        ("group", ctypes.c_void_p),
+        ("links", ctypes.c_void_p),
+        ("messages", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("aside", ctypes.c_void_p),
+        ("aside_bytes", ctypes.c_uint64),
+        ("aside_used", ctypes.c_uint64),
+        ("kick", ctypes.c_uint32),
+        ("slice_ms", ctypes.c_uint32),
+    )
+    messages: int
+    count: int
+    aside_used: int
+    kick: int
+    slice_ms: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EarlyMessage:
+    """A message that the Python library has set aside."""
+
+    source: int
+    tag: int
+    nbytes: int
+    dtype: int
+    data: bytearray
+
+
+class RingLinks:
+    """The point-to-point state of a member: one thread at a time may make progress with it.
+
+    Messages for which nobody waits are set aside, up to ``aside_bytes``, if somebody waits for a later one.
+    """
+
+    def __init__(self, memory: GroupMemory, *, aside_bytes: int = 4 << 20) -> None:
+        if memory.struct.ring_bytes < 4 * HEADER.size:
+            raise ValueError(f"rings of {memory.struct.ring_bytes} bytes cannot hold messages")
+        self.memory = memory
+        self.links = np.zeros(memory.size, dtype=PEER_LINK)
+        self.aside = np.empty(aside_bytes, dtype=np.uint8)
+        #: What the Python library has set aside instead.
+        self.early: list[EarlyMessage] = []
+        self.struct = ProgressArguments(
+            group=memory.address,
+            links=self.links.ctypes.data,
+            aside=self.aside.ctypes.data,
+            aside_bytes=aside_bytes,
+        )
+
+    def point_at(self, messages: NDArray[np.void], slice_ms: int) -> None:
+        """Set the messages of the next progress. They must stay until it has returned."""
+        if messages.dtype != MESSAGE or not messages.flags.c_contiguous:
+            raise TypeError(f"messages are an array of {messages.dtype}, not of MESSAGE without gaps")
+        self.struct.messages, self.struct.count, self.struct.slice_ms = messages.ctypes.data, len(messages), slice_ms
+
+
 class NativeLibrary(Protocol):
     """What runs calls: the compiled library, or Python in its place."""
 
@@ -234,3 +347,10 @@ class NativeLibrary(Protocol):
     def claim_cause(self, page0: int, rank: int) -> int | None:
         """The rank whose cause of failure is the group's first: ``rank`` itself if nobody was earlier, None if another
         one is just claiming. ``page0`` is where rank 0's memfd is mapped."""
+
+    def progress(self, links: RingLinks, messages: NDArray[np.void], *, slice_ms: int = 0) -> RunResult:
+        """Move messages (``MESSAGE``) until at least one that was pending has ended: DONE, its status says how.
+        AGAIN: a signal, a kick, or the slice is over; STOPPED: the stop word."""
+
+    def kick(self, links: RingLinks) -> None:
+        """Have a ``progress`` of another thread return AGAIN, because there are more messages."""

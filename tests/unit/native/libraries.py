@@ -6,15 +6,17 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from etha.native import NativeLibrary, open_library
+from etha.native import NativeLibrary, PythonLibrary, open_library
 from etha.native.build import LIBRARY, build, find_compiler
 
-NAMES = ("compiled",)
+NAMES = ("compiled", "python")
 
 
 @cache
 def get(name: str) -> NativeLibrary | None:
     """The library of that name; None without a compiler."""
+    if name == "python":
+        return PythonLibrary()
     found = open_library(LIBRARY)
     if found is None and find_compiler() is not None:
         with tempfile.TemporaryDirectory() as directory:
