@@ -12,9 +12,19 @@ if TYPE_CHECKING:
     from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
     from etha.groups.base import GroupConfig, ProcessGroup
     from etha.groups.calls import GroupCall
+    from etha.groups.dummy import ProcessGroupDummy
+    from etha.groups.mesh import extend_device_mesh
+    from etha.groups.store_client import create_store_client
     from etha.groups.work import GroupWork
+    from etha.groups.wrappers import (
+        ErrorSwallowingProcessGroupWrapper,
+        FakeProcessGroupWrapper,
+        ProcessGroupWrapper,
+    )
 
 __all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
     "GroupAbortedError",
     "GroupCall",
     "GroupConfig",
@@ -24,6 +34,10 @@ __all__ = [
     "GroupTimeoutError",
     "GroupWork",
     "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupWrapper",
+    "create_store_client",
+    "extend_device_mesh",
 ]
 
 #: Module -> its public names.
@@ -37,7 +51,15 @@ _NAMES = {
     ),
     "etha.groups.base": ("GroupConfig", "ProcessGroup"),
     "etha.groups.calls": ("GroupCall",),
+    "etha.groups.dummy": ("ProcessGroupDummy",),
+    "etha.groups.mesh": ("extend_device_mesh",),
+    "etha.groups.store_client": ("create_store_client",),
     "etha.groups.work": ("GroupWork",),
+    "etha.groups.wrappers": (
+        "ErrorSwallowingProcessGroupWrapper",
+        "FakeProcessGroupWrapper",
+        "ProcessGroupWrapper",
+    ),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -1,8 +1,8 @@
 """The base class of all process groups: torch's interface in front, one method ``_issue(call)`` behind.
 
 torch calls a group from Python, from C++ (DDP, functional collectives) and from compiled graphs, under the names of
-several releases. Every name ends in ``_dispatch``, which builds a `GroupCall` and hands it to ``_issue``. The group has
-a size and a rank that follow ``configure``, in C++ too, and a name by which C++ finds it.
+several releases. Every name ends in ``_dispatch`` and ``_begin``, which builds a `GroupCall` and gives it to
+``_issue``. The group has a size and a rank that follow ``configure``, in C++ too, and a name by which C++ finds it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from etha.errors import GroupError
 from etha.groups.calls import GroupCall, normalize
+from etha.groups.swallowing import Swallower
 from etha.groups.work import JoinedWork
 
 Timeout = float | timedelta
@@ -100,7 +101,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if errors not in ("raise", "swallow"):
             raise GroupError(f'errors must be "raise" or "swallow", not {errors!r}')
         self._timeout = as_timedelta(timeout)
-        self._errors = errors
+        self._swallower = Swallower() if errors == "swallow" else None
         self._rank, self._size = 0, 1
         self._name, self._desc = "", ""
         self._coalescing = threading.local()
@@ -142,6 +143,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if dist.is_initialized() and dist.group.WORLD is self:
             raise GroupError("the default group has a fixed size: destroy it and call init_process_group again")
         self._configure(config)
+        if self._swallower is not None:
+            self._swallower.error = None
         self._set_members(config.rank, config.world_size)
 
     def _configure(self, config: GroupConfig) -> None:
@@ -159,7 +162,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def errored(self) -> Exception | None:
         """The first error since the last ``configure``."""
-        return None
+        return self.error()
+
+    def error(self) -> Exception | None:
+        """The first error that was swallowed or reported since the last ``configure``."""
+        return None if self._swallower is None else self._swallower.error
+
+    def report_error(self, e: Exception) -> None:
+        """Skip all calls until the next ``configure``, because of an error that was seen elsewhere."""
+        if self._swallower is None:
+            raise GroupError('only a group that swallows errors takes reports: make it with errors="swallow"')
+        self._swallower.report(e)
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Seconds, or a timedelta, for each further call and ``configure``."""
@@ -279,12 +292,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _dispatch(self, method: str, *args: Any) -> Any:
         """Every call comes through here, in the words of torch."""
-        call = normalize(method, _without_unset(args), rank=self.rank(), size=self.size(), devices=self.DEVICES)
-        work = self._issue(call)
+        given = _without_unset(args)
+        if self._swallower is None:
+            work = self._begin(method, given)
+        else:
+            begin, normal_form = lambda: self._begin(method, given), lambda: self._normal_form(method, given)
+            work = self._swallower.run(method, begin, normal_form, self.rank())
         pending = getattr(self._coalescing, "works", None)
         if pending is not None:
             pending.append(work)
         return work
+
+    def _begin(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Begin a call that is given in the words of torch; returns its work."""
+        return self._issue(self._normal_form(method, args))
+
+    def _normal_form(self, method: str, args: tuple[Any, ...]) -> GroupCall:
+        return normalize(method, args, rank=self.rank(), size=self.size(), devices=self.DEVICES)
 
     @untraced
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
