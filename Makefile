@@ -104,7 +104,7 @@ ways: install
 # agents may book them, 20,000 transfers by real agents over tensors that share memory (the suite takes 300), Redis away for
 # 30 s, 200 cancelled calls, and the other halves of what the suite takes one half of.
 proof: install
-	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow tests/unit/transport -m proof $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof tests/flow tests/unit/transport tests/unit/groups -m proof $(PYTEST)
 
 # A million mutated messages (docs/security.md says which); the suite sends 20,000. ETHA_FUZZ_SEED repeats a run.
 fuzz: install

@@ -143,6 +143,7 @@ PURE_FILES = {
     "demo/options.py",
     "groups/schedule.py",
     "groups/descriptor.py",
+    "groups/simulator.py",
 }
 IMPURE_MODULES = {"asyncio", "zmq", "redis", "threading", "socket", "subprocess", "uvloop", "torch.distributed"}
 #: torch.distributed is forbidden in pure files but for what planning reads: placements and meshes as values.

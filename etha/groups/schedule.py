@@ -459,7 +459,8 @@ def _reduce_in_place(b: _Builder) -> None:
             for tensor, offset, _, count in stream.pieces(0, stream.length):
                 reduce(tensor, tensor, offset, count)
         b.post()
-        b.wait(ALL if rank == b.shape.root else b.shape.root)
+        if rank != b.shape.root:
+            b.wait(b.shape.root)
         return
     for tensor, offset, _, count in stream.pieces(*_slice(stream.length, rank, size)):
         reduce(tensor, tensor, offset, count)
@@ -527,28 +528,45 @@ def _copy_own(b: _Builder) -> None:
 
 
 def _exchange(b: _Builder) -> None:
-    """Round by round, everybody stages a window of its stream and takes its pieces out of the others' windows."""
+    """Round by round, everybody stages a window of its stream and takes its pieces out of the others' windows.
+
+    A rank waits in a round if it reads, or if it staged something in the round before: the phase says that the others
+    have read that, and the window is filled again in the next round or in a SMALL call that follows.
+    """
     shape, size = b.shape, b.size
     stream = TensorStream([(i, count * b.itemsize) for i, count in _staged(shape, b.rank, size)])
     longest = max(sum(count for _, count in _staged(shape, s, size)) for s in range(size)) * b.itemsize
     wanted = [(s, *each) for s in b.others for each in _wanted(shape, b.rank, s, size)]
-    if not b.match:
-        _copy_own(b)
+    staged = False
     for number, lo in enumerate(range(0, longest, b.window_bytes) if not b.match else (0,)):
         b.begin_round(number)
         hi = min(lo + b.window_bytes, longest)
+        staged_before, staged = staged, lo < stream.length
         b.stage(stream, lo, hi, 0)
+        taken = list(_pieces_between(b, wanted, lo, hi))
         if b.match:
             b.meet()
-            _copy_own(b)
         else:
             b.post()
+        if number == 0:
+            _copy_own(b)  # after the post, because nobody waits for it
+        if not b.match and (taken or staged_before):
             b.wait(_partner(b))
-        for s, before, _, output, elements in wanted:
-            start, end = before * b.itemsize, (before + elements) * b.itemsize
-            first, last = max(lo, start), min(hi, end)
-            if first < last:
-                b.copy(b.spaces.output(output), first - start, b.window(s), first - lo, last - first)
+        for output, offset, s, at, count in taken:
+            b.copy(b.spaces.output(output), offset, b.window(s), at, count)
+    if not b.rounds:
+        _copy_own(b)
+
+
+def _pieces_between(
+    b: _Builder, wanted: Sequence[tuple[int, int, int, int, int]], lo: int, hi: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(output, offset in it, source rank, offset in its window, bytes) of what lies in the windows of one round."""
+    for s, before, _, output, elements in wanted:
+        start, end = before * b.itemsize, (before + elements) * b.itemsize
+        first, last = max(lo, start), min(hi, end)
+        if first < last:
+            yield output, first - start, s, first - lo, last - first
 
 
 def _exchange_in_place(b: _Builder) -> None:
@@ -558,9 +576,10 @@ def _exchange_in_place(b: _Builder) -> None:
     for s in b.others:
         for _, tensor, output, elements in _wanted(shape, b.rank, s, size):
             b.copy(b.spaces.output(output), 0, b.spaces.peer_input(s, tensor), 0, elements * b.itemsize)
-    _copy_own(b)
     b.post()
-    b.wait(_partner(b))
+    _copy_own(b)
+    if _staged(shape, b.rank, size):
+        b.wait(_partner(b))
 
 
 # ---- checks -----------------------------------------------------------------------------------

@@ -1,0 +1,209 @@
+"""Schedules in every order: right results, no race, and a checker that notices what is wrong.
+
+The simulator fails on a read that nothing orders after the write, on a write that nothing orders after another rank's
+read, on bytes of another round, on a byte of an output written twice or never, and on a wrong result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from etha.groups.schedule import COPY, MATCH, POST, REDUCE, WAIT, CallProgram, CallStep, Kind, Variant
+from etha.groups.simulator import ScheduleViolation, SimulatedCall, Simulation, shapes_of_all, walk
+
+from .calls import KINDS, rows, variants
+
+ORDER = st.lists(st.integers(0, 64), max_size=200)
+RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def finish(simulation: Simulation, order: list[int], seed: int = 0) -> None:
+    """Run to the end: first in the given order, then in a random one."""
+    simulation.run(iter(order))
+    rng = random.Random(seed)
+    while ready := simulation.ready():
+        simulation.step(rng.choice(ready))
+
+
+@RELAXED
+@given(rows(st.integers(1, 9)), ORDER)
+def test_any_calls_in_any_order_give_the_results_of_the_reference(calls: list[SimulatedCall], order: list[int]) -> None:
+    simulation = Simulation(calls)
+    finish(simulation, order)
+    assert simulation.gave_up == [None] * simulation.size
+
+
+@settings(RELAXED, max_examples=3)
+@given(rows(st.sampled_from([16, 33, 64]), most=9, calls=1), ORDER)
+def test_large_groups(calls: list[SimulatedCall], order: list[int]) -> None:
+    finish(Simulation(calls), order)
+
+
+@RELAXED
+@given(rows(st.integers(2, 5)), ORDER, st.lists(st.tuples(st.integers(0, 60), st.integers(0, 4)), max_size=3))
+def test_nobody_succeeds_with_wrong_bytes_if_others_give_up(
+    calls: list[SimulatedCall], order: list[int], stops: list[tuple[int, int]]
+) -> None:
+    """Whoever ends a call has the right outputs; whoever cannot gives up; nobody waits for ever."""
+    simulation = Simulation(calls)
+    choices = iter(order)
+    at = {moment: rank for moment, rank in stops if rank < simulation.size}
+    for moment in range(10_000):
+        if moment in at and not simulation.ended(at[moment]):
+            simulation.give_up(at[moment])
+        ready = simulation.ready()
+        if not ready:
+            break
+        simulation.step(ready[next(choices, moment) % len(ready)])
+    assert all(simulation.ended(rank) for rank in range(simulation.size))
+
+
+# ---- every order of small calls ---------------------------------------------------------------
+
+
+def example(kind: Kind, size: int, *, elements: int = 5, variant: Variant, window: int = 192) -> SimulatedCall:
+    """A small call of a kind, uneven where it can be."""
+    root = size - 1 if kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER) else -1
+    counts: tuple[int, ...] = (elements,)
+    matrix = None
+    if kind in (Kind.ALLGATHER, Kind.REDUCE_SCATTER):
+        counts = tuple(elements - r for r in range(size))
+    elif kind is Kind.ALLTOALL:
+        counts, matrix = (), tuple(tuple(elements + (s + d) % 2 for d in range(size)) for s in range(size))
+    elif kind is Kind.BARRIER:
+        counts = ()
+    shapes = shapes_of_all(kind, size, counts=counts, root=root, matrix=matrix)
+    return SimulatedCall.of(shapes, variant, window)
+
+
+def examples(size: int, *, elements: int = 5, window: int = 192) -> list[SimulatedCall]:
+    """Each kind in each way that it can go."""
+    return [
+        example(kind, size, elements=elements, variant=variant, window=window)
+        for kind in KINDS
+        for variant in variants(
+            example(kind, size, elements=elements, variant=Variant.WINDOWS, window=window).shapes, window
+        )
+    ]
+
+
+def test_every_order_of_any_two_calls_of_two_members() -> None:
+    """Each pair of ways. docs/groups.md has the numbers of states."""
+    calls = examples(2)
+    assert sum(walk([a, b]) for a in calls for b in calls) == 66_959
+
+
+def test_every_order_of_two_equal_calls_of_which_members_give_up() -> None:
+    assert sum(walk([call, call], stops=2) for call in examples(2)) == 11_577
+
+
+def test_every_order_of_two_equal_calls_of_three_members() -> None:
+    assert sum(walk([call, call]) for call in examples(3)) == 17_573
+
+
+def test_every_order_of_calls_of_several_rounds() -> None:
+    calls = [call for call in examples(2, elements=200, window=64) if call.programs[0][-1].rounds > 1]
+    assert sum(walk([call, call], stops=1) for call in calls) == 6_508
+
+
+@pytest.mark.proof
+def test_every_order_of_any_two_calls_of_three_members() -> None:
+    calls = examples(3)
+    assert sum(walk([a, b]) for a in calls for b in calls) == 451_876
+
+
+@pytest.mark.proof
+def test_every_order_of_two_equal_calls_of_three_members_of_which_one_gives_up() -> None:
+    assert sum(walk([call, call], stops=1) for call in examples(3)) == 100_663
+
+
+# ---- the checker notices what is wrong --------------------------------------------------------
+
+
+def changed(call: SimulatedCall, rank: int, part: int, steps: list[CallStep]) -> SimulatedCall:
+    """The call with other steps in one program of one rank."""
+    programs = [list(each) for each in call.programs]
+    programs[rank][part] = dataclasses.replace(programs[rank][part], steps=steps)
+    return dataclasses.replace(call, programs=tuple(map(tuple, programs)))
+
+
+def mutants(call: SimulatedCall) -> Iterator[tuple[str, SimulatedCall]]:
+    """The call with one step of one rank left out or changed."""
+    for rank, programs in enumerate(call.programs):
+        for part, program in enumerate(programs):
+            for at, step in enumerate(program.steps):
+                for name, instead in worse(program, step):
+                    steps = [*program.steps[:at], *instead, *program.steps[at + 1 :]]
+                    yield f"rank {rank} {name}: {step}", changed(call, rank, part, steps)
+
+
+def worse(program: CallProgram, step: CallStep) -> Iterator[tuple[str, list[CallStep]]]:
+    name = {COPY: "copy", REDUCE: "reduction", POST: "post", WAIT: "wait", MATCH: "match"}[step.kind]
+    yield f"without a {name}", []
+    if step.kind == WAIT and step.amount > 1:
+        yield "that waits for the phase before", [step._replace(amount=step.amount - 1)]
+    if step.kind == REDUCE:
+        yield "that reduces in another order", [step._replace(sources=step.sources[::-1])]
+        yield "that leaves out a source", [step._replace(sources=step.sources[:-1])]
+    if step.kind in (COPY, REDUCE):
+        if program.spaces.parse(step.dst_space)[0] == "output":
+            yield "that writes a result twice", [step, step]
+        yield "that copies less", [step._replace(amount=step.amount - 1)]
+    if step.kind == COPY:
+        for field in ("src_space", "dst_space"):
+            name, rank, w = program.spaces.parse(getattr(step, field))
+            if name == "window":
+                other = program.spaces.window(rank, 1 - w)
+                yield f"with the other window as {field}", [step._replace(**{field: other})]
+
+
+def noticed(calls: list[SimulatedCall]) -> bool:
+    """Whether one of three orders shows the fault: in turn, the first rank that can, the last rank that can."""
+    try:
+        for order in (range(100_000), [0] * 100_000, [-1] * 100_000):
+            Simulation(calls).run(iter(order))
+    except ScheduleViolation:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("elements", "window"), [(150, 384), (342, 192)], ids=["one round", "several rounds"])
+def test_any_step_that_is_left_out_or_changed_is_noticed(elements: int, window: int) -> None:
+    """Between two calls that fill the whole window, and whose first write no match protects."""
+    survivors = []
+    around = example(Kind.ALLREDUCE, 3, elements=window, variant=Variant.SMALL, window=window)
+    for call in examples(3, elements=elements, window=window):
+        survivors += [(call.kind.name, text) for text, mutant in mutants(call) if not noticed([around, mutant, around])]
+    assert survivors == []
+
+
+def test_one_window_in_place_of_two_is_noticed() -> None:
+    """Every rank uses window 0 in all rounds: someone overwrites what another one still reads."""
+    for call in examples(3, elements=2 * 384 + 100, window=384):
+        if call.programs[0][-1].rounds > 1:
+            assert noticed([same_window(call)]), call.kind
+
+
+def same_window(call: SimulatedCall) -> SimulatedCall:
+    def first(program: CallProgram, space: int) -> int:
+        name, rank, _ = program.spaces.parse(space)
+        return program.spaces.window(rank, 0) if name == "window" else space
+
+    def change(program: CallProgram) -> CallProgram:
+        steps = [
+            step._replace(
+                dst_space=first(program, step.dst_space),
+                src_space=step.src_space if step.kind == WAIT else first(program, step.src_space),
+                sources=tuple((first(program, space), offset) for space, offset in step.sources),
+            )
+            for step in program.steps
+        ]
+        return dataclasses.replace(program, steps=steps)
+
+    return dataclasses.replace(call, programs=tuple(tuple(map(change, each)) for each in call.programs))
