@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from etha.groups.schedule import Kind, Variant
+from etha.native.structs import CALL_AT, COMMON_BYTES, HAS_SPLITS, SPLITS_AT
 
-#: Bytes that are compared, offsets of what follows, and the length before the splits.
-COMMON = 128
-FLAGS_AT = 128
-CALL_AT = 136
-HEAD = 256
-#: Flags: my tensors of this call lie in memory that the others have mapped; splits stand behind the head.
-READABLE_IN_PLACE, HAS_SPLITS = 1, 2
+#: Bytes that are compared, and the length of what stands before the splits.
+COMMON, HEAD = COMMON_BYTES, SPLITS_AT
+#: Flag: my tensors of this call lie in memory that the others have mapped. (2 is `HAS_SPLITS`.)
+READABLE_IN_PLACE = 1
 
 #: Element types by their name in torch. The number is the place in the tuple, which is never reordered; 0 is no tensor.
 DTYPES = (

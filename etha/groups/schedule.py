@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from etha.native.structs import ALL, SOURCE, STEP, StepKind
+
 
 class CallKind(enum.IntEnum):
     """What a call does. The values travel in descriptors: never renumber them."""
@@ -55,30 +57,20 @@ class Variant(enum.Enum):
     IN_PLACE = "in_place"  #: all members can read each other's tensors: no window, after `match_program`
 
 
-#: What one step does, as the native executor numbers it.
-COPY, REDUCE, POST, WAIT, MATCH = 1, 2, 3, 4, 5
-#: In place of a rank: all ranks.
-ALL = 0xFFFFFFFF
+#: What one step does, as plain numbers, because a program has hundreds of steps and is built while its caller waits.
+COPY, REDUCE, POST, WAIT, MATCH = (
+    StepKind.COPY.value,
+    StepKind.REDUCE.value,
+    StepKind.POST.value,
+    StepKind.WAIT.value,
+    StepKind.MATCH.value,
+)
 #: A window's parts begin at multiples of this, so that no two ranks write to one line of the cache.
 LINE = 64
 #: A call that stages at most so many bytes on each rank is SMALL.
 SMALL_BYTES = 64 * 1024
 #: Compiled programs that are kept.
 KEPT_PROGRAMS = 1024
-
-#: What the native executor reads: `n` sources of REDUCE begin at index `src` of the table of sources.
-STEP = np.dtype(
-    [
-        ("kind", "<u4"),
-        ("n", "<u4"),
-        ("dst_space", "<u4"),
-        ("src_space", "<u4"),
-        ("dst", "<u8"),
-        ("src", "<u8"),
-        ("count", "<u8"),
-    ]
-)
-SOURCE = np.dtype([("space", "<u4"), ("pad", "<u4"), ("offset", "<u8")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

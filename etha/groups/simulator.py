@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etha.groups.schedule import (
-    ALL,
     COPY,
     MATCH,
     POST,
@@ -30,6 +29,7 @@ from etha.groups.schedule import (
     match_program,
     program,
 )
+from etha.native.structs import ALL
 
 Ints = NDArray[np.int64]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from etha.groups import schedule
-from etha.groups.schedule import ALL, COPY, MATCH, POST, REDUCE, SOURCE, STEP, WAIT, CallShape, Kind, Variant, program
+from etha.groups.schedule import COPY, MATCH, POST, REDUCE, WAIT, CallShape, Kind, Variant, program
+from etha.native.structs import ALL, SOURCE, STEP
 
 
 def allreduce(*counts: int, itemsize: int = 4) -> CallShape:
@@ -119,9 +119,3 @@ def test_a_stream_yields_each_byte_once() -> None:
     assert list(stream.pieces(4, 6)) == [(0, 4, 4, 1), (2, 0, 5, 1)]
     assert list(stream.pieces(8, 12)) == []
     assert list(schedule.TensorStream([]).pieces(0, 1)) == []
-
-
-def test_the_step_type_has_no_holes() -> None:
-    assert STEP.itemsize == 40
-    assert SOURCE.itemsize == 16
-    assert np.zeros(1, STEP).tobytes() == bytes(40)

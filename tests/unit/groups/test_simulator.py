@@ -73,7 +73,7 @@ def example(kind: Kind, size: int, *, elements: int = 5, variant: Variant, windo
     counts: tuple[int, ...] = (elements,)
     matrix = None
     if kind in (Kind.ALLGATHER, Kind.REDUCE_SCATTER):
-        counts = tuple(elements - r for r in range(size))
+        counts = tuple(max(0, elements - r) for r in range(size))
     elif kind is Kind.ALLTOALL:
         counts, matrix = (), tuple(tuple(elements + (s + d) % 2 for d in range(size)) for s in range(size))
     elif kind is Kind.BARRIER:
