@@ -214,22 +214,13 @@ INLINE int has_given_up(uint8_t *page, uint64_t call_number) {
     return at && at - 1 <= call_number;
 }
 
-/* A member that posted and then gave up has posted: its phase is read again after the other word. */
-static int look_at_phase(void *what) {
-    phase_wait *w = what;
-    etha_run_args *a = w->args;
-    etha_group *g = a->group;
+/* The first of the waited for ranks that has not posted the phase; ALL if there is none. */
+static uint32_t missing_rank(const phase_wait *w) {
+    etha_group *g = w->args->group;
     uint32_t from = w->rank == ALL ? 0 : w->rank, to = w->rank == ALL ? g->size : w->rank + 1;
-    int missing = 0;
-    for (uint32_t r = from; r < to; r++) {
-        if (r == g->rank || has_posted(g->pages[r], w->phase)) continue;
-        if (has_given_up(g->pages[r], a->call_number) && !has_posted(g->pages[r], w->phase)) {
-            a->failed_rank = r;
-            return GAVE_UP;
-        }
-        missing = 1;
-    }
-    return missing ? NOTHING : DONE;
+    for (uint32_t r = from; r < to; r++)
+        if (r != g->rank && !has_posted(g->pages[r], w->phase)) return r;
+    return ALL;
 }
 
 static void note_failed(etha_run_args *a, uint32_t rank) {
@@ -237,19 +228,32 @@ static void note_failed(etha_run_args *a, uint32_t rank) {
     if (a->failed) a->failed[rank] = 1;
 }
 
+/* Note who has given this call up, which therefore fails for everybody. */
+static int find_given_up(etha_run_args *a) {
+    etha_group *g = a->group;
+    for (uint32_t r = 0; r < g->size; r++)
+        if (r != g->rank && has_given_up(g->pages[r], a->call_number)) note_failed(a, r);
+    return a->failed_rank != ALL;
+}
+
+/* Phases are read again after the other words, because a member that posted and then gave up has posted. */
+static int look_at_phase(void *what) {
+    phase_wait *w = what;
+    if (missing_rank(w) == ALL) return DONE;
+    if (!find_given_up(w->args)) return NOTHING;
+    if (missing_rank(w) != ALL) return GAVE_UP;
+    w->args->failed_rank = ALL;
+    return DONE;
+}
+
 static int run_wait(etha_run_args *a, const step *s, limits *l) {
     etha_group *g = a->group;
     phase_wait w = {a, a->phase_base + s->count, s->src_space};
     int result = wait_until(g, l, look_at_phase, &w);
-    if (result == TIMEOUT || result == GAVE_UP)
-        for (uint32_t r = 0; r < g->size; r++) {
-            if (r == g->rank || (w.rank != ALL && w.rank != r)) continue;
-            int failed = result == TIMEOUT ? !has_posted(g->pages[r], w.phase)
-                                           : has_given_up(g->pages[r], a->call_number);
-            if (failed) note_failed(a, r);
-        }
-    if (result == TIMEOUT && a->failed_rank == ALL) return DONE; /* it came while the ranks were counted */
-    return result;
+    if (result != TIMEOUT) return result;
+    for (uint32_t r = 0; r < g->size; r++)
+        if (r != g->rank && (w.rank == ALL || w.rank == r) && !has_posted(g->pages[r], w.phase)) note_failed(a, r);
+    return a->failed_rank == ALL ? DONE : TIMEOUT; /* DONE: it came while the ranks were counted */
 }
 
 static void run_post(etha_run_args *a, const step *s) {
@@ -491,9 +495,7 @@ int etha_run(etha_run_args *a) {
     }
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load(g->stop)) return STOPPED;
-    for (uint32_t r = 0; r < g->size; r++)
-        if (r != g->rank && has_given_up(g->pages[r], a->call_number)) note_failed(a, r);
-    return a->failed_rank == ALL ? DONE : GAVE_UP;
+    return find_given_up(a) ? GAVE_UP : DONE;
 }
 
 /* ---- point to point ----

@@ -238,10 +238,7 @@ class PythonLibrary:
         self._fence()
         if memory.stop_word[0]:
             return RunResult.STOPPED
-        for r in range(memory.size):
-            if r != memory.rank and self._has_given_up(int(memory.pages[r]), args.call_number):
-                _note_failed(args, r)
-        return RunResult.DONE if args.failed_rank == ALL else RunResult.GAVE_UP
+        return RunResult.GAVE_UP if self._find_given_up(args) else RunResult.DONE
 
     def _step(self, args: RunArguments, step: Any) -> RunResult:
         kind = int(step["kind"])
@@ -269,24 +266,33 @@ class PythonLibrary:
         ranks = [r for r in range(memory.size) if r != memory.rank and rank in (ALL, r)]
         pages = [int(memory.pages[r]) for r in ranks]
 
+        def is_missing() -> bool:
+            return not all(self._has_posted(page, phase) for page in pages)
+
         def look() -> RunResult | bool:
-            missing = [page for page in pages if not self._has_posted(page, phase)]
-            for page in missing:
-                if self._has_given_up(page, args.call_number) and not self._has_posted(page, phase):
-                    return RunResult.GAVE_UP
-            return RunResult.DONE if not missing else False
+            if not is_missing():
+                return RunResult.DONE
+            if not self._find_given_up(args):
+                return False
+            if is_missing():  # read again, because a member that posted and then gave up has posted
+                return RunResult.GAVE_UP
+            args.failed_rank = ALL
+            return RunResult.DONE
 
         result = self._wait_until(memory, args.deadline_ns, args.slice_ms, look)
-        if result not in (RunResult.TIMEOUT, RunResult.GAVE_UP):
+        if result is not RunResult.TIMEOUT:
             return result
         for r, page in zip(ranks, pages, strict=True):
-            if result is RunResult.TIMEOUT:
-                failed = not self._has_posted(page, phase)
-            else:
-                failed = self._has_given_up(page, args.call_number)
-            if failed:
+            if not self._has_posted(page, phase):
                 _note_failed(args, r)
         return RunResult.DONE if args.failed_rank == ALL else result
+
+    def _find_given_up(self, args: RunArguments) -> bool:
+        """Note who has given this call up, which therefore fails for everybody."""
+        for r, page in enumerate(args.memory.pages):
+            if r != args.memory.rank and self._has_given_up(int(page), args.call_number):
+                _note_failed(args, r)
+        return bool(args.failed_rank != ALL)
 
     def _match(self, args: RunArguments) -> RunResult:
         memory = args.memory
