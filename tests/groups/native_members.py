@@ -36,6 +36,8 @@ processes.preload(__name__)
 LENGTH, RINGS, RING = 1 << 20, 1 << 17, 8192
 #: Where each member shows its number of the round, one place for even rounds and one for odd.
 SLOTS = 8192
+#: Bytes that a member copies between rounds, at most.
+WORK = 400 << 10
 #: What nobody comes near unless something is lost.
 PATIENCE = 60.0
 
@@ -162,12 +164,14 @@ def play_rounds(mapped: Mapped, rounds: int, seed: int, batch: int = 500) -> int
     """
     memory, library = mapped.memory, mapped.library
     chance, size, wrong, numbers = random.Random(seed), memory.size, 0, np.zeros(batch + 1, np.int64)
-    out = np.zeros((batch + 1, size), np.int64)
+    out, scratch = np.zeros((batch + 1, size), np.int64), np.zeros(2 * WORK, np.uint8)
     others = [r for r in range(size) if r != memory.rank]
     for base in range(0, rounds, batch):
         numbers[:], rows = base + np.arange(batch + 1), []
         for phase in range(1, batch + 1):
             slot = SLOTS + phase % 2 * 64
+            if chance.random() < 0.5:  # work that takes up to as long as a wake-up, so that posts meet every moment
+                rows += [copy(2 + size, 2 + size, chance.randrange(WORK), dst=WORK)]
             rows += [copy(2 + memory.rank, 0, 8, dst=slot, src=8 * phase), post(phase)]
             order = chance.sample(others, len(others))
             rows += [wait(phase)] if chance.random() < 0.5 else [wait(phase, r) for r in order]
@@ -176,11 +180,11 @@ def play_rounds(mapped: Mapped, rounds: int, seed: int, batch: int = 500) -> int
             memory,
             steps(*rows),
             sources(),
-            spaces(numbers, out, *mapped.at),
+            spaces(numbers, out, *mapped.at, scratch),
             phase_base=base,
             call_number=base // batch,
             deadline_ns=soon(),
-            slice_ms=chance.choice([0, 1, 5]),
+            slice_ms=chance.choice([0, 0, 0, 1]),
         )
         while (result := library.run(args)) is RunResult.AGAIN:
             pass
