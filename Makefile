@@ -23,7 +23,9 @@ PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tm
 
 .PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
 
-install: $(STAMP)
+LIBRARY := etha/native/executor.so
+
+install: $(STAMP) $(LIBRARY)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
@@ -31,6 +33,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Without a C compiler there is none, and Python does its work.
+$(LIBRARY): etha/native/executor.c etha/native/build.py $(STAMP)
+	$(BIN)/python etha/native/build.py
+	touch -c $@
 
 demo: install
 	@$(PRIVATE) $(BIN)/etha demo $(DEMO)
@@ -177,5 +184,5 @@ gpu:
 	$(PYTHON) bench/transfer.py --device cuda --save "bench/results/$$(date -u +%F)-gpu.md" $(BENCH) && exit $$tests
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -103,9 +108,14 @@ def test_the_description_says_who_and_what_and_leads_nowhere_wrong(monkeypatch: 
     assert pythons == {"3.11", "3.12", "3.13"} and project["requires-python"] == ">=3.11,<3.14"
     fake = ModuleType("hatchling.metadata.plugin.interface")
     fake.MetadataHookInterface = object  # type: ignore[attr-defined]
-    for parent in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+    hooks = ModuleType("hatchling.builders.hooks.plugin.interface")
+    hooks.BuildHookInterface = list  # type: ignore[attr-defined]
+    parents = ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin")
+    parents += ("hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin")
+    for parent in parents:
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setitem(sys.modules, hooks.__name__, hooks)
     monkeypatch.syspath_prepend(str(ROOT))
     import hatch_build
 
@@ -113,3 +123,64 @@ def test_the_description_says_who_and_what_and_leads_nowhere_wrong(monkeypatch: 
     readme = hatch_build.portable((ROOT / "README.md").read_text())
     assert not re.search(r"\]\((?!https?://)", readme)
     assert "docs/recovery.md" in readme and "(Picture in the repository. Two jobs" in readme
+
+
+def build_wheel(kind: str, directory: Path, **environment: str) -> Path:
+    """A wheel or an sdist of this tree, made by the package's own build system."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("needs hatchling, which `make install` brings")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(directory)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = directory.iterdir()
+    return made
+
+
+def library_of(wheel: Path, directory: Path) -> str:
+    """Install the wheel and ask which library groups have then."""
+    done = python("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(directory), str(wheel))
+    assert done.returncode == 0, done.stderr
+    code = "import etha.native; print(etha.native.__file__, etha.native.load().name)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": f"{directory}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.stderr == "" and found.stdout.startswith(str(directory)), found.stderr
+    return found.stdout.split()[-1]
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_library_that_was_compiled_for_it(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler (cc) on the path")
+    wheel = build_wheel("wheel", tmp_path / "wheel")
+    assert re.search(r"-py3-none-linux_\w+\.whl$", wheel.name)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"etha/native/executor.c", "etha/native/executor.so"} <= set(names)
+    assert library_of(wheel, tmp_path / "site") == "compiled"
+
+
+@pytest.mark.slow
+def test_a_wheel_made_without_a_compiler_is_for_every_platform_and_works(tmp_path: Path) -> None:
+    wheel = build_wheel("wheel", tmp_path / "wheel", PATH=str(tmp_path))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "etha/native/executor.so" not in zipfile.ZipFile(wheel).namelist()
+    assert library_of(wheel, tmp_path / "site") == "python"
+
+
+@pytest.mark.slow
+def test_a_source_distribution_has_the_source_of_the_library_and_not_the_library(tmp_path: Path) -> None:
+    with tarfile.open(build_wheel("sdist", tmp_path / "sdist")) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"etha/native/executor.c", "etha/native/build.py", "hatch_build.py"} <= names
+    assert "etha/native/executor.so" not in names

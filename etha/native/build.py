@@ -34,8 +34,13 @@ class BuildError(Exception):
 
 
 def source_hash(source: Path) -> str:
-    """What a library says of itself, to be compared with the source beside it."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    """What a library says of itself, to be compared with the source beside it and the way to compile it."""
+    return hashlib.sha256(source.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+
+
+def is_current(library: Path, source: Path = SOURCE_FILE) -> bool:
+    """Whether the file at ``library`` was compiled from this source; nothing is loaded."""
+    return library.exists() and source_hash(source).encode() in library.read_bytes()
 
 
 def find_compiler() -> str | None:
@@ -44,10 +49,12 @@ def find_compiler() -> str | None:
 
 
 def build(target: Path, source: Path = SOURCE_FILE) -> bool:
-    """Compile ``source`` into ``target``. Whether there is a compiler; BuildError if it fails.
+    """Compile ``source`` into ``target`` unless that is current. Whether there is a library; BuildError if that fails.
 
     The file is replaced in one step, because processes may have the old one open.
     """
+    if is_current(target, source):
+        return True
     compiler = find_compiler()
     if compiler is None:
         return False
