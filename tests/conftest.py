@@ -6,7 +6,9 @@ tests that need one of these: CI runs all tests on a bare machine, installs pack
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import runpy
 import shutil
 from pathlib import Path
 
@@ -51,8 +53,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cold", action="store_true", help="agents are not forked but load torch anew, as a user's do")
 
 
+def compile_library() -> None:
+    """The library of groups beside its source, if it is of another source now. Without it they run in Python."""
+    builder = runpy.run_path(str(Path(__file__).parents[1] / "etha" / "native" / "build.py"))
+    with contextlib.suppress(builder["BuildError"], OSError):  # tests/unit/native says what is wrong
+        builder["build"](builder["LIBRARY"])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     seconds.exact = config.getoption("seconds")
+    if not hasattr(config, "workerinput"):
+        compile_library()
     config.addinivalue_line(
         "markers",
         "ways(*names, each=False, reason=None): run in these ways only; without it in local, tcp and host. All but the "
