@@ -113,30 +113,28 @@ class CompiledLibrary:
 
 
 def open_library(path: Path) -> CompiledLibrary | None:
-    """The compiled library at ``path``; None if it is missing, of another source or machine, or not loadable."""
-    from etha.native.build import SOURCE_FILE, source_hash
+    """The compiled library at ``path``. None if there is none; also with a warning if it is of another source or does
+    not load. What is of another source is not loaded, because its structs may be others."""
+    from etha.native.build import is_current  # here, because `python -m etha.native.build` imports this package first
 
     if not path.exists():
         return None
-    try:
-        library = CompiledLibrary(path)
-        source = library.source
-    except (OSError, AttributeError) as error:
-        log.warning("%s cannot be used, calls of groups run in Python: %s", path, error)
-        return None
-    if source != source_hash(SOURCE_FILE):
+    if not is_current(path):
         log.warning(
-            "%s is of another version of executor.c, calls of groups run in Python: run python -m etha.native.build",
-            path,
+            "%s is of another version of executor.c, groups run in Python: run python -m etha.native.build", path
         )
         return None
-    return library
+    try:
+        return CompiledLibrary(path)
+    except (OSError, AttributeError) as error:
+        log.warning("%s cannot be loaded, groups run in Python: %s", path, error)
+        return None
 
 
 @cache
 def load() -> NativeLibrary:
     """The library of this process. ``ETHA_NATIVE=0`` asks for Python."""
-    from etha.native.build import LIBRARY  # here, because `python -m etha.native.build` imports this package first
+    from etha.native.build import LIBRARY
 
     library = open_library(LIBRARY) if native_allowed() else None
     return library or PythonLibrary()
