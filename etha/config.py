@@ -50,6 +50,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_ENCRYPT": "1: data connections between agents are encrypted (TLS 1.3); both sides need it; default: 0",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
     "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
+    "ETHA_REPLICA": "this worker's replica in elastic groups; default: torchrun's run id, or a name of this process",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
     "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
@@ -369,6 +370,8 @@ class LaunchEnv:
     #: torchrun's run id if the launch's id is made from it; None for an explicit id.
     run_id: str | None = None
     takeover: bool = False
+    #: This worker's replica in elastic groups.
+    replica: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -395,4 +398,5 @@ class LaunchEnv:
             launch_id=launch,
             run_id=run_id if torchrun else None,
             takeover=_flag("ETHA_TAKEOVER", env.get("ETHA_TAKEOVER") or "0"),
+            replica=_text(env, "ETHA_REPLICA") or (run_id if torchrun else None),
         )

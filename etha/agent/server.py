@@ -4,6 +4,7 @@
                              +-- RendezvousService    (pairs, Redis)
                              +-- RegistrationService  (batches, planning)
                              +-- TransferService      (the lane, streams)
+                             +-- GroupService         (elastic groups, Redis)
 
 This file connects them and hands each request to one of them. The state machines make the decisions.
 """
@@ -29,6 +30,7 @@ from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.services.groups import GroupService
 from etha.agent.services.hints import Hints
 from etha.agent.services.record_queries import RecordQueries
 from etha.agent.services.registration import RegistrationService
@@ -41,26 +43,32 @@ from etha.bus.codec import Request
 from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.messages import (
     MAX_EVENTS,
+    AddValue,
     AttachShadows,
     AttachSnapshot,
     CloseBatch,
     Confirm,
+    DepartGroup,
+    EnterGroup,
     Events,
     GetEvents,
     GetPicture,
     GetRecords,
     GetStatus,
+    GetValues,
     InitPair,
     LetGo,
     Ok,
     Picture,
     Probe,
     Probed,
+    PutValues,
     Records,
     Register,
     Released,
     Status,
     Supersede,
+    SwapValue,
     Transfer,
     WaitOffer,
 )
@@ -164,6 +172,7 @@ class Agent:
             stream_order=stream_order,
             recorder=self.recorder,
         )
+        self.groups = GroupService(store=store, calls=self.calls, spawn=self.spawn)
         hints = Hints(store, settings, redis)
         self.rendezvous = RendezvousService(
             store=store,
@@ -288,6 +297,7 @@ class Agent:
     async def let_go(self, session: WorkerSession, request: Request) -> None:
         """The worker leaves. Answer once nothing here has its memory open, because it may then free the memory."""
         if self.sessions.pop(session.key, None) is not None:
+            self.groups.on_worker_lost(session, "closed")
             self._part(session, "closed", released=False)
             # This covers other workers' memory that its batches have opened here, too.
             await self.registrations.released(session)
@@ -411,6 +421,8 @@ class Agent:
         """A worker's or an observer's connection has ended."""
         self._observers.discard(peer.key)
         if (session := self.sessions.pop(peer.key, None)) is not None:
+            # Not when this agent leaves: a group goes on without it.
+            self.groups.on_worker_lost(session, reason)
             self._part(session, reason)
 
     def _part(self, session: WorkerSession, reason: Reason, *, released: bool = True) -> None:
@@ -467,6 +479,12 @@ class Agent:
             case Probe(address=address, token=token):
                 text = session.probe(address, token)
                 peer.reply(request.id, Probed(reaches=not text, text=text))
+            case EnterGroup() as message:
+                self.groups.enter(session, request, message)
+            case DepartGroup() as message:
+                self.groups.depart(session, request, message)
+            case PutValues() | GetValues() | AddValue() | SwapValue() as message:
+                self.groups.values(session, request, message)
             case LetGo(all=True):
                 self.spawn(self.let_go(session, request))
             case LetGo(segments=segments):

@@ -2,8 +2,9 @@
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
+                      EnterGroup DepartGroup PutValues GetValues AddValue SwapValue
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost, BatchLost, Progress
+    agent -> worker, unasked   PairLost, BatchLost, Progress, GroupChanging
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
@@ -296,6 +297,126 @@ class Released(StrictStruct, frozen=True, kw_only=True):
     """The agent has forgotten the ``segments``, and unmaps each once no transfer uses it."""
 
     segments: Items[Text]
+
+
+@message("enter_group")
+class EnterGroup(StrictStruct, frozen=True, kw_only=True):
+    """This worker is ``rank`` of a replica of an elastic group; wait until it is in the next epoch. -> GroupFormed.
+
+    Without ``wants`` it only says that it is there, and is answered at once, by GroupNoted. ``epoch`` is the last one
+    it was admitted to, ``last`` the last one whose state it has. ``launch``: None if this life of the replica has no
+    name yet. ``patience`` and ``grace``: seconds that an epoch waits for a member whose agent answers, and for others.
+    ``suspects``: replicas that others have waited for in vain; ``unmet``: those that it could not reach. ``asked`` is a
+    token of the call.
+    """
+
+    group: Text
+    replica: Text
+    rank: int
+    world: int
+    wants: bool
+    launch: Text | None = None
+    epoch: int = 0
+    last: int = 0
+    step: int = 0
+    committed: int = 0
+    least: int = 1
+    patience: float = 60.0
+    grace: float = 3.0
+    suspects: Items[Text] = ()
+    unmet: Items[Text] = ()
+    asked: Text = ""
+
+
+class GroupSeat(StrictStruct, frozen=True, kw_only=True):
+    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part in the steps."""
+
+    replica: Text
+    step: int
+    committed: int
+    counts: bool
+
+
+@message("group_formed")
+class GroupFormed(StrictStruct, frozen=True, kw_only=True):
+    """The epoch to which a worker is admitted; ``seats`` in the order of their ranks."""
+
+    epoch: int
+    launch: Text
+    seats: Items[GroupSeat]
+
+
+@message("group_noted")
+class GroupNoted(StrictStruct, frozen=True, kw_only=True):
+    """What the group is doing: ``changing`` if somebody waits for the epoch after ``epoch``."""
+
+    epoch: int
+    launch: Text
+    changing: bool
+
+
+@message("group_changing")
+class GroupChanging(StrictStruct, frozen=True, kw_only=True):
+    """Push: somebody waits for the epoch after ``epoch``, or an epoch has formed without this worker."""
+
+    group: Text
+    epoch: int
+
+
+@message("depart_group")
+class DepartGroup(StrictStruct, frozen=True, kw_only=True):
+    """This worker leaves a group, and its replica with it. -> Ok."""
+
+    group: Text
+    replica: Text
+    rank: int
+
+
+@message("put_values")
+class PutValues(StrictStruct, frozen=True, kw_only=True):
+    """Write values for the other members of an epoch. -> Ok."""
+
+    group: Text
+    epoch: int
+    values: Annotated[dict[Text, Blob], Meta(max_length=1000)]
+
+
+@message("get_values")
+class GetValues(StrictStruct, frozen=True, kw_only=True):
+    """Values of an epoch; ``wait`` until all are there. -> Values, without those that are not."""
+
+    group: Text
+    epoch: int
+    names: Annotated[tuple[Text, ...], Meta(max_length=1000)]
+    wait: bool = True
+
+
+@message("values")
+class Values(StrictStruct, frozen=True, kw_only=True):
+    """Values of an epoch, by name."""
+
+    values: Annotated[dict[Text, Blob], Meta(max_length=1000)]
+
+
+@message("add_value")
+class AddValue(StrictStruct, frozen=True, kw_only=True):
+    """Add ``amount`` to a number of an epoch, which begins with 0. -> Values, with the sum as decimal text."""
+
+    group: Text
+    epoch: int
+    name: Text
+    amount: int
+
+
+@message("swap_value")
+class SwapValue(StrictStruct, frozen=True, kw_only=True):
+    """Set a value of an epoch to ``desired`` if it is ``expected`` (b"": if there is none). -> Values, as it is then."""
+
+    group: Text
+    epoch: int
+    name: Text
+    expected: Blob
+    desired: Blob
 
 
 @message("get_status")

@@ -27,7 +27,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from etha.addresses import bad_redis_url, redact
-from etha.errors import ConfigError, EthaError, PeerLostError, ProtocolError, RedisUnavailableError
+from etha.errors import ConfigError, EthaError, GroupLostError, PeerLostError, ProtocolError, RedisUnavailableError
 from etha.store.keys import CLOSED_LEASE, HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
 #: How often a cluster may send one try from node to node.
 MAX_MOVES = 5
+#: Scripts that start with group.lua.
+_OF_GROUPS = ("enter", "depart")
 #: Said of a server that accepts data and does not answer, or of a network that drops it.
 NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
 
@@ -345,6 +347,8 @@ class ScriptRefused(Exception):
             return ConfigError(self.text)
         if self.code == "peer_lost":
             return PeerLostError(self.text, reason=self.reason, outcome="aborted")
+        if self.code == "group_lost":
+            return GroupLostError(self.text, reason="ended")
         return ProtocolError(self.text)
 
 
@@ -352,4 +356,5 @@ class ScriptRefused(Exception):
 def script_text(name: str) -> str:
     """The text of ``name``.lua, after the functions that all scripts share."""
     here = Path(__file__).parent
-    return (here / "common.lua").read_text() + (here / f"{name}.lua").read_text()
+    parts = ("common", "group", name) if name in _OF_GROUPS else ("common", name)
+    return "".join((here / f"{part}.lua").read_text() for part in parts)

@@ -214,6 +214,62 @@ TABLE: tuple[KeyKind, ...] = (
         doc="One layout, stored once, whatever the number of ranks and tensors that have it.",
     ),
     KeyKind(
+        pattern="group:GROUP",
+        type="hash",
+        owner="the group's members",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "state": "`forming` (no epoch yet), `formed`, or `changing` (somebody waits for the next epoch)",
+            "epoch": "number of the last epoch; never goes back",
+            "world": "ranks of each replica",
+            "members": "JSON list of the last epoch's replicas in the order of their ranks: replica, launch, step, "
+            "committed, last (epoch whose state it has), counts (whether it is not behind), at (its ranks' processes)",
+            "replicas": "JSON list of the replicas that have a key",
+            "retired": "JSON list of [REPLICA/LAUNCH, why] of launches that are over, at most 64",
+            "suspects": "JSON object of replicas that others have waited for in vain",
+            "opened": "ms since 1970 at which the first asked for the next epoch; 0 if nobody has",
+            "timeout": "ms that the next epoch waits for a member whose agent answers",
+            "grace": "ms that it waits for others",
+            "serial": "number of launches so far",
+        },
+        doc="An elastic group, whose replicas come and go.",
+    ),
+    KeyKind(
+        pattern="group:GROUP:REPLICA",
+        type="hash",
+        owner="the replica's ranks, through their agents",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "launch": "id of this life of the replica, `auto-NUMBER` if it was given none",
+            "since": "which launch of the group it is; ranks that are equal otherwise go to the first",
+            "not_before": "ms since 1970 before which it enters no epoch, because it could not reach an older member",
+            "pause": "ms of its last such pause",
+            "RANK": "JSON object: agent, host, name, pid, start, epoch (that it was admitted to), last (whose state it "
+            "has), step, committed, least (fewest replicas), wants (the next epoch), asked (token of the call), address",
+        },
+        doc="One replica of a group. The key is removed when the replica loses a rank.",
+    ),
+    KeyKind(
+        pattern="group:GROUP:epoch:EPOCH",
+        type="hash",
+        owner="the epoch's members",
+        lease=REGISTRATION_LEASE,
+        kept="from its last change",
+        fields={"KEY": "= and base64, or a number that members add to"},
+        doc="What the members of one epoch tell each other while they meet.",
+    ),
+    KeyKind(
+        pattern="groups",
+        type="set",
+        owner="whoever enters a group",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Names of elastic groups.",
+    ),
+    KeyKind(
         pattern="events",
         type="stream",
         owner=f"the namespace; capped at about {MAX_EVENTS} entries",
@@ -250,6 +306,7 @@ COMMANDS = (
         "+info",
         "+client|setinfo",
         "+select",
+        "+time",
     ),
 )
 
@@ -307,6 +364,19 @@ class RedisKeys:
 
     def roster(self, pair: str, batch: str, generation: int) -> str:
         return f"{self.batch(pair, batch)}:ranks:{generation}"
+
+    @property
+    def groups(self) -> str:
+        return f"{self.prefix}groups"
+
+    def group(self, group: str) -> str:
+        return f"{self.prefix}group:{check_name('group', group)}"
+
+    def replica(self, group: str, replica: str) -> str:
+        return f"{self.group(group)}:{check_name('replica', replica)}"
+
+    def group_values(self, group: str, epoch: int) -> str:
+        return f"{self.group(group)}:epoch:{epoch}"
 
     def manifest(self, digest: str) -> str:
         return f"{self.prefix}manifest:{check_name('digest', digest)}"

@@ -12,6 +12,7 @@ import logging
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
 from etha.store.batches import BatchRecords
 from etha.store.connect import Client
+from etha.store.groups import GroupRecords
 from etha.store.keys import AGENT_BEAT, AGENT_LEASE, HISTORY_LEASE, REGISTRATION_LEASE
 from etha.store.pairs import PairRecords
 from etha.store.records import AgentRecord
@@ -30,9 +31,11 @@ _STOOD_STILL = 2.0
 class AgentRecords:
     """The agents of a namespace in Redis, ``store.agents``: our own record, and the task that keeps its lease."""
 
-    def __init__(self, session: StoreSession, pairs: PairRecords, batches: BatchRecords) -> None:
+    def __init__(
+        self, session: StoreSession, pairs: PairRecords, batches: BatchRecords, groups: GroupRecords
+    ) -> None:
         self._session, self._keys = session, session.keys
-        self._pairs, self._batches = pairs, batches
+        self._pairs, self._batches, self._groups = pairs, batches, groups
         self._run_id: str | None = None
         self._may_ask_run_id = True
         self._renewed_held = 0.0
@@ -145,6 +148,12 @@ class AgentRecords:
                 log.warning("%s rank %d of pair %s is not put back: %s", side, rank, pair, error)
         for (pair, batch), fields in list(self._session.owned.batches.items()):
             await self._batches.write(pair, batch, fields, timeout)
+        try:
+            await self._groups.restore(timeout)
+        except RedisUnavailableError:
+            raise
+        except EthaError as error:
+            log.warning("a member of a group is not put back: %s", error)
         self._run_id = run_id
 
     def _sizes(self) -> tuple[int, int]:
@@ -155,6 +164,9 @@ class AgentRecords:
         keys = dict.fromkeys(self._session.owned.registration_keys, REGISTRATION_LEASE)
         for pair, side, _ in self._session.owned.memberships:
             keys |= dict.fromkeys((self._keys.pairs, self._keys.pair(pair), self._keys.side(pair, side)), HISTORY_LEASE)
+        for group, replica, _ in self._groups.held:
+            names = (self._keys.groups, self._keys.group(group), self._keys.replica(group, replica))
+            keys |= dict.fromkeys(names, HISTORY_LEASE)
         for pair, batch, _, _ in self._session.owned.enrolled:
             keys |= dict.fromkeys((self._keys.batches, self._keys.batch(pair, batch)), HISTORY_LEASE)
         return keys

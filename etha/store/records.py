@@ -218,3 +218,102 @@ def _members(key: str, values: Mapping[str, str]) -> dict[int, RankHolder]:
         number = FieldReader(key, {rank: rank}).integer(rank, most=MAX_WORLD - 1)
         found[number] = RankHolder.from_json(key, rank, text)
     return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """A group at one moment, without its members."""
+
+    state: str
+    epoch: int
+
+    @classmethod
+    def from_redis(cls, key: str, values: Mapping[str, str]) -> GroupState:
+        read = FieldReader(key, values)
+        return cls(state=read.one_of("state", ("forming", "formed", "changing")), epoch=read.integer("epoch"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatedReplica:
+    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part; others only watch."""
+
+    replica: str
+    launch: str
+    step: int
+    committed: int
+    counts: bool
+    processes: tuple[RankHolder, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absentee:
+    """A rank that the next epoch waits for. ``holder`` is None if nobody has come for it."""
+
+    replica: str
+    rank: int
+    holder: RankHolder | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """What a rank that enters is answered. ``members``: those of the epoch in the order of their ranks, if the rank is
+    in it (``formed``).
+
+    ``wait`` is the number of seconds after which the same question may be answered otherwise though nobody has come or
+    left; 0 if never.
+    """
+
+    epoch: int
+    state: str
+    launch: str
+    formed: bool
+    wait: float
+    missing: tuple[Absentee, ...]
+    members: tuple[SeatedReplica, ...]
+
+    @classmethod
+    def read(cls, key: str, answer: Mapping[str, Any]) -> Seating:
+        """From the answer of ``enter.lua``. ProtocolError names what is wrong."""
+        read = FieldReader(key, {**answer, "epoch": int(answer["epoch"])})
+        members = read.json("members", "[]")
+        missing = answer["missing"] if isinstance(answer["missing"], list) else []  # {}: an empty one of Lua's
+        if not isinstance(members, list):
+            raise read.wrong("members", "a JSON list")
+        return cls(
+            epoch=read.integer("epoch"),
+            state=read.text("state", most=20),
+            launch=read.text("launch", most=500),
+            formed=bool(answer["formed"]),
+            wait=float(answer["wait"]) / 1000,
+            missing=tuple(_absentee(key, one) for one in missing),
+            members=tuple(_seated(key, one) for one in members),
+        )
+
+
+def _seated(key: str, values: Mapping[str, Any]) -> SeatedReplica:
+    read = FieldReader(key, values)
+    return SeatedReplica(
+        replica=read.name("replica"),
+        launch=read.text("launch", most=500),
+        step=read.integer("step"),
+        committed=read.integer("committed"),
+        counts=values.get("counts") is True,
+        processes=tuple(_holder(key, one) for one in values.get("at", ())),
+    )
+
+
+def _absentee(key: str, values: Mapping[str, Any]) -> Absentee:
+    read = FieldReader(key, values)
+    holder = _holder(key, values) if "agent" in values else None
+    return Absentee(replica=read.name("replica"), rank=read.integer("rank", most=MAX_WORLD - 1), holder=holder)
+
+
+def _holder(key: str, values: Mapping[str, Any]) -> RankHolder:
+    read = FieldReader(key, values)
+    return RankHolder(
+        agent=read.name("agent"),
+        host=read.text("host", most=500),
+        pid=read.integer("pid", least=1),
+        start=read.integer("start"),
+        name=read.text("name", most=500, default=""),
+    )

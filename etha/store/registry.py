@@ -19,6 +19,7 @@ from etha.addresses import redact
 from etha.errors import EthaError, ProtocolError
 from etha.store.batches import BatchRecords
 from etha.store.connect import Client, RedisConnection
+from etha.store.groups import GroupRecords
 from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, RedisKeys
 from etha.store.lease import AgentRecords
 from etha.store.pairs import PairRecords
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """One agent's view of one namespace in one Redis. The calls are in ``pairs``, ``batches`` and ``agents``.
+    """One agent's view of one namespace in one Redis. The calls are in ``pairs``, ``batches``, ``groups``
+    and ``agents``.
 
     Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). During an outage
     calls wait and try again; when the timeout is over, they raise RedisUnavailableError. What Redis holds is checked
@@ -41,7 +43,8 @@ class Store:
         self.keys = session.keys
         self.pairs = PairRecords(session)
         self.batches = BatchRecords(session)
-        self.agents = AgentRecords(session, self.pairs, self.batches)
+        self.groups = GroupRecords(session)
+        self.agents = AgentRecords(session, self.pairs, self.batches, self.groups)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod

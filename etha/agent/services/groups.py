@@ -1,0 +1,305 @@
+"""Elastic groups: what workers of this agent ask of Redis to be in the next epoch, and what they must hear of others.
+
+A worker that enters waits here, not in Redis: whenever the group has changed, or time alone may have changed the
+answer, the same question is asked again. No byte of a collective call and no vote passes here, and a group goes on if
+this agent ends: its workers then come to another one and say that they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.runtime.tasks import Spawn, outage
+from etha.bus.codec import Request
+from etha.bus.messages import (
+    AddValue,
+    DepartGroup,
+    EnterGroup,
+    GetValues,
+    GroupChanging,
+    GroupFormed,
+    GroupNoted,
+    GroupSeat,
+    Ok,
+    PutValues,
+    SwapValue,
+    Values,
+)
+from etha.errors import ConfigError, EthaError, GroupTimeoutError
+from etha.store.groups import Entrance
+from etha.store.process import alive
+from etha.store.records import Absentee, Seating
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Seconds to take a wish back when its call has ended. The worker gets its error after that.
+_TAKEN_BACK = 0.5
+
+_Key = tuple[str, str, int]  # group, replica, rank
+
+
+@dataclass(slots=True)
+class _Held:
+    """A rank that a worker here holds, or asks for."""
+
+    session: WorkerSession
+    entrance: Entrance
+    #: Ends the wait of its open call.
+    limit: asyncio.Timeout | None = None
+    lost: str = ""
+
+
+class GroupService:
+    """All elastic groups of this agent's workers."""
+
+    def __init__(self, *, store: Store, calls: OpenCalls, spawn: Spawn) -> None:
+        self._store, self._calls, self._spawn = store, calls, spawn
+        self._held: dict[_Key, _Held] = {}
+        self._followed: set[str] = set()
+
+    def enter(self, session: WorkerSession, request: Request, message: EnterGroup) -> None:
+        """A worker wants to be in the next epoch, or says that it is there."""
+        entrance = Entrance(
+            group=message.group,
+            replica=message.replica,
+            rank=message.rank,
+            world=message.world,
+            launch=message.launch,
+            epoch=message.epoch,
+            last=message.last,
+            step=message.step,
+            committed=message.committed,
+            least=message.least,
+            timeout=message.patience,
+            grace=message.grace,
+            suspects=message.suspects,
+            unmet=message.unmet,
+            asked=message.asked,
+        )
+        key = (message.group, message.replica, message.rank)
+        held = self._held.get(key)
+        if held is not None and held.session is not session and held.session.holder == session.holder:
+            raise ConfigError(
+                f"rank {message.rank} of replica {message.replica} of group {message.group} is held by another "
+                f"Members of this process: close that one first"
+            )
+        if held is not None and held.limit is not None and held.session is session:
+            raise ConfigError(f"rank {message.rank} of replica {message.replica} is entering group {message.group} now")
+        if held is None or held.session is not session:
+            held = self._held[key] = _Held(session, entrance)
+        held.entrance = entrance
+        if message.group not in self._followed:
+            self._followed.add(message.group)
+            self._spawn(self._follow(message.group))
+        self._spawn(self._enter(key, held, request) if message.wants else self._attend(held, request))
+
+    def depart(self, session: WorkerSession, request: Request, message: DepartGroup) -> None:
+        """A worker leaves."""
+        held = self._held.get((message.group, message.replica, message.rank))
+        if held is not None and held.session is session:
+            del self._held[message.group, message.replica, message.rank]
+            self._store.groups.held.pop((message.group, message.replica, message.rank), None)
+        self._answer(session, request, self._departed(session, message))
+
+    def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
+        """A worker has died or closed its connection: its replicas end."""
+        for key, held in list(self._held.items()):
+            if held.session is session:
+                del self._held[key]
+                self._store.groups.held.pop(key, None)
+                held.lost = reason
+                if held.limit is not None:  # the call ends first, so that it cannot put the rank back
+                    held.limit.reschedule(asyncio.get_running_loop().time())
+                else:
+                    self._spawn(self._take_out(key, held))
+
+    def values(
+        self, session: WorkerSession, request: Request, message: PutValues | GetValues | AddValue | SwapValue
+    ) -> None:
+        """Members of an epoch exchange values."""
+        self._answer(session, request, self._exchange(message, request.deadline))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _answer(self, session: WorkerSession, request: Request, work: Coroutine[Any, Any, Any]) -> None:
+        """Answer a request with what ``work`` returns, or with its error."""
+        ended = asyncio.Event()
+        key = self._calls.open(session.peer, request, lambda _, expired: ended.set())
+
+        async def answer() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    task = group.create_task(work)
+                    waiter = group.create_task(ended.wait())
+                    await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+                    waiter.cancel()
+                    if not task.done():
+                        task.cancel()
+                if task.cancelled():
+                    raise GroupTimeoutError("the deadline has passed while other members of the group were waited for")
+                self._calls.answer(key, task.result())
+            except* EthaError as errors:
+                found = errors.exceptions[0]
+                assert isinstance(found, EthaError)
+                self._calls.fail(key, found)
+
+        self._spawn(answer())
+
+    async def _departed(self, session: WorkerSession, message: DepartGroup) -> Ok:
+        await self._store.groups.depart(
+            message.group, message.replica, message.rank, session.holder, "closed", timeout=math.inf
+        )
+        return Ok()
+
+    async def _exchange(self, message: PutValues | GetValues | AddValue | SwapValue, deadline: float) -> Ok | Values:
+        groups, group, epoch = self._store.groups, message.group, message.epoch
+        match message:
+            case PutValues(values=values):
+                await groups.put(group, epoch, values)
+                return Ok()
+            case AddValue(name=name, amount=amount):
+                sum_ = await groups.add(group, epoch, name, amount)
+                return Values(values={name: b"%d" % sum_})
+            case SwapValue(name=name, expected=expected, desired=desired):
+                return Values(values={name: await groups.compare_set(group, epoch, name, expected, desired)})
+            case GetValues(names=names, wait=wait):
+                found = await groups.values(group, epoch, list(names), timeout=math.inf)
+                if wait and len(found) < len(set(names)):
+                    async with self._store.changes(self._store.keys.group_values(group, epoch)) as changed:
+                        while len(found) < len(set(names)):
+                            await changed()
+                            found = await groups.values(group, epoch, list(names), timeout=math.inf)
+                return Values(values=found)
+
+    async def _attend(self, held: _Held, request: Request) -> None:
+        peer = held.session.peer
+        try:
+            seating = await self._store.groups.enter(held.entrance, held.session.holder, wants=False)
+        except EthaError as error:
+            peer.fail(request.id, error, None)
+            return
+        self._seated(held, seating, held.entrance.epoch)
+        peer.reply(
+            request.id,
+            GroupNoted(
+                epoch=seating.epoch,
+                launch=seating.launch,
+                changing=seating.state == "changing" or seating.epoch != held.entrance.epoch,
+            ),
+        )
+
+    def _seated(self, held: _Held, seating: Seating, epoch: int) -> None:
+        """Remember what Redis has of a rank, to put it back if Redis loses it."""
+        held.entrance = replace(held.entrance, launch=seating.launch, epoch=epoch)
+        if not held.lost:
+            key = (held.entrance.group, held.entrance.replica, held.entrance.rank)
+            self._store.groups.held[key] = (held.entrance, held.session.holder)
+
+    async def _enter(self, key: _Key, held: _Held, request: Request) -> None:
+        limit = held.limit = asyncio.timeout_at(None if request.deadline == math.inf else request.deadline)
+
+        def end(_: object, expired: bool) -> None:
+            if held.limit is limit:
+                limit.reschedule(asyncio.get_running_loop().time())
+
+        call = self._calls.open(held.session.peer, request, end)
+        missing: tuple[Absentee, ...] = ()
+        try:
+            async with limit:
+                async with self._store.changes(self._store.keys.group(key[0])) as changed:
+                    while True:
+                        seating = await self._ask(held, wants=True)
+                        missing = seating.missing
+                        if seating.formed:
+                            break
+                        await self._bury(key[0], held, seating)
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(seating.wait or None):
+                                await changed()
+            self._calls.answer(call, _formed(seating))
+        except TimeoutError:
+            held.limit = None
+            await self._give_up(key, held, call, missing)
+        except EthaError as error:
+            self._calls.fail(call, error)
+        finally:
+            held.limit = None
+            if held.lost:
+                await self._take_out(key, held)
+
+    async def _ask(self, held: _Held, *, wants: bool) -> Seating:
+        seating = await self._store.groups.enter(held.entrance, held.session.holder, wants=wants, timeout=math.inf)
+        # What is put back is the rank as the worker described it, until it has heard the answer.
+        self._seated(held, seating, seating.epoch if seating.formed else held.entrance.epoch)
+        return seating
+
+    async def _give_up(self, key: _Key, held: _Held, call: Any, missing: tuple[Absentee, ...]) -> None:
+        """A call has ended early: take its wish back, unless the epoch has formed meanwhile."""
+        if held.lost:
+            return
+        before = held.entrance.epoch
+        try:
+            async with asyncio.timeout(_TAKEN_BACK):
+                seating = await self._ask(held, wants=False)
+            if seating.formed and seating.epoch > before:
+                self._calls.answer(call, _formed(seating))
+                return
+        except (EthaError, TimeoutError) as error:
+            log.debug("a wish to be in group %s could not be taken back: %s", key[0], error)
+        names = ", ".join(_shown(one) for one in missing[:20]) or "Redis"
+        text = f"group {key[0]}: the next epoch has not formed in time; it waits for {names}"
+        self._calls.fail(call, GroupTimeoutError(text))
+
+    async def _bury(self, group: str, held: _Held, seating: Seating) -> None:
+        """Take out processes of this host that have ended while no agent watched them."""
+        for one in seating.missing:
+            holder = one.holder
+            if holder is None or holder.host != held.session.holder.host or alive(holder.pid, holder.start):
+                continue
+            await self._store.groups.depart(group, one.replica, one.rank, holder, "died", timeout=math.inf)
+
+    async def _take_out(self, key: _Key, held: _Held) -> None:
+        try:
+            await self._store.groups.depart(*key, held.session.holder, held.lost, timeout=math.inf)
+        except EthaError as error:
+            outage(log, "rank %d of replica %s of group %s could not be taken out: %s", key[2], key[1], key[0], error)
+
+    async def _follow(self, group: str) -> None:
+        """Tell this agent's members whenever somebody waits for the next epoch, as long as there are members."""
+        async with self._store.changes(self._store.keys.group(group), ticks=False) as changed:
+            while True:
+                await changed()
+                if not any(key[0] == group for key in self._held):
+                    break
+                try:
+                    state = await self._store.groups.state(group)
+                except EthaError as error:
+                    outage(log, "group %s could not be read: %s", group, error)
+                    continue
+                for key, held in self._held.items():
+                    if key[0] != group or held.limit is not None or state is None:
+                        continue
+                    if state.state == "changing" or state.epoch != held.entrance.epoch:
+                        held.session.peer.push(GroupChanging(group=group, epoch=state.epoch))
+        self._followed.discard(group)
+
+
+def _formed(seating: Seating) -> GroupFormed:
+    seats = tuple(
+        GroupSeat(replica=one.replica, step=one.step, committed=one.committed, counts=one.counts)
+        for one in seating.members
+    )
+    return GroupFormed(epoch=seating.epoch, launch=seating.launch, seats=seats)
+
+
+def _shown(one: Absentee) -> str:
+    where = "which has not come" if one.holder is None else f"pid {one.holder.pid} on host {one.holder.shown_host}"
+    return f"rank {one.rank} of replica {one.replica} ({where})"

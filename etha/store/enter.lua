@@ -1,0 +1,89 @@
+-- One rank of a replica enters a group. KEYS: group, own replica. With req.wants it asks for the next epoch, without it
+-- only says that it is there (a new agent, or a Redis that has lost its data). Answers ok = {epoch, state, launch,
+-- formed (whether this rank is in that epoch), wait (ms), missing}; or an error, with "held" as join.lua's.
+local replica, rank, me = req.replica, req.rank, req.member
+if redis.call('EXISTS', PREFIX .. 'agent:' .. me.agent) == 0 then
+  return refuse('unpublished', 'agent ' .. me.agent .. ' is not listed: Redis has lost its record')
+end
+leases[me.agent] = true
+G.timeout, G.grace = req.timeout, req.grace
+local where = 'rank ' .. int(rank) .. ' of replica ' .. replica .. ' of group ' .. req.group
+local live = next(replicas) ~= nil
+if live and number(G.world) ~= req.world then
+  for name, r in pairs(replicas) do
+    if name ~= replica then
+      return refuse('config', where .. ' says world_size ' .. int(req.world) .. ', replica ' .. name .. ' has '
+        .. int(number(G.world)) .. ' ranks: all replicas of a group have as many')
+    end
+  end
+end
+
+-- 1. The launch of the replica.
+local r = replicas[replica]
+local mine = r and r.ranks[rank]
+local same = mine and process(mine) == process(me)
+local function open_launch(launch)
+  serial = serial + 1
+  r = {launch = launch or ('auto-' .. int(serial)), since = serial, not_before = 0, pause = 0, ranks = {}}
+  replicas[replica], mine = r, nil
+end
+local text = req.launch and retired_text(replica, req.launch)
+if text then return refuse('group_lost', text, {replica = replica}) end
+local function held()
+  return refuse('config', where .. ' is held by ' .. shown(mine) .. ', which is alive: give each worker its own replica '
+    .. 'and rank, or end that process first', {held = {mine}})
+end
+local function dead(m) return req.dead[process(m)] or (m.host ~= me.host and not served(m)) end
+if not r then
+  open_launch(req.launch)
+elseif req.launch and req.launch ~= r.launch then
+  retire(replica, 'relaunched', 'launch ' .. r.launch .. ' of replica ' .. replica .. ' was superseded by launch ' .. req.launch)
+  open_launch(req.launch)
+elseif mine and not same then
+  if not dead(mine) then return held() end
+  retire(replica, 'died', where .. ' (' .. shown(mine) .. ') has ended, and its replica with it')
+  open_launch(nil)
+end
+G.world = req.world
+
+-- 2. Redis may have lost what this member knows. Whoever has formed an epoch meanwhile sees that the number has grown.
+if req.epoch > epoch then
+  epoch = req.epoch
+  req.loud = true
+end
+
+-- 3. Take the rank. The same question once more changes nothing if its answer was lost.
+me.last, me.step, me.committed, me.least, me.address = req.last, req.step, req.committed, req.least, req.address
+me.epoch = same and mine and math.max(mine.epoch, req.epoch) or req.epoch
+local answered = same and mine and mine.asked == req.asked and not mine.wants and mine.epoch == epoch
+  and mine.epoch > req.epoch
+me.wants = req.wants and not answered
+me.asked = req.asked
+r.ranks[rank] = me
+suspects[replica] = nil
+if req.wants then
+  for _, name in ipairs(req.suspects) do
+    if replicas[name] and name ~= replica then suspects[name] = true end
+  end
+  -- Two that cannot reach each other: the one that came later retries after a pause.
+  for _, name in ipairs(req.unmet) do
+    local other = replicas[name]
+    if other and name ~= replica then
+      local loser = number(other.since) > number(r.since) and other or r
+      if number(loser.not_before) <= now then
+        loser.pause = math.min(60000, math.max(5000, 2 * number(loser.pause)))
+        loser.not_before = now + loser.pause
+        if loser == other then write(name, other) end
+      end
+    end
+  end
+end
+write(replica, r)
+local wait, missing = form()
+-- A replica that form() has found torn is not there any more.
+text = retired_text(replica, r.launch)
+local state = save()
+if text then return refuse('group_lost', text, {replica = replica}) end
+local formed = r.ranks[rank].epoch == epoch and not r.ranks[rank].wants
+return cjson.encode({ok = {epoch = epoch, state = state, launch = r.launch, formed = formed, wait = wait,
+  missing = missing, members = formed and (G.members or '[]') or '[]'}})

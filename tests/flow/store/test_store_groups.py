@@ -1,0 +1,243 @@
+"""Entering and leaving elastic groups against real servers, beside the rule that the scripts apply."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etha.errors import ConfigError, GroupLostError
+from etha.groups.membership import RankEntry, Roster
+from etha.store.groups import Entrance
+from etha.store.keys import TABLE
+from etha.store.records import RankHolder, Seating
+from etha.store.registry import Store
+from tests.unit.store.server import BINARIES, Server, agent, agent_record, binary_of, dead, fresh_namespace, here, served
+
+LONG = 1e6
+
+
+@pytest.fixture(scope="module", params=BINARIES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("redis"), binary=binary_of(request.param)) as running:
+        yield running
+
+
+@pytest.fixture
+async def store(server: Server) -> AsyncIterator[Store]:
+    async with agent(server.url, fresh_namespace(), "a") as opened:
+        yield opened
+
+
+def process(number: int, agent: str = "a") -> RankHolder:
+    """A process of another host, which lives as long as its agent's lease."""
+    return RankHolder(agent=agent, host="far", pid=1000 + number, start=number)
+
+
+async def enter(store: Store, replica: str, number: int, rank: int = 0, world: int = 1, **more: Any) -> Seating:
+    wants, agent = more.pop("wants", True), more.pop("agent", "a")
+    options = {"timeout": LONG, "grace": LONG, "asked": f"{random.random()}", **more}
+    entrance = Entrance(group="g", replica=replica, rank=rank, world=world, **options)
+    return await store.groups.enter(entrance, process(number, agent), wants=wants)
+
+
+def names(seating: Seating) -> list[str]:
+    return [member.replica for member in seating.members]
+
+
+async def test_the_first_is_alone_and_who_comes_later_waits_until_it_enters_again(store: Store) -> None:
+    first = await enter(store, "x", 1)
+    assert (first.formed, first.epoch, first.state, names(first)) == (True, 1, "formed", ["x"])
+    second = await enter(store, "y", 2)
+    assert not second.formed
+    assert (second.epoch, second.state) == (1, "changing")
+    assert [(m.replica, m.rank, m.holder and m.holder.pid) for m in second.missing] == [("x", 0, 1001)]
+    state = await store.groups.state("g")
+    assert state is not None
+    assert (state.state, state.epoch) == ("changing", 1)
+    both = await enter(store, "x", 1, epoch=1, last=1, step=5)
+    assert (both.formed, both.epoch, names(both)) == (True, 2, ["x", "y"])
+    assert [m.counts for m in both.members] == [True, False]
+    again = await enter(store, "y", 2, asked="t", epoch=2, last=0)
+    assert not again.formed
+
+
+async def test_a_question_whose_answer_was_lost_is_answered_the_same(store: Store) -> None:
+    await enter(store, "x", 1)
+    await enter(store, "y", 2, asked="t")
+    await enter(store, "x", 1, epoch=1, last=1)
+    heard = await enter(store, "y", 2, asked="t")
+    assert (heard.formed, heard.epoch, names(heard)) == (True, 2, ["x", "y"])
+
+
+async def test_a_replica_comes_whole_and_goes_whole(store: Store) -> None:
+    assert not (await enter(store, "x", 1, rank=0, world=2)).formed
+    assert (await enter(store, "x", 2, rank=1, world=2)).formed
+    entered = await enter(store, "y", 3, rank=0, world=2)
+    assert entered.state == "formed", "nobody is disturbed by a replica that is not complete"
+    await enter(store, "y", 4, rank=1, world=2)
+    await enter(store, "x", 1, rank=0, world=2, epoch=1, last=1)
+    assert (await enter(store, "x", 2, rank=1, world=2, epoch=1, last=1)).epoch == 2
+    assert await store.groups.depart("g", "y", 0, process(3), "died")
+    assert not await store.groups.depart("g", "y", 1, process(4), "died"), "its replica has ended already"
+    launch = entered.launch
+    with pytest.raises(GroupLostError, match=r"rank 0 of replica y .pid 1003 on host far. died"):
+        await enter(store, "y", 4, rank=1, world=2, launch=launch, epoch=2)
+
+
+async def test_a_survivor_goes_on_at_once(store: Store) -> None:
+    await enter(store, "x", 1)
+    await enter(store, "y", 2)
+    await enter(store, "x", 1, epoch=1, last=1)
+    await store.groups.depart("g", "x", 0, process(1), "died")
+    alone = await enter(store, "y", 2, epoch=2, last=1)
+    assert (alone.formed, alone.epoch, names(alone)) == (True, 3, ["y"])
+
+
+async def test_a_newcomer_never_starts_without_a_member_that_lives(store: Store) -> None:
+    await enter(store, "x", 1)
+    newcomer = await enter(store, "y", 2, timeout=0, grace=0)
+    assert not newcomer.formed
+    assert [m.replica for m in newcomer.missing] == ["x"]
+
+
+async def test_the_most_advanced_come_first_and_other_epochs_steps_are_not_compared(store: Store) -> None:
+    for number, name in enumerate("xyz"):
+        await enter(store, name, number)
+    assert names(await enter(store, "x", 0, epoch=1, last=1)) == ["x", "y", "z"]
+    await enter(store, "x", 0, epoch=2, last=2, step=3)
+    await enter(store, "z", 2, epoch=2, last=1, step=7)
+    last = await enter(store, "y", 1, epoch=2, last=2, step=4)
+    assert [(m.replica, m.step, m.counts) for m in last.members] == [("y", 4, True), ("x", 3, False), ("z", 7, False)]
+
+
+async def test_ranks_at_different_steps_are_a_torn_replica(store: Store) -> None:
+    await enter(store, "x", 1, rank=0, world=2, last=1, epoch=1, step=3)
+    with pytest.raises(GroupLostError, match="replica x is torn: its rank 0 is at step 3, its rank 1 at step 4"):
+        await enter(store, "x", 2, rank=1, world=2, last=1, epoch=1, step=4)
+
+
+async def test_who_cannot_reach_an_older_member_pauses(store: Store) -> None:
+    await enter(store, "x", 1)
+    await enter(store, "y", 2)
+    await enter(store, "x", 1, epoch=1, last=1)
+    await enter(store, "y", 2, epoch=2, unmet=("x",))
+    alone = await enter(store, "x", 1, epoch=2, last=2, unmet=("y",))
+    assert (alone.formed, names(alone)) == (True, ["x"])
+    paused = await enter(store, "y", 2, epoch=2)
+    assert (paused.formed, paused.state) == (False, "formed")
+    assert 0 < paused.wait <= 5
+
+
+async def test_a_rank_is_held_by_one_process(store: Store) -> None:
+    entrance = Entrance(group="g", replica="x", rank=0, world=1, timeout=LONG, grace=LONG)
+    await store.groups.enter(entrance, dead(), wants=True)
+    taken = await store.groups.enter(entrance, here(), wants=True)
+    assert (taken.formed, taken.epoch, taken.launch) == (True, 2, "auto-2")
+    with pytest.raises(ConfigError, match="rank 0 of replica x of group g is held by pid .* which is alive"):
+        await store.groups.enter(entrance, process(1), wants=True)
+    with pytest.raises(ConfigError, match="replica x has 1 ranks: all replicas of a group have as many"):
+        await enter(store, "y", 2, world=2)
+
+
+async def test_a_named_launch_supersedes_the_one_before(store: Store) -> None:
+    await enter(store, "x", 1, launch="one")
+    assert (await enter(store, "x", 2, launch="two")).formed
+    with pytest.raises(GroupLostError, match="launch one of replica x was superseded by launch two"):
+        await enter(store, "x", 1, launch="one", epoch=1, last=1)
+
+
+async def test_redis_that_lost_everything_learns_the_epoch_again(store: Store) -> None:
+    restored = await enter(store, "x", 1, epoch=7, last=7, wants=False, launch="one")
+    assert (restored.epoch, restored.formed) == (7, True)
+    await enter(store, "y", 2)
+    both = await enter(store, "x", 1, epoch=7, last=7, step=3, launch="one")
+    assert (both.epoch, names(both)) == (8, ["x", "y"])
+
+
+async def test_members_of_an_epoch_exchange_values(store: Store) -> None:
+    groups = store.groups
+    await groups.put("g", 3, {"k": b"\x00v", "other": b""})
+    assert await groups.values("g", 3, ["k", "other", "none"]) == {"k": b"\x00v", "other": b""}
+    assert await groups.values("g", 4, ["k"]) == {}
+    assert [await groups.add("g", 3, "n", 2), await groups.add("g", 3, "n", 3)] == [2, 5]
+    assert await groups.values("g", 3, ["n"]) == {"n": b"5"}
+    assert await groups.compare_set("g", 3, "c", b"", b"one") == b"one"
+    assert await groups.compare_set("g", 3, "c", b"two", b"three") == b"one"
+    assert await groups.compare_set("g", 3, "c", b"one", b"two") == b"two"
+    assert await groups.compare_set("g", 3, "missing", b"x", b"y") == b"x"
+    assert await groups.remove("g", 3, "c")
+    assert await groups.values("g", 3, ["c"]) == {}
+
+
+async def test_what_is_written_is_in_the_key_table(store: Store) -> None:
+    await enter(store, "x", 1)
+    await enter(store, "y", 2, unmet=("x",))
+    table = {kind.pattern: kind for kind in TABLE}
+    client = store._session.connection._client
+    group = store.keys.group("g")
+    assert set(await client.hgetall(group)) == table["group:GROUP"].fields.keys()
+    own = set(await client.hgetall(store.keys.replica("g", "y"))) - {"0"}
+    assert own == table["group:GROUP:REPLICA"].fields.keys() - {"RANK"}
+    for key in (group, store.keys.replica("g", "y"), store.keys.groups):
+        assert await client.pttl(key) > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_the_scripts_do_what_the_rule_says(store: Store, server: Server, seed: int) -> None:
+    """Random events of three replicas of two ranks, whose agents come and go: after each, Redis holds what the rule
+    says."""
+    chance = random.Random(seed)
+    async with agent(server.url, store.keys.namespace, "b") as other:
+        agents = {"x": "a", "y": "b", "z": "b"}
+        roster, now, shown = Roster(world=2), 1000, True
+        for turn in range(60):
+            name, rank = chance.choice("xyz"), chance.randrange(2)
+            act = chance.choice(["enter"] * 6 + ["depart", "agent"])
+            if act == "agent":
+                shown = not shown
+                await (other.agents.publish(agent_record("b")) if shown else other.agents.withdraw())
+                for one in {"y", "z"} & roster.replicas.keys():
+                    roster = roster.serve(one, shown)
+                continue
+            number = "xyz".index(name) * 2 + rank
+            if act == "depart":
+                known = name in roster.replicas and rank in roster.replicas[name].ranks
+                done = await store.groups.depart("g", name, rank, process(number, agents[name]), "died")
+                assert done == known
+                roster = roster.depart(name, now) if done else roster
+            else:
+                if agents[name] == "b" and not shown:
+                    continue
+                timeout, grace = chance.choice([0.0, LONG]), chance.choice([0.0, LONG])
+                last = chance.randint(0, roster.epoch)
+                entry = RankEntry(
+                    epoch=chance.randint(last, roster.epoch),
+                    last=last,
+                    step=chance.choice([3, 3, 4]),
+                    least=chance.choice([1, 1, 2]),
+                    wants=chance.random() < 0.8,
+                )
+                unmet = tuple(n for n in "xyz" if chance.random() < 0.05)
+                suspects = tuple(n for n in "xyz" if chance.random() < 0.1)
+                roster = replace(roster, timeout=int(timeout * 1000), grace=int(grace * 1000))
+                before = roster
+                roster = roster.enter(name, rank, entry, now, unmet=frozenset(unmet), suspects=frozenset(suspects))
+                options = {"timeout": timeout, "grace": grace, "unmet": unmet, "suspects": suspects}
+                fields = {"epoch": entry.epoch, "last": last, "step": entry.step, "least": entry.least}
+                try:
+                    seated = await enter(
+                        store, name, number, rank, 2, agent=agents[name], wants=entry.wants, **fields, **options
+                    )
+                except GroupLostError:
+                    assert name not in roster.replicas, (turn, before, entry)
+                else:
+                    assert (seated.epoch, seated.state) == (roster.epoch, roster.state), (turn, before, entry)
+                    expected = [] if not seated.formed else [(m.replica, m.step, m.counts) for m in roster.members]
+                    assert [(m.replica, m.step, m.counts) for m in seated.members] == expected
+            state = await store.groups.state("g")
+            if state is not None:
+                assert (state.state, state.epoch) == (roster.state, roster.epoch), (turn, act, roster)
