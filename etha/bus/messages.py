@@ -410,7 +410,7 @@ class AddValue(StrictStruct, frozen=True, kw_only=True):
 
 @message("swap_value")
 class SwapValue(StrictStruct, frozen=True, kw_only=True):
-    """Set a value of an epoch to ``desired`` if it is ``expected`` (b"": if there is none). -> Values, as it is then."""
+    """Set a value of an epoch to ``desired`` if it is ``expected`` (b"": if there is none). -> Values, after that."""
 
     group: Text
     epoch: int

@@ -53,7 +53,7 @@ if req.epoch > epoch then
 end
 
 -- 3. Take the rank. The same question once more changes nothing if its answer was lost.
-me.last, me.step, me.committed, me.least, me.address = req.last, req.step, req.committed, req.least, req.address
+me.last, me.step, me.committed, me.least = req.last, req.step, req.committed, req.least
 me.epoch = same and mine and math.max(mine.epoch, req.epoch) or req.epoch
 local answered = same and mine and mine.asked == req.asked and not mine.wants and mine.epoch == epoch
   and mine.epoch > req.epoch

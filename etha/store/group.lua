@@ -177,7 +177,7 @@ local function form()
       local last, step = progress(r)
       for rank = 0, number(G.world) - 1 do
         local m = r.ranks[rank]
-        at[rank + 1] = {agent = m.agent, host = m.host, name = m.name, pid = m.pid, start = m.start, address = m.address}
+        at[rank + 1] = {agent = m.agent, host = m.host, name = m.name, pid = m.pid, start = m.start}
       end
       members[index] = {replica = name, launch = r.launch, step = step, committed = r.ranks[0].committed,
         last = last, counts = not ahead(first, name), at = at}

@@ -1,8 +1,8 @@
 """Elastic groups: which replicas there are, which epoch they are in, and what the members of an epoch write there.
 
-Every change of membership is one Lua script (``enter``, ``depart``), which also forms the next epoch as soon as the rule
-of etha/groups/membership.py allows it. Scripts answer how long time alone must pass until they would decide otherwise, so
-whoever waits asks again then, or after the wake-up of the group's key.
+Every change of membership is one Lua script (``enter``, ``depart``), which also forms the next epoch as soon as the
+rule of etha/groups/membership.py allows it. Scripts answer how long time alone must pass until they would decide
+otherwise, so whoever waits asks again then, or after the wake-up of the group's key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Entrance:
     suspects: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
     asked: str = ""
-    address: str = ""
 
     def __post_init__(self) -> None:
         check_name("group", self.group)

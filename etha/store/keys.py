@@ -247,7 +247,7 @@ TABLE: tuple[KeyKind, ...] = (
             "not_before": "ms since 1970 before which it enters no epoch, because it could not reach an older member",
             "pause": "ms of its last such pause",
             "RANK": "JSON object: agent, host, name, pid, start, epoch (that it was admitted to), last (whose state it "
-            "has), step, committed, least (fewest replicas), wants (the next epoch), asked (token of the call), address",
+            "has), step, committed, least (fewest replicas), wants (the next epoch), asked (token of the call)",
         },
         doc="One replica of a group. The key is removed when the replica loses a rank.",
     ),

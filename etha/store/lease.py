@@ -31,9 +31,7 @@ _STOOD_STILL = 2.0
 class AgentRecords:
     """The agents of a namespace in Redis, ``store.agents``: our own record, and the task that keeps its lease."""
 
-    def __init__(
-        self, session: StoreSession, pairs: PairRecords, batches: BatchRecords, groups: GroupRecords
-    ) -> None:
+    def __init__(self, session: StoreSession, pairs: PairRecords, batches: BatchRecords, groups: GroupRecords) -> None:
         self._session, self._keys = session, session.keys
         self._pairs, self._batches, self._groups = pairs, batches, groups
         self._run_id: str | None = None

@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 
 from etha.errors import ConfigError, GroupLostError
-from etha.groups.membership import RankEntry, Roster
+from etha.groups.membership import GroupRoster, RankEntry
 from etha.store.groups import Entrance
 from etha.store.keys import TABLE
 from etha.store.records import RankHolder, Seating
 from etha.store.registry import Store
-from tests.unit.store.server import BINARIES, Server, agent, agent_record, binary_of, dead, fresh_namespace, here, served
+from tests.unit.store.server import (
+    BINARIES,
+    Server,
+    agent,
+    agent_record,
+    binary_of,
+    dead,
+    fresh_namespace,
+    here,
+    served,
+)
 
 LONG = 1e6
 
@@ -137,7 +147,7 @@ async def test_a_rank_is_held_by_one_process(store: Store) -> None:
     await store.groups.enter(entrance, dead(), wants=True)
     taken = await store.groups.enter(entrance, here(), wants=True)
     assert (taken.formed, taken.epoch, taken.launch) == (True, 2, "auto-2")
-    with pytest.raises(ConfigError, match="rank 0 of replica x of group g is held by pid .* which is alive"):
+    with pytest.raises(ConfigError, match=r"rank 0 of replica x of group g is held by pid .* which is alive"):
         await store.groups.enter(entrance, process(1), wants=True)
     with pytest.raises(ConfigError, match="replica x has 1 ranks: all replicas of a group have as many"):
         await enter(store, "y", 2, world=2)
@@ -193,7 +203,7 @@ async def test_the_scripts_do_what_the_rule_says(store: Store, server: Server, s
     chance = random.Random(seed)
     async with agent(server.url, store.keys.namespace, "b") as other:
         agents = {"x": "a", "y": "b", "z": "b"}
-        roster, now, shown = Roster(world=2), 1000, True
+        roster, now, shown = GroupRoster(world=2), 1000, True
         for turn in range(60):
             name, rank = chance.choice("xyz"), chance.randrange(2)
             act = chance.choice(["enter"] * 6 + ["depart", "agent"])

@@ -40,6 +40,10 @@ def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
         keys.roster("PAIR", "BATCH", 3).replace("3", "GENERATION"),
         keys.manifest("DIGEST"),
         keys.layout("DIGEST"),
+        keys.groups,
+        keys.group("GROUP"),
+        keys.replica("GROUP", "REPLICA"),
+        keys.group_values("GROUP", 3).replace("3", "EPOCH"),
     ]
     assert all(name.startswith("etha:{prod}:") for name in names)
     assert {name.removeprefix("etha:{prod}:") for name in names} == {kind.pattern for kind in TABLE}

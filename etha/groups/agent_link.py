@@ -1,0 +1,243 @@
+"""A trainer's connection to its agent, for the membership of its groups: requests from any thread, one pushed word.
+
+Not for tensors and not for votes. If the agent ends, the connection is made again (another agent is started), and the
+new agent hears which ranks this process holds. Groups go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from etha.bus.handshake import WorkerHello
+from etha.bus.link import AgentLink
+from etha.bus.messages import AddValue, GetValues, PutValues, SwapValue
+from etha.bus.process import start_time
+from etha.client.agent_process import ensure_agent
+from etha.client.loop_thread import LoopMembership
+from etha.config import Settings, agent_path
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, GroupTimeoutError
+from etha.version import __version__
+
+log = logging.getLogger(__name__)
+
+#: Seconds between attempts to reach an agent again when nobody waits for it; at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+#: Seconds that one attempt may take: an agent may have to be started.
+_CONNECT = 60.0
+
+
+class GroupAgentLink:
+    """``on_push(message)`` is called on the loop's thread. ``attend()`` returns the messages that tell a new agent what
+    this process holds."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        redis_url: str | None,
+        agent: str | None,
+        on_push: Callable[[Any], None],
+        attend: Callable[[], list[Any]],
+        heard: Callable[[Any], None],
+    ) -> None:
+        self._settings, self._redis, self._agent = settings, settings.redis_of(redis_url), agent
+        self._on_push, self._attend, self._heard = on_push, attend, heard
+        self._membership = LoopMembership(self)
+        self._link: AgentLink | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+
+    def call(self, message: Any, timeout: float) -> Any:
+        """Ask the agent and wait for its answer; over several agents if one ends meanwhile.
+
+        Raises what the agent answers, GroupTimeoutError, or AgentUnavailableError if no agent can be reached.
+        """
+        return self._membership.loop_thread.call(self._call(message, timeout))
+
+    def close(self) -> None:
+        """Say goodbye; the ranks of this process end. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._membership.loop_thread.call(self._close())
+        self._membership.leave()
+
+    async def _close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+
+    async def _call(self, message: Any, timeout: float) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            link = await self._open(max(0.0, deadline - loop.time()))
+            try:
+                return await link.request(
+                    message, timeout=max(0.0, deadline - loop.time()), on_timeout=lambda: self._late(message)
+                )
+            except AgentLostError:
+                if self._closed or loop.time() >= deadline:
+                    raise
+            except AgentUnavailableError:  # it is leaving
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.wait({link.lost}, timeout=deadline - loop.time())
+
+    def _late(self, message: Any) -> EthaError:
+        return GroupTimeoutError(f"the agent has not answered {type(message).__name__} in time: is it stopped?")
+
+    async def _open(self, timeout: float) -> AgentLink:
+        """The connection; made now if there is none."""
+        async with self._opening:
+            if self._link is not None and not self._link.lost.done():
+                return self._link
+            if self._closed:
+                raise AgentLostError("this member has left its group")
+            again = self._link is not None
+            self._link = link = await self._connect(timeout, again=again)
+            if again:
+                for message in self._attend():
+                    self._heard(await link.request(message, timeout=_CONNECT))
+        self._membership.loop_thread.spawn(self._keep(link))
+        return link
+
+    async def _connect(self, timeout: float, *, again: bool) -> AgentLink:
+        settings = self._settings
+        starts = self._agent is None
+        hello = WorkerHello(
+            version=__version__,
+            namespace=settings.namespace,
+            redis=self._redis,
+            host=settings.host_id,
+            pid=os.getpid(),
+            start=start_time(),
+            wants=settings.wishes,
+            starts=starts,
+        )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        if self._agent is not None:
+            return await AgentLink.connect(agent_path(self._agent), hello, timeout=timeout, on_push=self._on_push)
+        while True:
+            settings.ensure_runtime_dir()
+            path = await ensure_agent(
+                settings,
+                "cpu",
+                redis_url=self._redis,
+                namespace=settings.namespace,
+                timeout=max(0.0, deadline - loop.time()),
+                patient=again,
+            )
+            try:
+                link = await AgentLink.connect(
+                    path, hello, timeout=max(0.0, deadline - loop.time()), on_push=self._on_push
+                )
+            except (AgentUnavailableError, AgentLostError):
+                if loop.time() >= deadline:
+                    raise
+                continue
+            if not link.welcome.leaving:
+                return link
+            await asyncio.wait({link.lost}, timeout=max(0.0, deadline - loop.time()))
+            link.abort()
+
+    async def _keep(self, link: AgentLink) -> None:
+        """When the agent ends, make the connection again, so that others hear of this process's end."""
+        await asyncio.wait({link.lost})
+        pause = _FIRST_PAUSE
+        while not self._closed and self._link is link:
+            try:
+                await self._open(_CONNECT)
+            except EthaError as error:
+                log.warning("no agent for the groups of this process, which go on: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(_LONGEST_PAUSE, 2 * pause)
+
+
+class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
+    """A torch Store in which the members of one epoch meet, kept by their agents in Redis for an hour.
+
+    ``prefix`` keeps several groups of one epoch apart.
+    """
+
+    def __init__(self, link: GroupAgentLink, group: str, epoch: int, prefix: str, timeout: float) -> None:
+        super().__init__()
+        self._link, self._group, self._epoch, self._prefix = link, group, epoch, prefix
+        self._seconds = timeout
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def set(self, key: str, value: Any) -> None:
+        values = {self._name(key): _bytes(value)}
+        self._link.call(PutValues(group=self._group, epoch=self._epoch, values=values), self._seconds)
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        found = {self._name(key): _bytes(value) for key, value in zip(keys, values, strict=True)}
+        self._link.call(PutValues(group=self._group, epoch=self._epoch, values=found), self._seconds)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._read(keys, self._seconds)
+
+    def _read(self, keys: list[str], seconds: float) -> list[bytes]:
+        names = tuple(self._name(key) for key in keys)
+        found = self._link.call(GetValues(group=self._group, epoch=self._epoch, names=names), seconds)
+        return [found.values[name] for name in names]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._read(keys, self._seconds if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        names = tuple(self._name(key) for key in keys)
+        found = self._link.call(GetValues(group=self._group, epoch=self._epoch, names=names, wait=False), self._seconds)
+        return len(found.values) == len(set(names))
+
+    def add(self, key: str, amount: int) -> int:
+        name = self._name(key)
+        message = AddValue(group=self._group, epoch=self._epoch, name=name, amount=amount)
+        return int(self._link.call(message, self._seconds).values[name])
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        name = self._name(key)
+        message = SwapValue(
+            group=self._group, epoch=self._epoch, name=name, expected=_bytes(expected), desired=_bytes(desired)
+        )
+        value: bytes = self._link.call(message, self._seconds).values[name]
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        return False
+
+    def append(self, key: str, value: Any) -> None:
+        raise NotImplementedError("the store of an epoch does not append")
+
+    def num_keys(self) -> int:
+        raise NotImplementedError("the store of an epoch does not count its keys")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> EpochStore:
+        return self
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
