@@ -357,10 +357,14 @@ class GroupNoted(StrictStruct, frozen=True, kw_only=True):
 
 @message("group_changing")
 class GroupChanging(StrictStruct, frozen=True, kw_only=True):
-    """Push: somebody waits for the epoch after ``epoch``, or an epoch has formed without this worker."""
+    """Push: somebody waits for the epoch after ``epoch``, or an epoch has formed without this worker.
+
+    ``broken``: a replica of that epoch has left or died, so nobody can go on in it.
+    """
 
     group: Text
     epoch: int
+    broken: bool
 
 
 @message("depart_group")

@@ -63,12 +63,15 @@ local function previous(r)
 end
 local function shown(m) return 'pid ' .. int(m.pid) .. ' on host ' .. ((m.name or '') ~= '' and m.name or m.host) end
 
+-- Whether a replica of the last epoch has ended.
+local broken = G.broken == '1'
 -- A launch is over: its ranks are refused from now on, with this text.
 local function retire(name, reason, text)
   local r = replicas[name]
   if not r then return end
   retired[#retired + 1] = {name .. '/' .. r.launch, text}
   if #retired > 64 then table.remove(retired, 1) end
+  if previous(r) then broken = true end
   replicas[name] = nil
   suspects[name] = nil
   redis.call('DEL', key_of(name))
@@ -170,7 +173,7 @@ local function form()
       retire(first, 'torn', 'replica ' .. first .. ' is torn: ' .. text .. ': start it again')
       return form()
     end
-    epoch, opened, suspects = epoch + 1, 0, {}
+    epoch, opened, suspects, broken = epoch + 1, 0, {}, false
     local members = {}
     for index, name in ipairs(chosen) do
       local r, at = replicas[name], {}
@@ -214,10 +217,10 @@ local function save()
   redis.call('HSET', group_key, 'state', state, 'epoch', int(epoch), 'serial', int(serial), 'opened', int(opened),
     'world', int(number(G.world)), 'timeout', int(number(G.timeout)), 'grace', int(number(G.grace)),
     'replicas', list_text(names), 'members', G.members or '[]', 'retired', list_text(retired),
-    'suspects', object_text(suspects))
+    'suspects', object_text(suspects), 'broken', broken and '1' or '0')
   redis.call('SADD', PREFIX .. 'groups', req.group)
   keep(PREFIX .. 'groups')
   keep(group_key)
-  if state ~= G.state or int(epoch) ~= G.epoch or req.loud then changed(group_key, state .. ' ' .. int(epoch)) end
+  if state ~= G.state or int(epoch) ~= G.epoch or req.loud or (broken and G.broken ~= '1') then changed(group_key, state .. ' ' .. int(epoch)) end
   return state
 end

@@ -128,8 +128,10 @@ class GroupRecords:
         key = self._keys.group(group)
 
         async def read(client: Client) -> GroupState | None:
-            state, epoch = await client.hmget(key, ["state", "epoch"])
-            return None if state is None else GroupState.from_redis(key, {"state": state, "epoch": epoch or "0"})
+            names = ["state", "epoch", "broken"]
+            values = dict(zip(names, await client.hmget(key, names), strict=True))
+            known = {name: value for name, value in values.items() if value is not None}
+            return GroupState.from_redis(key, known) if "state" in known else None
 
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 

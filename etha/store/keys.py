@@ -228,6 +228,7 @@ TABLE: tuple[KeyKind, ...] = (
             "replicas": "JSON list of the replicas that have a key",
             "retired": "JSON list of [REPLICA/LAUNCH, why] of launches that are over, at most 64",
             "suspects": "JSON object of replicas that others have waited for in vain",
+            "broken": "1 if a replica of the last epoch has left or died",
             "opened": "ms since 1970 at which the first asked for the next epoch; 0 if nobody has",
             "timeout": "ms that the next epoch waits for a member whose agent answers",
             "grace": "ms that it waits for others",

@@ -226,11 +226,17 @@ class GroupState:
 
     state: str
     epoch: int
+    #: A replica of the epoch has left or died.
+    broken: bool
 
     @classmethod
     def from_redis(cls, key: str, values: Mapping[str, str]) -> GroupState:
         read = FieldReader(key, values)
-        return cls(state=read.one_of("state", ("forming", "formed", "changing")), epoch=read.integer("epoch"))
+        return cls(
+            state=read.one_of("state", ("forming", "formed", "changing")),
+            epoch=read.integer("epoch"),
+            broken=read.text("broken", most=1, default="0") == "1",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

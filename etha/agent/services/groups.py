@@ -287,8 +287,9 @@ class GroupService:
                 for key, held in self._held.items():
                     if key[0] != group or held.limit is not None or state is None:
                         continue
-                    if state.state == "changing" or state.epoch != held.entrance.epoch:
-                        held.session.peer.push(GroupChanging(group=group, epoch=state.epoch))
+                    if state.state == "changing" or state.broken or state.epoch != held.entrance.epoch:
+                        push = GroupChanging(group=group, epoch=state.epoch, broken=state.broken)
+                        held.session.peer.push(push)
         self._followed.discard(group)
 
 

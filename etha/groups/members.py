@@ -1,0 +1,483 @@
+"""Elastic membership for a training loop: who takes part in a step, and one vote on whether it counts.
+
+    members = Members("dp")
+    group = ManagedProcessGroup(members)
+    while training:
+        quorum = members.begin()        # forms a new epoch if the membership must change; otherwise does nothing
+        loss().backward()               # calls of ``group``; their errors are swallowed
+        if members.commit():            # one vote over all ranks of all replicas
+            optimizer.step()
+
+``begin`` asks the agent only if the epoch must change, and the vote is one small all-reduce (two, if replicas have
+several ranks). So a step without a change sends nothing but its calls and its vote.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from etha.bus.messages import DepartGroup, EnterGroup, GroupChanging, GroupFormed, GroupNoted, GroupSeat
+from etha.bus.process import check_not_forked, start_time
+from etha.client.arguments.world import RankInfo
+from etha.config import LaunchEnv, Settings, check_name
+from etha.errors import ConfigError, EthaError, GroupError, GroupLostError, GroupTimeoutError
+from etha.groups.agent_link import EpochStore, GroupAgentLink
+from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
+
+log = logging.getLogger(__name__)
+
+#: Seconds that ``begin`` waits for members whose agents do not answer.
+GRACE = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """Who takes part in a step.
+
+    ``rank`` and ``size`` count the replicas that take part; a replica that is still behind has a ``rank`` of ``size`` or
+    more: it receives every result and contributes nothing. ``step`` is the number of steps committed before this one,
+    ``batches_committed`` the number of batches in them. ``recovered``: this member has just loaded its state from
+    another. ``changed``: the epoch is new.
+    """
+
+    epoch: int
+    rank: int
+    size: int
+    step: int
+    batches_committed: int
+    recovered: bool
+    changed: bool
+
+
+class ConfigurableGroup(Protocol):
+    """What is asked of a process group by its members: see `etha.groups.ProcessGroup`."""
+
+    def configure(self, store_addr: Any, replica_id: str, rank: int, world_size: int, quorum_id: int, /) -> None: ...
+    def allreduce(self, tensors: list[torch.Tensor], /) -> Any: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+    def errored(self) -> Exception | None: ...
+    def set_timeout(self, timeout: Any, /) -> None: ...
+
+
+class ManagedGroup(Protocol):
+    """A group that follows the epochs of a `Members`; see `ManagedProcessGroup`."""
+
+    def enter_epoch(self, store: EpochStore, replica: str, rank: int, members: int, epoch: int) -> None: ...
+    def set_participants(self, count: int) -> None: ...
+    def break_off(self) -> None: ...
+    def step_error(self) -> Exception | None: ...
+    def shutdown(self) -> None: ...
+
+
+class Members:
+    """This rank's membership in the elastic group ``name``.
+
+    ``replica`` names the replica (default: ETHA_REPLICA, torchrun's run id, or a name of this process if the replica
+    has one rank); ``rank`` and ``world_size`` are those in the replica (default: torch.distributed's, else the
+    launcher's). ``min_replicas``: an epoch has at least so many. ``timeout``: seconds that ``begin``, a vote, and
+    forming a group take at most. ``max_failures``: ``commit`` raises after so many steps in a row that did not count.
+    ``group``: makes the process groups of the votes (default: `ProcessGroupEtha`).
+    """
+
+    def __init__(
+        self,
+        name: str = "default",
+        *,
+        replica: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        min_replicas: int = 1,
+        timeout: float = 60.0,
+        grace: float = GRACE,
+        max_failures: int | None = None,
+        launch: str | None = None,
+        redis_url: str | None = None,
+        namespace: str | None = None,
+        agent: str | None = None,
+        group: Callable[[float], ConfigurableGroup] | None = None,
+    ) -> None:
+        settings, env = Settings.from_env(), LaunchEnv.from_env()
+        if namespace is not None:
+            settings = replace(settings, namespace=check_name("namespace", namespace))
+        place = RankInfo.of(world_size=world_size, rank=rank, ranks=None, env=env)
+        self.name = check_name("group", name)
+        self.rank, self.world_size = place.rank, place.world_size
+        self.replica = check_name("replica", replica or env.replica or self._own_name())
+        self.min_replicas, self.timeout, self.max_failures = min_replicas, timeout, max_failures
+        if min_replicas < 1:
+            raise ConfigError(f"min_replicas={min_replicas}: an epoch has at least one replica")
+        self._grace, self._pid = grace, os.getpid()
+        self._step = self._batches = 0
+        self._epoch = self._last = 0
+        self._launch = launch if launch is not None else place.launch
+        self._seats: tuple[GroupSeat, ...] = ()
+        self._mine, self._size = 0, 1
+        self._behind = False
+        self._failures = 0
+        self._begun = self._left = False
+        self._ended: GroupLostError | None = None
+        #: Replicas of the epoch before that are not in this one.
+        self._lost: tuple[str, ...] = ()
+        #: Set by the loop's thread when the agent says that the epoch must change, and by a vote.
+        self._changing = True
+        self._configuring: int | None = None
+        self._suspects: tuple[str, ...] = ()
+        self._unmet: tuple[str, ...] = ()
+        self._asked: EnterGroup | None = None
+        self._groups: list[weakref.ref[Any]] = []
+        make = group or _etha_group
+        self._across = make(timeout)
+        self._inside = make(timeout) if self.world_size > 1 else None
+        self._words = torch.zeros(2, dtype=torch.int64)
+        self._link = GroupAgentLink(
+            settings,
+            redis_url=redis_url,
+            agent=agent or settings.agent,
+            on_push=self._pushed,
+            attend=self._attendance,
+            heard=self._noted,
+        )
+        self._lock = threading.Lock()
+
+    def _own_name(self) -> str:
+        if self.world_size > 1:
+            raise ConfigError(
+                "a replica of several ranks needs a name that all its ranks know: give Members(replica=...), or set "
+                "ETHA_REPLICA"
+            )
+        return f"{os.uname().nodename}-{os.getpid()}-{start_time()}"[-100:].lstrip("-.")
+
+    # ---- what a training loop calls ------------------------------------------------------------
+
+    def begin(self, timeout: float | None = None) -> Quorum:
+        """Who takes part in the next step. Returns at once if nothing has changed since the last one.
+
+        Otherwise it waits until the next epoch has formed, forms the process groups, and loads the state if this member
+        is behind. Raises GroupTimeoutError, which names whom it waits for; it may be called again then. GroupLostError:
+        this replica is over, because it has lost a rank or was launched again.
+        """
+        self._check()
+        changed = recovered = False
+        if self._changing or self._across.errored() is not None:
+            self._change(time.monotonic() + (self.timeout if timeout is None else timeout))
+            changed = True
+        self._begun = True
+        return Quorum(
+            epoch=self._epoch,
+            rank=self._mine,
+            size=self._size,
+            step=self._step,
+            batches_committed=self._batches,
+            recovered=recovered,
+            changed=changed,
+        )
+
+    def commit(self, ok: bool = True) -> bool:
+        """Vote on the step: True if all ranks of all replicas say ``ok`` and none of their groups has failed.
+
+        All ranks of a replica get the same answer, or GroupLostError, which ends the replica. GroupLostError is also
+        raised after ``max_failures`` steps in a row that did not count.
+        """
+        self._check()
+        if not self._begun:
+            raise GroupError("commit() without begin(): call begin() before each step")
+        self._begun = False
+        error = self._step_error()
+        ballot = Ballot(
+            nays=int(not ok or error is not None),
+            behind=int(self._behind),
+            changes=int(self._changing or error is not None),
+        )
+        decided = self._vote(ballot)
+        self._apply(decided)
+        return decided.committed
+
+    def leave(self) -> None:
+        """Leave the group in order; the others go on without this replica. Idempotent."""
+        if self._left or os.getpid() != self._pid:
+            return
+        self._left = True
+        try:
+            self._link.call(DepartGroup(group=self.name, replica=self.replica, rank=self.rank), 5.0)
+        except EthaError as error:
+            log.debug("the agent will find out that this member has left: %s", error)
+        self._link.close()
+        for group in self._managed():
+            group.shutdown()
+        self._across.shutdown()
+        if self._inside is not None:
+            self._inside.shutdown()
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.leave()
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The replicas of the epoch before that are not in this one."""
+        return self._lost
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint must keep: ``step`` and ``batches_committed``, because sometimes all replicas die."""
+        return {"step": self._step, "batches_committed": self._batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where a checkpoint stood; before the first ``begin``."""
+        if self._epoch:
+            raise GroupError("load_state_dict() after begin(): a member that has begun loads its state from the others")
+        self._step, self._batches = int(state["step"]), int(state["batches_committed"])
+
+    def manage(self, group: ManagedGroup) -> None:
+        """Let a group follow the epochs: for `ManagedProcessGroup`. It is formed by the next ``begin``."""
+        if self._epoch:
+            raise GroupError("a ManagedProcessGroup must be made before the first begin()")
+        self._groups.append(weakref.ref(group))
+
+    # ---- a change of the epoch -------------------------------------------------------------------
+
+    def _change(self, deadline: float) -> None:
+        """Enter epochs until one stands."""
+        while True:
+            left = deadline - time.monotonic()
+            self._changing = False  # what the agent says from now on is about the epoch that is asked for
+            try:
+                formed = self._enter(max(0.0, left))
+            except GroupLostError as error:
+                self._ended = error
+                raise
+            except BaseException:
+                self._changing = True
+                raise
+            if self._form(formed, deadline):
+                return
+
+    def _enter(self, timeout: float) -> GroupFormed:
+        message = EnterGroup(
+            group=self.name,
+            replica=self.replica,
+            rank=self.rank,
+            world=self.world_size,
+            wants=True,
+            launch=self._launch,
+            epoch=self._epoch,
+            last=self._last,
+            step=self._step,
+            committed=self._batches,
+            least=self.min_replicas,
+            patience=self.timeout,
+            grace=self._grace,
+            suspects=self._suspects,
+            unmet=self._unmet,
+            asked=uuid.uuid4().hex,
+        )
+        self._suspects = self._unmet = ()
+        formed = self._link.call(message, timeout)
+        assert isinstance(formed, GroupFormed)
+        self._launch = formed.launch
+        self._asked = msg_attend(message, formed.launch, formed.epoch)
+        return formed
+
+    def _form(self, formed: GroupFormed, deadline: float) -> bool:
+        """Form the process groups of an epoch. False if that failed, so that the members must meet again."""
+        before = {seat.replica for seat in self._seats}
+        names = [seat.replica for seat in formed.seats]
+        self._epoch, self._seats = formed.epoch, formed.seats
+        self._mine = names.index(self.replica)
+        self._lost = tuple(sorted(before - set(names)))
+        mine = formed.seats[self._mine]
+        self._behind = not mine.counts
+        if mine.counts:
+            self._last = formed.epoch
+        self._configuring = formed.epoch
+        try:
+            self._configure(formed, deadline)
+        except GroupError as error:
+            log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, error)
+            self._blame(error, names)
+            if time.monotonic() >= deadline:
+                self._changing = True
+                raise
+            return False
+        finally:
+            self._configuring = None
+        self._set_size(sum(seat.counts for seat in formed.seats))
+        if self._behind:
+            # Until it has loaded their state, it takes over the others' count, so that all agree on the step.
+            self._step, self._batches = formed.seats[0].step, formed.seats[0].committed
+        return True
+
+    def _configure(self, formed: GroupFormed, deadline: float) -> None:
+        epoch, size = formed.epoch, len(formed.seats)
+        seconds = max(0.001, deadline - time.monotonic())
+        for group in (self._across, self._inside):
+            if group is not None:
+                group.set_timeout(seconds)
+        try:
+            place = (self.replica, self._mine, size, epoch)
+            self._across.configure(self._store(epoch, "votes", seconds), *place)
+            if self._inside is not None:
+                store = self._store(epoch, f"replica/{self.replica}", seconds, everywhere=True)
+                self._inside.configure(store, self.replica, self.rank, self.world_size, epoch)
+            for number, managed in enumerate(self._managed()):
+                managed.enter_epoch(self._store(epoch, f"group/{number}", seconds), *place)
+        finally:
+            for group in (self._across, self._inside):
+                if group is not None:
+                    group.set_timeout(self.timeout)
+
+    def _store(self, epoch: int, prefix: str, seconds: float, *, everywhere: bool = False) -> EpochStore:
+        prefix = prefix if everywhere else f"{prefix}/{self.rank}"
+        return EpochStore(self._link, self.name, epoch, prefix, seconds)
+
+    def _blame(self, error: GroupError, names: list[str]) -> None:
+        """Remember who could not be reached, for the next attempt."""
+        ranks = getattr(error, "waiting_for", ()) or getattr(error, "ranks", ())
+        blamed = tuple(names[rank] for rank in ranks if rank < len(names) and names[rank] != self.replica)
+        if isinstance(error, GroupTimeoutError):
+            self._unmet = blamed
+
+    def _set_size(self, count: int) -> None:
+        self._size = count
+        for group in self._managed():
+            group.set_participants(count)
+
+    def _managed(self) -> list[Any]:
+        found = [reference() for reference in self._groups]
+        return [group for group in found if group is not None]
+
+    # ---- the vote --------------------------------------------------------------------------------
+
+    def _step_error(self) -> Exception | None:
+        for group in self._managed():
+            if (error := group.step_error()) is not None:
+                return error  # type: ignore[no-any-return]
+        return None
+
+    def _vote(self, ballot: Ballot) -> Decided:
+        vote = Vote(self.world_size)
+        effect = vote.cast(ballot, broken=self._across.errored() is not None)
+        while True:
+            match effect:
+                case AddAcross(ballot=sent):
+                    try:
+                        effect = vote.across(self._add(self._across, sent))
+                    except GroupError as error:
+                        log.warning("group %s: no vote on step %d: %s", self.name, self._step, error)
+                        self._suspect(error)
+                        effect = vote.across_failed()
+                case AddInside(ballot=sent):
+                    assert self._inside is not None
+                    try:
+                        effect = vote.inside(self._add(self._inside, sent))
+                    except GroupError as error:
+                        effect = vote.inside_failed(str(error))
+                case EndReplica(reason=reason):
+                    raise self._end(reason)
+                case Decided():
+                    return effect
+
+    def _add(self, group: ConfigurableGroup, ballot: Ballot) -> Ballot:
+        words = self._words
+        words[0], words[1] = ballot.words()
+        group.allreduce([words]).wait()
+        return Ballot.of((int(words[0]), int(words[1])))
+
+    def _suspect(self, error: GroupError) -> None:
+        if isinstance(error, GroupTimeoutError):
+            names = [seat.replica for seat in self._seats]
+            self._suspects = tuple(names[r] for r in error.waiting_for if r < len(names) and r != self._mine)
+
+    def _end(self, reason: str) -> GroupLostError:
+        """This replica is over: its ranks may have voted differently."""
+        text = (
+            f"replica {self.replica} of group {self.name} is over: a rank of it was lost in the vote on step "
+            f"{self._step}, so its ranks may not agree: start the replica again ({reason})"
+        )
+        self._ended = GroupLostError(text, reason="died", epoch=self._epoch)
+        self.leave()
+        return self._ended
+
+    def _apply(self, decided: Decided) -> None:
+        if decided.committed:
+            self._failures = 0
+            self._step += 1
+            self._batches += self._size
+        else:
+            self._failures += 1
+        if decided.change:
+            self._changing = True
+        elif not decided.behind and self._size < len(self._seats):
+            self._set_size(len(self._seats))
+        if self._behind and decided.committed and not decided.behind:
+            self._behind, self._last = False, self._epoch
+        if self.max_failures is not None and self._failures > self.max_failures:
+            raise GroupLostError(
+                f"{self._failures} steps in a row of group {self.name} did not count, max_failures is "
+                f"{self.max_failures}",
+                reason="failures",
+                epoch=self._epoch,
+            )
+
+    # ---- what the agent says, on the loop's thread -------------------------------------------------
+
+    def _pushed(self, push: Any) -> None:
+        if isinstance(push, GroupChanging) and push.group == self.name and push.epoch >= self._epoch:
+            self._changing = True
+            if push.broken and self._configuring is not None and push.epoch >= self._configuring:
+                self._across.abort()
+            if push.broken:
+                for group in self._managed():
+                    group.break_off()
+
+    def _attendance(self) -> list[EnterGroup]:
+        return [] if self._asked is None or self._left else [self._asked]
+
+    def _noted(self, noted: Any) -> None:
+        if isinstance(noted, GroupNoted) and noted.changing:
+            self._changing = True
+
+    def _check(self) -> None:
+        check_not_forked(self._pid, "Members")
+        if self._ended is not None:
+            raise self._ended
+        if self._left:
+            raise GroupError("this member has left its group: create another Members")
+
+
+def msg_attend(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:
+    """What a new agent of this host is to hear of a rank that is in ``epoch``."""
+    return EnterGroup(
+        group=message.group,
+        replica=message.replica,
+        rank=message.rank,
+        world=message.world,
+        wants=False,
+        launch=launch,
+        epoch=epoch,
+        last=message.last,
+        step=message.step,
+        committed=message.committed,
+        least=message.least,
+        patience=message.patience,
+        grace=message.grace,
+    )
+
+
+def _etha_group(timeout: float) -> ConfigurableGroup:
+    from etha.groups.etha_group import ProcessGroupEtha
+
+    group: ConfigurableGroup = ProcessGroupEtha(timeout)
+    return group
