@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from etha.groups.base import GroupConfig, ProcessGroup
     from etha.groups.calls import GroupCall
     from etha.groups.dummy import ProcessGroupDummy
+    from etha.groups.managed import ManagedProcessGroup
+    from etha.groups.members import Members, Quorum
     from etha.groups.mesh import extend_device_mesh
     from etha.groups.store_client import create_store_client
     from etha.groups.work import GroupWork
@@ -33,9 +35,12 @@ __all__ = [
     "GroupMismatchError",
     "GroupTimeoutError",
     "GroupWork",
+    "ManagedProcessGroup",
+    "Members",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupWrapper",
+    "Quorum",
     "create_store_client",
     "extend_device_mesh",
 ]
@@ -52,6 +57,8 @@ _NAMES = {
     "etha.groups.base": ("GroupConfig", "ProcessGroup"),
     "etha.groups.calls": ("GroupCall",),
     "etha.groups.dummy": ("ProcessGroupDummy",),
+    "etha.groups.managed": ("ManagedProcessGroup",),
+    "etha.groups.members": ("Members", "Quorum"),
     "etha.groups.mesh": ("extend_device_mesh",),
     "etha.groups.store_client": ("create_store_client",),
     "etha.groups.work": ("GroupWork",),

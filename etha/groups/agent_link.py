@@ -22,7 +22,7 @@ from etha.bus.process import start_time
 from etha.client.agent_process import ensure_agent
 from etha.client.loop_thread import LoopMembership
 from etha.config import Settings, agent_path
-from etha.errors import AgentLostError, AgentUnavailableError, EthaError, GroupTimeoutError
+from etha.errors import AgentLostError, AgentUnavailableError, EthaError, GroupLostError, GroupTimeoutError
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
@@ -165,24 +165,40 @@ class GroupAgentLink:
 class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
     """A torch Store in which the members of one epoch meet, kept by their agents in Redis for an hour.
 
-    ``prefix`` keeps several groups of one epoch apart.
+    ``prefix`` keeps several groups of one epoch apart. ``ended()``: a member of the epoch has ended, so nobody needs to
+    wait for it; calls raise GroupLostError then.
     """
 
-    def __init__(self, link: GroupAgentLink, group: str, epoch: int, prefix: str, timeout: float) -> None:
+    def __init__(
+        self,
+        link: GroupAgentLink,
+        group: str,
+        epoch: int,
+        prefix: str,
+        timeout: float,
+        *,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
+        self._ended = ended
         self._link, self._group, self._epoch, self._prefix = link, group, epoch, prefix
         self._seconds = timeout
+
+    def _ask(self, message: Any, seconds: float) -> Any:
+        if self._ended():
+            raise GroupLostError(f"a member of epoch {self._epoch} of group {self._group} has ended", epoch=self._epoch)
+        return self._link.call(message, seconds)
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
     def set(self, key: str, value: Any) -> None:
         values = {self._name(key): _bytes(value)}
-        self._link.call(PutValues(group=self._group, epoch=self._epoch, values=values), self._seconds)
+        self._ask(PutValues(group=self._group, epoch=self._epoch, values=values), self._seconds)
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         found = {self._name(key): _bytes(value) for key, value in zip(keys, values, strict=True)}
-        self._link.call(PutValues(group=self._group, epoch=self._epoch, values=found), self._seconds)
+        self._ask(PutValues(group=self._group, epoch=self._epoch, values=found), self._seconds)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -192,7 +208,7 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def _read(self, keys: list[str], seconds: float) -> list[bytes]:
         names = tuple(self._name(key) for key in keys)
-        found = self._link.call(GetValues(group=self._group, epoch=self._epoch, names=names), seconds)
+        found = self._ask(GetValues(group=self._group, epoch=self._epoch, names=names), seconds)
         return [found.values[name] for name in names]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -200,20 +216,20 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def check(self, keys: list[str]) -> bool:
         names = tuple(self._name(key) for key in keys)
-        found = self._link.call(GetValues(group=self._group, epoch=self._epoch, names=names, wait=False), self._seconds)
+        found = self._ask(GetValues(group=self._group, epoch=self._epoch, names=names, wait=False), self._seconds)
         return len(found.values) == len(set(names))
 
     def add(self, key: str, amount: int) -> int:
         name = self._name(key)
         message = AddValue(group=self._group, epoch=self._epoch, name=name, amount=amount)
-        return int(self._link.call(message, self._seconds).values[name])
+        return int(self._ask(message, self._seconds).values[name])
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         name = self._name(key)
         message = SwapValue(
             group=self._group, epoch=self._epoch, name=name, expected=_bytes(expected), desired=_bytes(desired)
         )
-        value: bytes = self._link.call(message, self._seconds).values[name]
+        value: bytes = self._ask(message, self._seconds).values[name]
         return value
 
     def delete_key(self, key: str) -> bool:

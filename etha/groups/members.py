@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
 import weakref
@@ -32,6 +31,7 @@ from etha.client.arguments.world import RankInfo
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import ConfigError, EthaError, GroupError, GroupLostError, GroupTimeoutError
 from etha.groups.agent_link import EpochStore, GroupAgentLink
+from etha.groups.managed import carrier
 from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ GRACE = 3.0
 class Quorum:
     """Who takes part in a step.
 
-    ``rank`` and ``size`` count the replicas that take part; a replica that is still behind has a ``rank`` of ``size`` or
-    more: it receives every result and contributes nothing. ``step`` is the number of steps committed before this one,
-    ``batches_committed`` the number of batches in them. ``recovered``: this member has just loaded its state from
+    ``rank`` and ``size`` count the replicas that take part; a replica that is still behind has a ``rank`` of ``size``
+    or more: it receives every result and contributes nothing. ``step`` is the number of steps committed before this
+    one, ``batches_committed`` the number of batches in them. ``recovered``: this member has just loaded its state from
     another. ``changed``: the epoch is new.
     """
 
@@ -129,8 +129,14 @@ class Members:
         self._ended: GroupLostError | None = None
         #: Replicas of the epoch before that are not in this one.
         self._lost: tuple[str, ...] = ()
-        #: Set by the loop's thread when the agent says that the epoch must change, and by a vote.
-        self._changing = True
+        #: A vote or an error says that the epoch must change.
+        self._must_change = True
+        #: The last epoch of which the agent has said that it must change. Set by the loop's thread.
+        self._heard = 0
+        #: The last epoch of which the agent has said that a member of it has ended.
+        self._broken = 0
+        #: A member that is behind counts the steps of the others, until it has their state.
+        self._target = (0, 0)
         self._configuring: int | None = None
         self._suspects: tuple[str, ...] = ()
         self._unmet: tuple[str, ...] = ()
@@ -148,7 +154,6 @@ class Members:
             attend=self._attendance,
             heard=self._noted,
         )
-        self._lock = threading.Lock()
 
     def _own_name(self) -> str:
         if self.world_size > 1:
@@ -169,7 +174,7 @@ class Members:
         """
         self._check()
         changed = recovered = False
-        if self._changing or self._across.errored() is not None:
+        if self._changing or self._across.errored() is not None or self._step_error() is not None:
             self._change(time.monotonic() + (self.timeout if timeout is None else timeout))
             changed = True
         self._begun = True
@@ -177,8 +182,8 @@ class Members:
             epoch=self._epoch,
             rank=self._mine,
             size=self._size,
-            step=self._step,
-            batches_committed=self._batches,
+            step=self._target[0] if self._behind else self._step,
+            batches_committed=self._target[1] if self._behind else self._batches,
             recovered=recovered,
             changed=changed,
         )
@@ -196,7 +201,7 @@ class Members:
         error = self._step_error()
         ballot = Ballot(
             nays=int(not ok or error is not None),
-            behind=int(self._behind),
+            behind=0,
             changes=int(self._changing or error is not None),
         )
         decided = self._vote(ballot)
@@ -226,6 +231,10 @@ class Members:
         self.leave()
 
     @property
+    def _changing(self) -> bool:
+        return self._must_change or self._heard >= self._epoch
+
+    @property
     def lost(self) -> tuple[str, ...]:
         """The replicas of the epoch before that are not in this one."""
         return self._lost
@@ -252,16 +261,14 @@ class Members:
         """Enter epochs until one stands."""
         while True:
             left = deadline - time.monotonic()
-            self._changing = False  # what the agent says from now on is about the epoch that is asked for
+            self._must_change = True
             try:
                 formed = self._enter(max(0.0, left))
             except GroupLostError as error:
                 self._ended = error
                 raise
-            except BaseException:
-                self._changing = True
-                raise
             if self._form(formed, deadline):
+                self._must_change = False
                 return
 
     def _enter(self, timeout: float) -> GroupFormed:
@@ -287,11 +294,12 @@ class Members:
         formed = self._link.call(message, timeout)
         assert isinstance(formed, GroupFormed)
         self._launch = formed.launch
-        self._asked = msg_attend(message, formed.launch, formed.epoch)
+        self._asked = _attending(message, formed.launch, formed.epoch)
         return formed
 
     def _form(self, formed: GroupFormed, deadline: float) -> bool:
         """Form the process groups of an epoch. False if that failed, so that the members must meet again."""
+        self._configuring = formed.epoch
         before = {seat.replica for seat in self._seats}
         names = [seat.replica for seat in formed.seats]
         self._epoch, self._seats = formed.epoch, formed.seats
@@ -301,22 +309,18 @@ class Members:
         self._behind = not mine.counts
         if mine.counts:
             self._last = formed.epoch
-        self._configuring = formed.epoch
         try:
             self._configure(formed, deadline)
         except GroupError as error:
             log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, error)
             self._blame(error, names)
             if time.monotonic() >= deadline:
-                self._changing = True
                 raise
             return False
         finally:
             self._configuring = None
         self._set_size(sum(seat.counts for seat in formed.seats))
-        if self._behind:
-            # Until it has loaded their state, it takes over the others' count, so that all agree on the step.
-            self._step, self._batches = formed.seats[0].step, formed.seats[0].committed
+        self._target = (formed.seats[0].step, formed.seats[0].committed)
         return True
 
     def _configure(self, formed: GroupFormed, deadline: float) -> None:
@@ -340,7 +344,7 @@ class Members:
 
     def _store(self, epoch: int, prefix: str, seconds: float, *, everywhere: bool = False) -> EpochStore:
         prefix = prefix if everywhere else f"{prefix}/{self.rank}"
-        return EpochStore(self._link, self.name, epoch, prefix, seconds)
+        return EpochStore(self._link, self.name, epoch, prefix, seconds, ended=lambda: self._broken >= epoch)
 
     def _blame(self, error: GroupError, names: list[str]) -> None:
         """Remember who could not be reached, for the next attempt."""
@@ -413,16 +417,19 @@ class Members:
     def _apply(self, decided: Decided) -> None:
         if decided.committed:
             self._failures = 0
-            self._step += 1
-            self._batches += self._size
+            self._target = (self._target[0] + 1, self._target[1] + self._size)
+            if not self._behind:
+                self._step, self._batches = self._step + 1, self._batches + self._size
         else:
             self._failures += 1
         if decided.change:
-            self._changing = True
+            self._must_change = True
         elif not decided.behind and self._size < len(self._seats):
             self._set_size(len(self._seats))
-        if self._behind and decided.committed and not decided.behind:
+        if self._behind and decided.committed:
+            # Without ``state`` there is nothing that this class could load: the program has taken care of it.
             self._behind, self._last = False, self._epoch
+            self._step, self._batches = self._target
         if self.max_failures is not None and self._failures > self.max_failures:
             raise GroupLostError(
                 f"{self._failures} steps in a row of group {self.name} did not count, max_failures is "
@@ -434,20 +441,23 @@ class Members:
     # ---- what the agent says, on the loop's thread -------------------------------------------------
 
     def _pushed(self, push: Any) -> None:
-        if isinstance(push, GroupChanging) and push.group == self.name and push.epoch >= self._epoch:
-            self._changing = True
-            if push.broken and self._configuring is not None and push.epoch >= self._configuring:
-                self._across.abort()
-            if push.broken:
-                for group in self._managed():
-                    group.break_off()
+        if not isinstance(push, GroupChanging) or push.group != self.name:
+            return
+        self._heard = max(self._heard, push.epoch)
+        if not push.broken or push.epoch < self._epoch:
+            return
+        self._broken = push.epoch
+        if self._configuring is not None:
+            self._across.abort()
+        for group in self._managed():
+            group.break_off()
 
     def _attendance(self) -> list[EnterGroup]:
         return [] if self._asked is None or self._left else [self._asked]
 
     def _noted(self, noted: Any) -> None:
         if isinstance(noted, GroupNoted) and noted.changing:
-            self._changing = True
+            self._heard = max(self._heard, noted.epoch)
 
     def _check(self) -> None:
         check_not_forked(self._pid, "Members")
@@ -457,7 +467,7 @@ class Members:
             raise GroupError("this member has left its group: create another Members")
 
 
-def msg_attend(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:
+def _attending(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:
     """What a new agent of this host is to hear of a rank that is in ``epoch``."""
     return EnterGroup(
         group=message.group,
@@ -477,7 +487,5 @@ def msg_attend(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:
 
 
 def _etha_group(timeout: float) -> ConfigurableGroup:
-    from etha.groups.etha_group import ProcessGroupEtha
-
-    group: ConfigurableGroup = ProcessGroupEtha(timeout)
+    group: ConfigurableGroup = carrier("etha")(timeout)
     return group

@@ -285,9 +285,11 @@ class GroupService:
                     outage(log, "group %s could not be read: %s", group, error)
                     continue
                 for key, held in self._held.items():
-                    if key[0] != group or held.limit is not None or state is None:
+                    if key[0] != group or state is None:
                         continue
-                    if state.state == "changing" or state.broken or state.epoch != held.entrance.epoch:
+                    # One that enters now knows more about the epoch before; it ignores what is said of that.
+                    left_out = held.limit is None and state.epoch > held.entrance.epoch
+                    if state.state == "changing" or state.broken or left_out:
                         push = GroupChanging(group=group, epoch=state.epoch, broken=state.broken)
                         held.session.peer.push(push)
         self._followed.discard(group)

@@ -1,0 +1,237 @@
+"""`ManagedProcessGroup`: a process group that follows the epochs of a `Members`, and whose errors a vote answers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.futures import Future
+
+from etha.errors import GroupError, GroupMismatchError
+from etha.groups.base import GroupConfig, Timeout
+from etha.groups.calls import GroupCall
+from etha.groups.schedule import Kind
+from etha.groups.work import DummyWork, JoinedWork
+from etha.groups.wrappers import ProcessGroupWrapper
+
+log = logging.getLogger(__name__)
+
+_OP: Any = ReduceOp.RedOpType
+_Work: Any = torch._C._distributed_c10d.Work
+#: via -> the class of the group that carries the calls out, and its module.
+_CARRIERS = {
+    "etha": ("etha.groups.etha_group", "ProcessGroupEtha"),
+    "gloo": ("etha.groups.torch_groups", "ProcessGroupGloo"),
+    "nccl": ("etha.groups.torch_groups", "ProcessGroupNCCL"),
+    "baby-gloo": ("etha.groups.baby", "ProcessGroupBabyGloo"),
+    "baby-nccl": ("etha.groups.baby", "ProcessGroupBabyNCCL"),
+}
+#: Works that a group remembers until its step ends; completed ones are dropped beyond that.
+_MOST_WORKS = 256
+
+
+class ManagedProcessGroup(ProcessGroupWrapper):
+    """The replicas of a `Members` as a process group: formed by ``members.begin()``, which alone configures it.
+
+    ``size()`` and ``rank()`` are those of the epoch, and 1 and 0 before the first one: then each call is that of a
+    group of one. Errors are swallowed (see `ErrorSwallowingProcessGroupWrapper`), and the step's ``commit()`` returns
+    False. ``via`` names what carries the calls out: "etha", "gloo", "nccl", "baby-gloo", "baby-nccl", or is a function
+    that makes such a group from a timeout.
+
+    A member that is still behind is not counted: it receives every result of a reduction, a broadcast or a gather, and
+    contributes nothing. Its ``rank()`` is that of the last member that counts.
+    """
+
+    def __init__(
+        self, members: Any, via: str | Callable[[float], Any] = "etha", *, timeout: Timeout | None = None
+    ) -> None:
+        seconds = members.timeout if timeout is None else timeout
+        seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+        super().__init__(seconds, pg=carrier(via)(seconds), errors="swallow")
+        self._members, self._formed = members, False
+        self._true_rank, self._true_size, self._count = 0, 1, 1
+        self._works: list[Any] = []
+        members.manage(self)
+
+    # ---- for Members ---------------------------------------------------------------------------
+
+    def enter_epoch(self, store: Any, replica: str, rank: int, members: int, epoch: int) -> None:
+        """Form the group of an epoch. All its members count until ``set_participants`` says otherwise."""
+        self._works.clear()
+        self._formed = False
+        self._pg.configure(store, replica, rank, members, epoch)
+        assert self._swallower is not None
+        self._swallower.error = None
+        self._true_rank, self._true_size, self._formed = rank, members, True
+        self.set_participants(members)
+
+    def set_participants(self, count: int) -> None:
+        """The first ``count`` members of the epoch count in the next step."""
+        self._count = count
+        self._set_members(min(self._true_rank, count - 1), count)
+
+    def break_off(self) -> None:
+        """A member has left or died: end the calls of a group that does not notice by itself."""
+        if self._formed and self._pg.getBackendName() != "etha":
+            threading.Thread(target=self._pg.abort, name="etha-group-abort", daemon=True).start()
+
+    def step_error(self) -> Exception | None:
+        """The first error since the epoch was formed. Waits for calls that still run."""
+        works, self._works = self._works, []
+        for work in works:
+            if not work.is_completed():
+                try:
+                    work.wait()
+                except Exception as error:
+                    self.report_error(error)
+        return self.errored()
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the group is configured by ``members.begin()``."""
+        raise GroupError("a ManagedProcessGroup is configured by members.begin()")
+
+    def _configure(self, config: GroupConfig) -> None:
+        raise GroupError("a ManagedProcessGroup is configured by members.begin()")
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return "etha"
+
+    def _begin(self, method: str, args: tuple[Any, ...]) -> Any:
+        if not self._formed:
+            call = self._normal_form(method, args)
+            call.fill_defaults(0)
+            return DummyWork(call.result())
+        work = self._hand_on(method, args) if self._count == self._true_size else self._around(method, args)
+        if len(self._works) >= _MOST_WORKS:
+            self._works = [one for one in self._works if not one.is_completed()]
+        self._works.append(work)
+        return work
+
+    def _around(self, method: str, args: tuple[Any, ...]) -> Any:
+        """A call while some members are behind: these contribute what changes nothing."""
+        call = self._normal_form(method, args)
+        watches = self._true_rank >= self._count
+        match call.kind:
+            case Kind.BROADCAST | Kind.BARRIER:
+                return self._hand_on(method, args)
+            case Kind.ALLREDUCE | Kind.REDUCE:
+                if watches:
+                    for tensor in call.inputs:
+                        tensor.fill_(_neutral(call.op, tensor.dtype))
+                return self._reduce(call)
+            case Kind.ALLGATHER:
+                return self._gather(call)
+            case _:
+                raise GroupMismatchError(
+                    f"{call.describe()} while a member is behind: only reductions to all, broadcasts, gathers to all "
+                    f"and barriers can have members that do not count"
+                )
+
+    def _reduce(self, call: GroupCall) -> Any:
+        divisor = self._count if call.op == _OP.AVG else 1
+        opts = torch.distributed.AllreduceOptions()
+        opts.reduceOp = ReduceOp(_OP.SUM if call.op in (_OP.AVG, _OP.PREMUL_SUM) else call.op)
+        if call.op == _OP.PREMUL_SUM and call.factor is not None:
+            for tensor in call.inputs:
+                tensor.mul_(call.factor)
+        works = [self._pg.allreduce([tensor], opts) for tensor in call.inputs]
+        return _Divided(JoinedWork(works), call, divisor)
+
+    def _gather(self, call: GroupCall) -> Any:
+        n, works = self._count, []
+        for number, given in enumerate(call.inputs):
+            own = call.outputs[number * n : (number + 1) * n]
+            unused = [torch.empty_like(given) for _ in range(self._true_size - n)]
+            works.append(self._pg.allgather([[*own, *unused]], [given]))
+        return _Divided(JoinedWork(works), call, 1)
+
+
+class _Divided(_Work):  # type: ignore[misc]
+    """A work whose results are divided at its end, and whose future has the tensors of the call."""
+
+    def __init__(self, work: Any, call: GroupCall, divisor: int) -> None:
+        super().__init__()
+        self._work, self._call, self._divisor = work, call, divisor
+        self._lock, self._divided = threading.Lock(), divisor == 1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait(timeout) if timeout else self._work.wait()
+        self._divide()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A future that holds the call's tensors."""
+
+        def value(done: Future[Any]) -> list[Tensor]:
+            done.value()
+            self._divide()
+            return self._call.result()
+
+        return self._work.get_future().then(value)  # type: ignore[no-any-return]
+
+    def _divide(self) -> None:
+        with self._lock:
+            if not self._divided:
+                self._divided = True
+                for tensor in self._call.outputs:
+                    tensor.div_(self._divisor)
+
+    def is_completed(self) -> bool:
+        return self._divided and bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._call.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def _neutral(op: Any, dtype: torch.dtype) -> Any:
+    """What changes nothing when it is reduced with anything."""
+    if op in (_OP.SUM, _OP.AVG, _OP.PREMUL_SUM, _OP.BOR, _OP.BXOR):
+        return 0
+    if op == _OP.PRODUCT:
+        return 1
+    if dtype is torch.bool:
+        return op in (_OP.MIN, _OP.BAND)
+    if op == _OP.BAND:
+        return -1 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max
+    least = op == _OP.MAX
+    if dtype.is_floating_point:
+        return float("-inf") if least else float("inf")
+    return torch.iinfo(dtype).min if least else torch.iinfo(dtype).max
+
+
+def carrier(via: str | Callable[[float], Any]) -> Callable[[float], Any]:
+    """What makes the group that carries calls out, from a timeout in seconds."""
+    if callable(via):
+        return via
+    if via not in _CARRIERS:
+        raise GroupError(f"via={via!r} is none of {', '.join(map(repr, _CARRIERS))}")
+    module, name = _CARRIERS[via]
+    try:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise GroupError(f"via={via!r} is not available: {error}") from None
