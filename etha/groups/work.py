@@ -135,7 +135,8 @@ class GroupWork(_Work):  # type: ignore[misc]
     def synchronize(self) -> None:
         self.wait()
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
+        """Who sent what a ``recv_anysource`` received."""
         return self.call.root
 
 

@@ -1,0 +1,1 @@
+"""torch's own backends in the trainer's process, made such that they can be configured again."""

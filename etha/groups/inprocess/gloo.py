@@ -1,0 +1,243 @@
+"""Gloo in the trainer's process. Before each call the members compare what they call, because Gloo would abort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etha.errors import GroupError, GroupMismatchError
+from etha.groups import descriptor
+from etha.groups.base import GroupConfig
+from etha.groups.calls import GroupCall
+from etha.groups.inprocess.formation import AGAIN, remaining, tensor_of
+from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack, writing
+from etha.groups.schedule import Kind
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+class GlooCarrier:
+    """torch's Gloo backend of one forming. Only threads of the formation use it, and only with staging of its own."""
+
+    def __init__(self, store: Any, config: GroupConfig, timeout: timedelta) -> None:
+        self._rank, self._size = config.rank, config.world_size
+        self._backend: Any = _c10d.ProcessGroupGloo(store, config.rank, config.world_size, timeout)
+
+    def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """Compare the call with the others', then carry it out in staging; returns what writes its outputs."""
+        if call.kind in (Kind.SEND, Kind.RECV, Kind.RECV_ANY):
+            return self._message(call, deadline)
+        self._compare(call, deadline)
+        with torch.no_grad():
+            carry: dict[Kind, Callable[[GroupCall, float], Callable[[], None]]] = {
+                Kind.ALLREDUCE: self._allreduce,
+                Kind.REDUCE: self._reduce,
+                Kind.BROADCAST: self._broadcast,
+                Kind.ALLGATHER: self._allgather,
+                Kind.REDUCE_SCATTER: self._reduce_scatter,
+                Kind.ALLTOALL: self._alltoall,
+                Kind.GATHER: self._gather,
+                Kind.SCATTER: self._scatter,
+                Kind.BARRIER: lambda call, deadline: _nothing,
+            }
+            return carry[call.kind](call, deadline)
+
+    # ---- what the members call ---------------------------------------------------------------
+
+    def _compare(self, call: GroupCall, deadline: float) -> None:
+        mine = tensor_of(_slot(call, self._size))
+        slots = [torch.empty_like(mine) for _ in range(self._size)]
+        self._wait(self._backend.allgather([slots], [mine], _options(_c10d.AllgatherOptions, deadline)), deadline)
+        raw = [slot.numpy().tobytes() for slot in slots]
+        if len({slot[: descriptor.COMMON] for slot in raw}) > 1:
+            raise _mismatch({rank: descriptor.decode(slot[: descriptor.COMMON]) for rank, slot in enumerate(raw)})
+        if call.kind is Kind.ALLTOALL and (wrong := descriptor.wrong_splits(raw)):
+            calls = {}
+            for sender, receiver, gives, takes in wrong:
+                calls[sender] = f"all_to_all that gives {gives} elements to rank {receiver}"
+                calls[receiver] = f"all_to_all that takes {takes} elements from rank {sender}"
+            raise _mismatch(calls)
+
+    def _message(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """A message: the sender says what comes, the receiver what it expects, and then it comes."""
+        sends, tag = call.kind is Kind.SEND, call.tag * 4
+        tensors = call.inputs if sends else call.outputs
+        mine, theirs = tensor_of(_common(call, Kind.SEND, tensors)), tensor_of(bytes(descriptor.COMMON))
+        if sends:
+            self._wait(self._backend.send([mine], call.root, tag), deadline)
+            self._wait(self._backend.recv([theirs], call.root, tag + 1), deadline)
+        else:
+            self._receive_header(call, theirs, tag, deadline)
+            self._wait(self._backend.send([mine], call.root, tag + 1), deadline)
+        if not torch.equal(mine, theirs):
+            own, others = (descriptor.decode(each.numpy().tobytes()) for each in (mine, theirs))
+            verbs = ("send", "recv") if sends else ("recv", "send")
+            calls = {self._rank: own.replace("send", verbs[0]), call.root: others.replace("send", verbs[1])}
+            raise _mismatch(calls)
+        staging = pack(tensors) if sends else torch.empty(size_of(tensors), dtype=torch.uint8)
+        if staging.numel():
+            move = self._backend.send if sends else self._backend.recv
+            self._wait(move([staging], call.root, tag + 2), deadline)
+        return _nothing if sends else _writer(tensors, lambda: unpack(staging, tensors))
+
+    def _receive_header(self, call: GroupCall, header: Tensor, tag: int, deadline: float) -> None:
+        if call.kind is Kind.RECV:
+            self._wait(self._backend.recv([header], call.root, tag), deadline)
+            return
+        work = self._backend.recv_anysource([header], tag)
+        self._wait(work, deadline)
+        call.root = work._source_rank()
+
+    # ---- collectives -------------------------------------------------------------------------
+
+    def _allreduce(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        reduction, flat = self._staged(call, call.inputs)
+        options = _options(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
+        if flat.numel():
+            self._wait(self._backend.allreduce([flat], options), deadline)
+        return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
+
+    def _reduce(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        reduction, flat = self._staged(call, call.inputs)
+        options = _options(_c10d.ReduceOptions, deadline, reduceOp=reduction.op, rootRank=call.root)
+        if flat.numel():
+            self._wait(self._backend.reduce([flat], options), deadline)
+        if self._rank != call.root:
+            return _nothing
+        return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
+
+    def _broadcast(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        staging = pack(call.inputs)
+        options = _options(_c10d.BroadcastOptions, deadline, rootRank=call.root)
+        if staging.numel():
+            self._wait(self._backend.broadcast([staging], options), deadline)
+        if self._rank == call.root:
+            return _nothing
+        return _writer(call.outputs, lambda: unpack(staging, call.outputs))
+
+    def _allgather(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """Gloo gathers equal pieces: each is as long as the longest."""
+        n = self._size
+        outputs = [call.outputs[rank::n] for rank in range(n)]
+        longest = max(size_of(each) for each in outputs)
+        source, own = torch.zeros(longest, dtype=torch.uint8), pack(call.inputs)
+        source[: own.numel()] = own
+        gathered = [torch.empty_like(source) for _ in range(n)]
+        if longest:
+            options = _options(_c10d.AllgatherOptions, deadline)
+            self._wait(self._backend.allgather([gathered], [source], options), deadline)
+
+        def write() -> None:
+            for staging, tensors in zip(gathered, outputs, strict=True):
+                unpack(staging, tensors)
+
+        return _writer(call.outputs, write)
+
+    def _reduce_scatter(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """Gloo has none: each member gets all pieces for it and reduces them in the order of the ranks."""
+        n, reduction = self._size, self._reduction(call)
+        sources = [reduction.stage(call.inputs[rank::n]) for rank in range(n)]
+        own = sources[self._rank].numel()
+        pieces = self._exchange(torch.cat(sources), [len(each) for each in sources], [own] * n, deadline)
+        flat = reduction.fold(list(pieces))
+        return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
+
+    def _alltoall(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        give, take = ([size_of([tensor]) for tensor in each] for each in (call.inputs, call.outputs))
+        pieces = self._exchange(pack(call.inputs), give, take, deadline)
+        return _writer(call.outputs, lambda: unpack(torch.cat(list(pieces)), call.outputs))
+
+    def _exchange(self, source: Tensor, give: list[int], take: list[int], deadline: float) -> Sequence[Tensor]:
+        target = torch.empty(sum(take), dtype=source.dtype)
+        options = _options(_c10d.AllToAllOptions, deadline)
+        self._wait(self._backend.alltoall_base(target, source, take, give, options), deadline)
+        return torch.split(target, take)
+
+    def _gather(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        source = pack(call.inputs)
+        gathered = [torch.empty_like(source) for _ in call.outputs]
+        options = _options(_c10d.GatherOptions, deadline, rootRank=call.root)
+        if source.numel():
+            self._wait(self._backend.gather([gathered] if gathered else [], [source], options), deadline)
+        return _writer(call.outputs, lambda: unpack(torch.cat(gathered), call.outputs) if gathered else None)
+
+    def _scatter(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        sources = [pack([tensor]) for tensor in call.inputs]
+        target = torch.empty(size_of(call.outputs), dtype=torch.uint8)
+        options = _options(_c10d.ScatterOptions, deadline, rootRank=call.root)
+        if target.numel():
+            self._wait(self._backend.scatter([target], [sources] if sources else [], options), deadline)
+        return _writer(call.outputs, lambda: unpack(target, call.outputs))
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def _reduction(self, call: GroupCall) -> StagedReduction:
+        return StagedReduction(call.op, call.inputs[0].dtype, call.factor, self._size)
+
+    def _staged(self, call: GroupCall, tensors: Sequence[Tensor]) -> tuple[StagedReduction, Tensor]:
+        reduction = self._reduction(call)
+        return reduction, reduction.stage(tensors)
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        work.wait(remaining(deadline))
+
+
+def _nothing() -> None:
+    """Write no output."""
+
+
+def _writer(tensors: Sequence[Tensor], write: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        with writing(tensors):
+            write()
+
+    return run
+
+
+def _options(kind: Any, deadline: float, **fields: Any) -> Any:
+    options = kind()
+    for name, value in {"timeout": remaining(deadline), **fields}.items():
+        setattr(options, name, value)
+    return options
+
+
+def _slot(call: GroupCall, size: int) -> bytes:
+    """What a member says about a collective, of one length for all calls."""
+    match call.kind:
+        case Kind.ALLGATHER | Kind.SCATTER:
+            tensors = call.outputs
+        case Kind.ALLTOALL | Kind.BARRIER:
+            tensors = []
+        case _:
+            tensors = call.inputs
+    splits = b""
+    if call.kind is Kind.ALLTOALL:
+        splits = descriptor.encode_splits(*([len_.numel() for len_ in each] for each in (call.inputs, call.outputs)))
+    slot = descriptor.encode_slot(_common(call, call.kind, tensors), 0, splits=splits)
+    return slot.ljust(descriptor.slot_bytes(size), b"\0")
+
+
+def _common(call: GroupCall, kind: Kind, tensors: Sequence[Tensor]) -> bytes:
+    of = [*call.inputs, *call.outputs]
+    root = call.root if kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER) else -1
+    try:
+        return descriptor.encode(
+            kind,
+            str(of[0].dtype).removeprefix("torch.") if of else "none",
+            call.op.name if call.op is not None else "none",
+            counts=tuple(tensor.numel() for tensor in tensors),
+            root=root,
+            factor=0.0 if call.factor is None else float(call.factor),
+            extra=call.tag,
+        )
+    except ValueError as error:
+        raise GroupError(f"{call.method}: {error}") from error
+
+
+def _mismatch(calls: dict[int, str]) -> GroupMismatchError:
+    text = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
+    return GroupMismatchError(f"the members called different things: {text}; {AGAIN}", calls=calls)

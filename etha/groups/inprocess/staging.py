@@ -1,0 +1,95 @@
+"""Memory of our own between the caller's tensors and a backend of torch, and what a backend cannot reduce itself.
+
+A backend whose call was given up may still write. It writes into these buffers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+_OP: Any = ReduceOp.RedOpType
+#: What Gloo cannot reduce is reduced as this; half precision also because it is rounded once then.
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+#: How bytes that are 0 or 1 are reduced as bool.
+_OF_BOOL = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
+
+
+@contextmanager
+def writing(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """No autograd; and inference mode where a tensor may be written in it alone."""
+    with torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad():
+        yield
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other, in memory of our own."""
+    flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write bytes that ``pack`` made into tensors of the same sizes."""
+    start = 0
+    for tensor in tensors:
+        length = tensor.numel() * tensor.element_size()
+        if length:
+            tensor.copy_(packed[start : start + length].view(tensor.dtype).view(tensor.shape))
+        start += length
+
+
+def size_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class StagedReduction:
+    """One reduction of a call by what Gloo has: sums, products, extremes and bits of wide types."""
+
+    def __init__(self, op: Any, dtype: torch.dtype, factor: Any, size: int) -> None:
+        self._dtype, self._size, self._factor = dtype, size, factor
+        self._name: str = op.name
+        self.dtype = _WIDER.get(dtype, dtype)
+        name = {"AVG": "SUM", "PREMUL_SUM": "SUM"}.get(self._name, self._name)
+        if dtype is torch.bool:
+            self.dtype = torch.int32 if self._name == "AVG" else torch.uint8
+            name = name if self._name == "AVG" else _OF_BOOL[name]
+        self.op: Any = getattr(_OP, name)
+
+    def stage(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The elements of tensors in one buffer of the type that is reduced."""
+        flat = torch.cat([tensor.detach().reshape(-1).to(self.dtype) for tensor in tensors])
+        if self._name == "PREMUL_SUM":
+            flat.mul_(self._factor)
+        return flat
+
+    def fold(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Reduce pieces in their order, into the first."""
+        first, *rest = pieces
+        steps: dict[str, Any] = {
+            "SUM": first.add_,
+            "PRODUCT": first.mul_,
+            "MIN": lambda piece: torch.minimum(first, piece, out=first),
+            "MAX": lambda piece: torch.maximum(first, piece, out=first),
+            "BAND": first.bitwise_and_,
+            "BOR": first.bitwise_or_,
+            "BXOR": first.bitwise_xor_,
+        }
+        for piece in rest:
+            steps[self.op.name](piece)
+        return first
+
+    def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write reduced elements into tensors of the caller's type."""
+        if self._name == "AVG":
+            flat = flat / self._size if flat.is_floating_point() else torch.div(flat, self._size, rounding_mode="trunc")
+        start = 0
+        for tensor in tensors:
+            piece = flat[start : start + tensor.numel()].view(tensor.shape)
+            tensor.copy_(piece != 0 if self._dtype is torch.bool else piece)
+            start += tensor.numel()
