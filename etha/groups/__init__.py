@@ -1,12 +1,15 @@
 """Process groups whose members come and go: ``torch.distributed`` groups that can be configured again after a loss.
 
-Names are imported when they are first used, because the schedule and the membership need no torch.
+Names are imported when they are first used. Importing this package makes "etha" a backend of `init_process_group`.
 """
 
 from __future__ import annotations
 
 import importlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
@@ -39,6 +42,7 @@ __all__ = [
     "Members",
     "ProcessGroup",
     "ProcessGroupDummy",
+    "ProcessGroupEtha",
     "ProcessGroupGloo",
     "ProcessGroupWrapper",
     "Quorum",
@@ -61,6 +65,7 @@ _NAMES = {
     "etha.groups.inprocess.torch_groups": ("ProcessGroupGloo",),
     "etha.groups.managed": ("ManagedProcessGroup",),
     "etha.groups.members": ("Members", "Quorum"),
+    "etha.groups.host.etha_group": ("ProcessGroupEtha",),
     "etha.groups.mesh": ("extend_device_mesh",),
     "etha.groups.store_client": ("create_store_client",),
     "etha.groups.work": ("GroupWork",),
@@ -83,3 +88,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _world(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    group = __getattr__("ProcessGroupEtha")(timeout)
+    group.configure(store, f"rank {rank}", rank, size)
+    return group
+
+
+if "etha" not in dist.Backend.backend_list:
+    dist.Backend.register_backend("etha", _world, devices=["cpu"])

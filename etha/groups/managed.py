@@ -27,7 +27,7 @@ _OP: Any = ReduceOp.RedOpType
 _Work: Any = torch._C._distributed_c10d.Work
 #: via -> the class of the group that carries the calls out, and its module.
 _CARRIERS = {
-    "etha": ("etha.groups.etha_group", "ProcessGroupEtha"),
+    "etha": ("etha.groups.host.etha_group", "ProcessGroupEtha"),
     "gloo": ("etha.groups.torch_groups", "ProcessGroupGloo"),
     "nccl": ("etha.groups.torch_groups", "ProcessGroupNCCL"),
     "baby-gloo": ("etha.groups.baby", "ProcessGroupBabyGloo"),

@@ -46,16 +46,24 @@ def sealed_memfd(name: str, nbytes: int) -> int:
 
 
 def map_pages(
-    fd: int, nbytes: int, *, fresh: bool = False, before_unmap: Callable[[], None] | None = None
+    fd: int,
+    nbytes: int,
+    *,
+    fresh: bool = False,
+    touch: bool = True,
+    before_unmap: Callable[[], None] | None = None,
 ) -> ctypes.Array[Any]:
     """Map all of ``fd`` shared and writable, with every page touched. It is unmapped when the result is collected.
+
+    ``touch=False`` leaves the pages to whoever touches them first, because most of them may never be used.
 
     The result is a writable buffer of ``nbytes``; a torch storage made by ``torch.frombuffer`` holds it. ``fresh``: the
     file is new, so ask for huge pages (copies gain a quarter; first touch is several times faster). OSError if the
     kernel refuses. ``fd`` may be closed afterwards.
     """
-    if nbytes < HUGE:
-        start = address = _mmap(None, nbytes, _RW, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd)
+    populate = mmap.MAP_POPULATE if touch else 0
+    if nbytes < HUGE or not touch:
+        start = address = _mmap(None, nbytes, _RW, mmap.MAP_SHARED | populate, fd)
         length = nbytes
     else:
         # A huge page can be mapped only at its own alignment, so reserve more and map inside of it.

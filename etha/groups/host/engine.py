@@ -1,0 +1,523 @@
+"""Carries out the calls of one configured group: in their order, one at a time, without the interpreter's lock.
+
+    allreduce(...)  ->  submit(): queued, numbered  ->  the engine's thread, or the caller's own thread in wait()
+                    ->  descriptor written, programs run by native.executor  ->  finish() of the work
+
+A call that its caller waits for at once runs on the caller's thread, because handing it to another thread
+costs more than a small call. An engine serves one epoch: after the first error every further call fails with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etha import native
+from etha.errors import GroupAbortedError, GroupError
+from etha.groups import descriptor
+from etha.groups.calls import GroupCall
+from etha.groups.host import causes
+from etha.groups.host.causes import Cause
+from etha.groups.host.meeting import GroupPeer
+from etha.groups.host.monitor import DeathMonitor
+from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
+from etha.groups.schedule import (
+    REDUCTIONS,
+    CallProgram,
+    CallShape,
+    Kind,
+    Variant,
+    is_small,
+    match_program,
+    program,
+)
+from etha.groups.work import GroupWork
+
+#: A run on the main thread comes back this often, because only there Python can act on a signal.
+_SLICE_MS = 50
+_STOP = 1
+#: How often a claim is tried while another member is in the middle of its own.
+_CLAIM_TRIES = 1000
+
+_DTYPES = {
+    torch.float16: native.DtypeCode.F16,
+    torch.bfloat16: native.DtypeCode.BF16,
+    torch.float32: native.DtypeCode.F32,
+    torch.float64: native.DtypeCode.F64,
+    torch.uint8: native.DtypeCode.U8,
+    torch.int8: native.DtypeCode.I8,
+    torch.int16: native.DtypeCode.I16,
+    torch.int32: native.DtypeCode.I32,
+    torch.int64: native.DtypeCode.I64,
+    torch.bool: native.DtypeCode.BOOL,
+}
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Item:
+    number: int
+    call: GroupCall
+    work: EngineWork
+    timeout: float
+
+
+class EngineWork(GroupWork):
+    """The work of a call on an engine. A wait that ends early ends the group, because the call cannot be taken back."""
+
+    def __init__(self, engine: Engine, call: GroupCall) -> None:
+        super().__init__(call)
+        self._engine = engine
+
+    def expire(self, timeout: timedelta) -> None:
+        seconds = timeout.total_seconds()
+        self._engine.time_out(f"{self.call.describe()} had not ended after {seconds:g} s of wait()")
+        self.finish(self._engine.error)
+
+    def interrupt(self) -> None:
+        self._engine.abort("interrupted by Ctrl-C")
+        self.finish(self._engine.error)
+
+
+class Engine:
+    """The members of one epoch and the calls between them."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        block: SharedBlock,
+        peers: dict[int, GroupPeer],
+        timeout: float,
+        epoch: int | None = None,
+        name: str = "",
+        on_error: Callable[[GroupError], None] = lambda error: None,
+    ) -> None:
+        """Takes ``block`` and ``peers`` over; ``close()`` ends them. ``timeout``: seconds for each call."""
+        self.rank, self.size, self.epoch, self.name = rank, len(peers) + 1, epoch, name
+        self.timeout = timeout
+        self.error: GroupError | None = None
+        self._on_error = on_error
+        self._block, self._peers = block, peers
+        self._blocks = [block if r == rank else peers[r].block for r in range(self.size)]
+        self._layout = block.layout
+        self._library = native.load()
+        cores = len(os.sched_getaffinity(0))
+        self._memory = native.GroupMemory(
+            rank=rank,
+            pages=[b.address for b in self._blocks],
+            descriptor_offset=self._layout.descriptors,
+            descriptor_stride=self._layout.descriptor_stride,
+            ring_offset=self._layout.rings,
+            ring_bytes=self._layout.ring,
+            spin_us=20 if self.size <= cores else 2,
+        )
+        even = [b.window(w) for b in self._blocks for w in (0, 1)]
+        odd = [b.window(w) for b in self._blocks for w in (1, 0)]
+        self._windows = (even, odd)
+        self._pid = os.getpid()
+        self._main = threading.main_thread().ident
+        self._phase = 0
+        self._odd = 0
+        #: Number of the next call. Number 0 is the meeting after configure.
+        self._next = 1
+        self._queue: deque[_Item] = deque()
+        #: Held while the queue or the error changes.
+        self._lock = threading.Lock()
+        #: Held by the thread that carries out a call.
+        self._turn = threading.Lock()
+        self._wake = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._running = -1
+        #: The last phase of the running call, once that is known.
+        self._last_phase: int | None = None
+        self._monitor = (
+            DeathMonitor({peer.rank: peer.pidfd for peer in peers.values()}, self._on_death) if peers else None
+        )
+        _engines.add(self)
+
+    # -- what a group asks -------------------------------------------------------------------------------------------
+
+    def submit(self, call: GroupCall, timeout: float | None = None) -> EngineWork:
+        """Begin a call. Never raises for what the group's state is: the work has the error then."""
+        work = EngineWork(self, call)
+        if os.getpid() != self._pid:
+            work.finish(
+                GroupError(f"{call.describe()}: this process was forked after configure, the group is its parent's")
+            )
+            return work
+        with self._lock:
+            if self.error is None:
+                item = _Item(number=self._next, call=call, work=work, timeout=timeout or self.timeout)
+                self._next += 1
+                work._run = lambda limit: self._help(item, limit)
+                self._queue.append(item)
+            else:
+                work.finish(self.error)
+                return work
+        if call.async_op:
+            self._start_thread()
+            self._wake.release()
+        return work
+
+    def meet(self, deadline_ns: int) -> None:
+        """Wait until all members have come so far; the error is that of the group."""
+        with self._turn:
+            common = descriptor.encode(Kind.BARRIER, extra=0 if self.epoch is None else self.epoch + 1)
+            data = descriptor.encode_slot(common, 0)
+            self._block.descriptor(0)[: len(data)] = data
+            self._run(match_program(self.size), [], deadline_ns, f"configure for epoch {self.epoch}")
+
+    def abort(self, why: str) -> None:
+        """End the group: callers here get GroupAbortedError, other members GroupLostError."""
+        text = f"rank {self.rank}{self._named(self.rank)} left the group: {why}"
+        self.fail(Cause(kind="aborted", by=self.rank, text=text, reason="aborted"))
+
+    def leave(self) -> None:
+        """End the group because this member is done with it."""
+        text = f"rank {self.rank}{self._named(self.rank)} has shut its group down"
+        self.fail(Cause(kind="aborted", by=self.rank, text=text, reason="closed"))
+
+    def time_out(self, text: str, ranks: tuple[int, ...] = ()) -> None:
+        """End the group because a call took too long."""
+        self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=ranks))
+
+    def fail(self, cause: Cause, *, stop: bool = True) -> GroupError:
+        """End the group, unless it has ended; returns the error of this member. ``stop`` ends the running call, too."""
+        with self._lock:
+            if self.error is not None:
+                return self.error
+            first = self._claim(cause)
+            if cause.kind == "aborted":
+                first = cause  # the caller knows what it did
+            self.error = error = causes.error_of(first, self.rank, self.epoch)
+            running = self._running
+            number = running if running >= 0 and stop else self._next if running < 0 else running + 1
+            if stop:
+                self._library.stop(self._memory, _STOP)
+            self._library.give_up(self._memory, number)
+            waiting = [item for item in self._queue if item.number != running]
+            self._queue.clear()
+        for item in waiting:
+            item.work.finish(error)
+        self._on_error(error)
+        return error
+
+    def close(self) -> None:
+        """End the group and free its memory; calls that run have ended when this returns. Idempotent."""
+        if self._closing:
+            return
+        self.leave()
+        self._closing = True
+        if self._thread is not None:
+            self._wake.release()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+        if self._monitor is not None:
+            self._monitor.close()
+        with self._turn:
+            _engines.discard(self)
+            for peer in self._peers.values():
+                peer.close()
+            self._block.close()
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="etha-group-engine", daemon=True)
+                    self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._closing:
+                return
+            while self._queue:
+                with self._turn:
+                    self._carry_out_next()
+
+    def _help(self, item: _Item, limit: timedelta | None) -> None:
+        """Carry out calls on the caller's thread until ``item`` has ended."""
+        until = None if limit is None else time.monotonic() + limit.total_seconds()
+        while not item.work.is_completed():
+            left = -1.0 if until is None else max(0.0, until - time.monotonic())
+            if not self._turn.acquire(timeout=left):
+                return
+            try:
+                if not item.work.is_completed():
+                    self._carry_out_next(until)
+            finally:
+                self._turn.release()
+
+    def _carry_out_next(self, until: float | None = None) -> None:
+        """Carry out the first call of the queue. The caller has the turn."""
+        with self._lock:
+            if not self._queue:
+                return
+            item = self._queue.popleft()
+            self._running, self._last_phase = item.number, None
+        error: BaseException | None = None
+        try:
+            end = time.monotonic() + item.timeout
+            self._perform(item, int((end if until is None else min(end, until)) * 1e9))
+        except GroupError as failed:
+            error = failed
+        except BaseException as failed:
+            interrupted = isinstance(failed, KeyboardInterrupt)
+            self.abort("interrupted by Ctrl-C" if interrupted else f"{type(failed).__name__}: {failed}")
+            error = GroupAbortedError(str(self.error))
+            if interrupted:
+                raise
+        finally:
+            with self._lock:
+                self._running = -1
+            item.work.finish(error)
+
+    def _on_death(self, rank: int) -> None:
+        peer = self._peers[rank]
+        text = f"rank {rank}{self._named(rank)}, process {peer.pid}, died"
+        last = self._last_phase
+        # A member that has done all of its part in the running call and then ended takes nothing from it.
+        done = last is not None and self._posted(rank) >= last
+        self.fail(Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="died"), stop=not done)
+
+    # -- one call ----------------------------------------------------------------------------------------------------
+
+    def _perform(self, item: _Item, deadline_ns: int) -> None:
+        call = item.call
+        if self.error is not None:
+            raise self.error
+        tensors = _Contiguous(call)
+        first = next(iter(call.inputs or call.outputs), None)
+        shape = CallShape(
+            kind=call.kind,
+            itemsize=1 if first is None else first.element_size(),
+            inputs=tuple(t.numel() for t in call.inputs),
+            outputs=tuple(t.numel() for t in call.outputs),
+            root=call.root,
+        )
+        native_dtype = 0 if first is None else _DTYPES.get(first.dtype, 0)
+        self._describe(item, shape, first)
+        op = 0 if call.op is None else native.ReduceCode[call.op.name]
+        factor = 1.0 if call.factor is None else float(call.factor)
+        if call.kind in REDUCTIONS and not native_dtype:
+            raise GroupError(
+                f"{call.describe()}: tensors of {first.dtype if first is not None else None} cannot be reduced"
+            )
+        if self.size > 1 and is_small(shape, self.size):
+            variant = Variant.SMALL
+        else:
+            variant = Variant.WINDOWS
+            if self.size > 1:
+                self._run(match_program(self.size), [], deadline_ns, call, more=True)
+            if call.kind is Kind.ALLTOALL:
+                slots = [bytes(block.descriptor(item.number)) for block in self._blocks]
+                shape = replace(shape, matrix=descriptor.split_matrix(slots))
+        steps = program(shape, rank=self.rank, size=self.size, window_bytes=self._layout.window, variant=variant)
+        self._run(steps, tensors.addresses, deadline_ns, call, dtype=native_dtype, op=op, factor=factor)
+        tensors.copy_back()
+
+    def _describe(self, item: _Item, shape: CallShape, first: Tensor | None) -> None:
+        """Write what this member says about the call into its block."""
+        call = item.call
+        counts = {
+            Kind.ALLGATHER: shape.outputs,
+            Kind.GATHER: shape.inputs,
+            Kind.SCATTER: shape.outputs,
+            Kind.ALLTOALL: (),
+        }.get(call.kind, shape.inputs)
+        common = descriptor.encode(
+            call.kind,
+            "none" if first is None else _DTYPE_NAMES[first.dtype],
+            "none" if call.op is None else call.op.name,
+            counts=counts,
+            root=call.root,
+            factor=0.0 if call.factor is None else float(call.factor),
+        )
+        splits = b""
+        if call.kind is Kind.ALLTOALL:
+            splits = descriptor.encode_splits(shape.inputs, shape.outputs)
+        data = descriptor.encode_slot(common, item.number, splits=splits)
+        self._block.descriptor(item.number)[: len(data)] = data
+
+    def _run(
+        self,
+        steps: CallProgram,
+        addresses: list[int],
+        deadline_ns: int,
+        call: GroupCall | str,
+        *,
+        dtype: int = 0,
+        op: int = 0,
+        factor: float = 1.0,
+        more: bool = False,
+    ) -> None:
+        """Run one program of a call. ``more``: another one follows. Raises the error of the group."""
+        spaces = np.array([*addresses, *self._windows[self._odd]], dtype=np.uint64)
+        array, sources = steps.compile()
+        number = max(self._running, 0)
+        args = native.run_arguments(
+            self._memory,
+            array,
+            sources,
+            spaces,
+            phase_base=self._phase,
+            call_number=number,
+            dtype=dtype,
+            op=op,
+            factor=factor,
+            divisor=self.size,
+            deadline_ns=deadline_ns,
+            slice_ms=_SLICE_MS if threading.get_ident() == self._main else 0,
+        )
+        if not more:
+            self._last_phase = self._phase + steps.phases
+        run = self._library.run
+        while (result := run(args)) is native.RunResult.AGAIN:
+            pass
+        if result is not native.RunResult.DONE:
+            raise self._failure(result, args, number, call)
+        self._phase += steps.phases
+        self._odd ^= steps.rounds & 1
+
+    def _failure(
+        self, result: native.RunResult, args: native.RunArguments, number: int, call: GroupCall | str
+    ) -> GroupError:
+        what = call if isinstance(call, str) else call.describe()
+        failed = tuple(r for r in range(self.size) if args.failed_ranks[r])
+        match result:
+            case native.RunResult.TIMEOUT:
+                who = ", ".join(f"rank {r}{self._named(r)}" for r in failed) or "its own turn"
+                text = f"{what} on rank {self.rank} timed out, waiting for {who}"
+                return self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=failed))
+            case native.RunResult.MISMATCH:
+                said = {r: descriptor.decode(bytes(b.descriptor(number)[:128])) for r, b in enumerate(self._blocks)}
+                return self.fail(
+                    Cause(kind="mismatch", by=self.rank, text=_mismatch(said, self._blocks, number), calls=said)
+                )
+            case native.RunResult.GAVE_UP:
+                text = f"{what} ended because rank {args.failed_rank}{self._named(args.failed_rank)} gave it up"
+                cause = Cause(kind="lost", by=self.rank, text=text, ranks=(args.failed_rank,), reason="gave up")
+                return self.fail(cause)
+            case native.RunResult.STOPPED if self.error is not None:
+                return self.error
+            case _:
+                text = f"{what} failed on rank {self.rank}: {result.name}, which is a bug of Etha"
+                return self.fail(Cause(kind="failed", by=self.rank, text=text))
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _claim(self, cause: Cause) -> Cause:
+        """Claim the group's first cause; the cause that was first."""
+        data = causes.encode(cause, CAUSE_BYTES - 4)
+        view = self._block.view
+        view[CAUSE_OFFSET : CAUSE_OFFSET + 4 + len(data)] = len(data).to_bytes(4, "little") + data
+        for _ in range(_CLAIM_TRIES):
+            by = self._library.claim_cause(self._blocks[0].address, self.rank)
+            if by is not None:
+                break
+        else:
+            return cause
+        if by == self.rank:
+            return cause
+        found = self._blocks[by].view
+        length = int.from_bytes(found[CAUSE_OFFSET : CAUSE_OFFSET + 4], "little")
+        return causes.decode(bytes(found[CAUSE_OFFSET + 4 : CAUSE_OFFSET + 4 + min(length, CAUSE_BYTES - 4)]))
+
+    def _posted(self, rank: int) -> int:
+        return int.from_bytes(self._blocks[rank].view[:8], "little")
+
+    def _named(self, rank: int) -> str:
+        name = self.name if rank == self.rank else self._peers[rank].name
+        return f" ({name})" if name else ""
+
+    def disown(self) -> None:
+        """In a forked child: forget everything that is the parent's."""
+        for peer in self._peers.values():
+            os.close(peer.pidfd)
+            peer.block.disown()
+        self._block.disown()
+        if self._monitor is not None:
+            self._monitor.disown()
+
+
+class _Contiguous:
+    """The tensors of a call as contiguous memory: themselves where they are, copies otherwise."""
+
+    def __init__(self, call: GroupCall) -> None:
+        self._back: list[tuple[Tensor, Tensor]] = []
+        shared = call.inputs is call.outputs or (
+            len(call.inputs) == len(call.outputs)
+            and all(a is b for a, b in zip(call.inputs, call.outputs, strict=True))
+        )
+        self._inputs = [_plain(t) for t in call.inputs]
+        if shared:
+            self._outputs = self._inputs
+        else:
+            self._outputs = [t if _is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in call.outputs]
+        for given, used in zip(call.outputs, self._outputs, strict=True):
+            if given is not used:
+                self._back.append((given, used))
+        self.addresses = [t.data_ptr() for t in self._inputs] + [t.data_ptr() for t in self._outputs]
+
+    def copy_back(self) -> None:
+        """Give the outputs what their copies hold."""
+        if self._back:
+            with torch.no_grad():
+                for given, used in self._back:
+                    given.copy_(used)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if _is_plain(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _mismatch(said: dict[int, str], blocks: list[SharedBlock], number: int) -> str:
+    """The text for members that mean different calls; what differs if their words are the same."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        by_text.setdefault(text, []).append(rank)
+    groups = "; ".join(f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r))}: {t}" for t, r in by_text.items())
+    if len(by_text) == 1:
+        slots = [bytes(b.descriptor(number)) for b in blocks]
+        differing = next((d for s in slots[1:] if (d := descriptor.difference(slots[0][:128], s[:128]))), "")
+        if not differing:
+            wrong = descriptor.wrong_splits(slots)
+            differing = "; ".join(f"rank {s} gives rank {d} {g} elements, which takes {t}" for s, d, g, t in wrong[:4])
+        groups += f" (they differ in: {differing})"
+    return f"the members of the group called different things: {groups}"
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for engine in list(_engines):
+        with contextlib.suppress(OSError):
+            engine.disown()
+
+
+os.register_at_fork(after_in_child=_forked)

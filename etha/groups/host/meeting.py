@@ -1,0 +1,385 @@
+"""How the members of an epoch meet on one host: addresses through a store, descriptors through Unix sockets.
+
+    every rank  ->  store: its record (rank, size, host, address of its socket, a token)
+    every rank  ->  the sockets of all lower ranks: hello (its rank, their token), its memfd, its pidfd
+                <-  welcome, memfd, pidfd
+
+Sockets serve the meeting only and are closed at its end. Nobody learns of a death from them, because a forked child of
+a dead trainer can hold them open for seconds; a pidfd becomes readable at once.
+
+Every rank reads the records in the order of ranks and compares each with its own, so a rank that was configured with
+another size is found even though it waits for somebody who will never come.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from etha.errors import EthaError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
+from etha.groups.host.windows import BlockLayout, SharedBlock
+from etha.memory.pages import SEALS
+
+_HELLO_BYTES = 256
+
+
+class MeetingStore(Protocol):
+    """What is used of a ``torch.distributed.MeetingStore``."""
+
+    def set(self, key: str, value: Any, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a member writes into the store for the others."""
+
+    rank: int
+    size: int
+    window: int
+    ring: int
+    host: str
+    pid: int
+    address: str
+    token: str
+    name: str
+
+
+class MemberHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """First message on a connection, in both directions: who speaks, and the token of whom it speaks to."""
+
+    rank: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPeer:
+    """Another member of the group: its mapped block, and a descriptor that becomes readable when its process ends."""
+
+    rank: int
+    name: str
+    pid: int
+    block: SharedBlock
+    pidfd: int
+
+    def close(self) -> None:
+        """Unmap the block and close the descriptor."""
+        os.close(self.pidfd)
+        self.block.close()
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory and reach each other's abstract sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+
+
+class MeetingDeadline:
+    """A point in time, from the seconds that a caller gave."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def ns(self) -> int:
+        """On CLOCK_MONOTONIC."""
+        return int(self.at * 1e9)
+
+
+def meet(
+    store: MeetingStore,
+    *,
+    rank: int,
+    layout: BlockLayout,
+    block_fd: int,
+    name: str,
+    deadline: MeetingDeadline,
+    aborted: Callable[[], bool] = lambda: False,
+) -> dict[int, GroupPeer]:
+    """Meet all other ranks; returns them by rank.
+
+    ``aborted`` is asked whenever something happened on the way. GroupTimeoutError names the ranks that did not come,
+    GroupMismatchError the ranks that were configured otherwise, GroupLostError a rank that died on the way.
+    """
+    meeting = _Meeting(store, rank, layout, block_fd, name, deadline, aborted)
+    try:
+        return meeting.run()
+    finally:
+        meeting.close()
+
+
+def ask_store(question: Callable[[], Any], deadline: MeetingDeadline, place: str = "") -> Any:
+    """The answer of a store, asked on a thread of its own, because a store whose process is stopped never answers.
+
+    Raises GroupTimeoutError then, and GroupError if it cannot be reached or fails.
+    """
+    answer: list[Any] = []
+    failure: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            answer.append(question())
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="etha-group-store", daemon=True).start()
+    if not done.wait(deadline.left + 0.5):
+        raise GroupTimeoutError(
+            f"the store{place} did not answer within {deadline.seconds:g} s: its process may have ended, or be stopped",
+            waiting_for=(),
+        )
+    if failure:
+        error = failure[0]
+        if isinstance(error, EthaError):
+            raise error
+        text = str(error).partition("\nException raised from")[0]
+        raise GroupError(f"the store{place} failed: {text}: is the process that serves it alive?") from error
+    return answer[0]
+
+
+class _Meeting:
+    def __init__(
+        self,
+        store: MeetingStore,
+        rank: int,
+        layout: BlockLayout,
+        block_fd: int,
+        name: str,
+        deadline: MeetingDeadline,
+        aborted: Callable[[], bool],
+    ) -> None:
+        self._store, self._rank, self._layout, self._block_fd = store, rank, layout, block_fd
+        self._deadline, self._aborted = deadline, aborted
+        self._peers: dict[int, GroupPeer] = {}
+        self._records: dict[int, MemberRecord] = {}
+        self._done = False
+        with ExitStack() as stack:
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            token = secrets.token_hex(16)
+            address = f"etha-group-{secrets.token_hex(16)}"
+            self._listener.bind("\0" + address)
+            self._listener.listen(layout.size)
+            self._pidfd = os.pidfd_open(os.getpid())
+            stack.callback(os.close, self._pidfd)
+            self._own = MemberRecord(
+                rank=rank,
+                size=layout.size,
+                window=layout.window,
+                ring=layout.ring,
+                host=host_identity(),
+                pid=os.getpid(),
+                address=address,
+                token=token,
+                name=name,
+            )
+            self._stack = stack.pop_all()
+
+    def run(self) -> dict[int, GroupPeer]:
+        self._ask(self._publish)
+        for other in range(self._layout.size):
+            if other != self._rank:
+                self._records[other] = self._record(other)
+        for other in range(self._rank):
+            self._call_on(self._records[other])
+        self._receive_calls()
+        self._done = True
+        return self._peers
+
+    def close(self) -> None:
+        self._stack.close()
+        if not self._done:
+            for peer in self._peers.values():
+                peer.close()
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        return ask_store(question, self._deadline)
+
+    def _publish(self) -> None:
+        mine = msgspec.json.encode(self._own).decode()
+        found = bytes(self._store.compare_set(str(self._rank), "", mine)).decode()
+        if found != mine:
+            raise GroupMismatchError(
+                f"rank {self._rank} was configured twice under this store address: every configure of a group needs an "
+                "address of its own, and every member a rank of its own",
+                calls={self._rank: f"configure(rank={self._rank}, world_size={self._layout.size})"},
+            )
+
+    def _record(self, other: int) -> MemberRecord:
+        def read() -> bytes:
+            try:
+                self._store.wait([str(other)], timedelta(seconds=max(0.001, self._deadline.left)))
+            except Exception:
+                if not self._deadline.left:
+                    return b""
+                raise
+            return bytes(self._store.get(str(other)))
+
+        found = self._ask(read)
+        if not found:
+            missing = [r for r in range(self._layout.size) if r != self._rank and r not in self._records]
+            raise GroupTimeoutError(
+                f"configure of rank {self._rank} ended after {self._deadline.seconds:g} s: rank {other} did not come",
+                waiting_for=tuple(missing),
+            )
+        record = msgspec.json.decode(found, type=MemberRecord)
+        if (record.size, record.window, record.ring) != (self._own.size, self._own.window, self._own.ring):
+            raise GroupMismatchError(
+                f"rank {other} was configured with world size {record.size}, rank {self._rank} with {self._own.size}",
+                calls={r.rank: f"configure(rank={r.rank}, world_size={r.size})" for r in (self._own, record)},
+            )
+        if record.host != self._own.host:
+            raise GroupError(
+                f"rank {other} ({record.name!r}) runs on another host or in another network namespace: "
+                "the members of this kind of group share memory"
+            )
+        return record
+
+    # -- the sockets -------------------------------------------------------------------------------------------------
+
+    def _call_on(self, record: MemberRecord) -> None:
+        """Meet a lower rank."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            self._limit(sock, record.rank)
+            try:
+                sock.connect("\0" + record.address)
+                self._send(sock, record.token)
+                answer = self._receive(sock)
+            except TimeoutError:
+                raise self._late([record.rank]) from None
+            except OSError as error:
+                raise self._lost(record, error) from None
+            if answer is None:
+                raise self._lost(record, None)
+            self._admit(record, *answer)
+
+    def _receive_calls(self) -> None:
+        """Meet all higher ranks."""
+        waiting = set(range(self._rank + 1, self._layout.size))
+        with selectors.DefaultSelector() as selector:
+            self._listener.setblocking(False)
+            selector.register(self._listener, selectors.EVENT_READ)
+            callers: set[socket.socket] = set()
+            try:
+                while waiting:
+                    if not (ready := selector.select(self._deadline.left)) and not self._deadline.left:
+                        raise self._late(sorted(waiting))
+                    if self._aborted():
+                        raise GroupError("configure was ended by abort() or shutdown()")
+                    for key, _ in ready:
+                        if key.fileobj is self._listener:
+                            caller, _address = self._listener.accept()
+                            caller.settimeout(1.0)
+                            callers.add(caller)
+                            selector.register(caller, selectors.EVENT_READ)
+                            continue
+                        caller = key.fileobj  # type: ignore[assignment]
+                        selector.unregister(caller)
+                        callers.discard(caller)
+                        with caller:
+                            waiting.discard(self._welcome(caller))
+            finally:
+                for caller in callers:
+                    caller.close()
+
+    def _welcome(self, caller: socket.socket) -> int:
+        """Answer whoever calls; the rank that was met, or -1 for somebody who is none of ours."""
+        try:
+            answer = self._receive(caller)
+        except OSError:
+            return -1
+        if answer is None:
+            return -1
+        hello, fds = answer
+        record = self._records.get(hello.rank)
+        if record is None or hello.token != self._own.token or hello.rank in self._peers:
+            for fd in fds:
+                os.close(fd)
+            return -1
+        try:
+            self._send(caller, record.token)
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            raise self._lost(record, error) from None
+        self._admit(record, hello, fds)
+        return record.rank
+
+    def _send(self, sock: socket.socket, token: str) -> None:
+        hello = msgspec.msgpack.encode(MemberHello(rank=self._rank, token=token))
+        socket.send_fds(sock, [hello], [self._block_fd, self._pidfd])
+
+    def _receive(self, sock: socket.socket) -> tuple[MemberHello, list[int]] | None:
+        """A hello and its two descriptors; None if the other side has closed or speaks another language."""
+        data, fds, _flags, _address = socket.recv_fds(sock, _HELLO_BYTES, 2)
+        try:
+            hello = msgspec.msgpack.decode(data, type=MemberHello)
+            if len(fds) == 2:
+                return hello, list(fds)
+        except msgspec.MsgspecError:
+            pass
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _admit(self, record: MemberRecord, hello: MemberHello, fds: list[int]) -> None:
+        memfd, pidfd = fds
+        try:
+            if hello.token != self._own.token or hello.rank != record.rank:
+                raise self._lost(record, None)
+            sealed = fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS == SEALS
+            if not sealed or os.fstat(memfd).st_size != self._layout.nbytes:
+                raise GroupError(f"rank {record.rank} sent memory that is not sealed or of another size")
+            block = SharedBlock(memfd, self._layout)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        finally:
+            os.close(memfd)
+        self._peers[record.rank] = GroupPeer(
+            rank=record.rank, name=record.name, pid=record.pid, block=block, pidfd=pidfd
+        )
+
+    def _limit(self, sock: socket.socket, rank: int) -> None:
+        if not (left := self._deadline.left):
+            raise self._late([rank])
+        sock.settimeout(left)
+
+    def _late(self, ranks: list[int]) -> GroupTimeoutError:
+        who = ", ".join(str(r) for r in ranks)
+        return GroupTimeoutError(
+            f"configure of rank {self._rank} ended after {self._deadline.seconds:g} s: it waits for rank {who}",
+            waiting_for=tuple(ranks),
+        )
+
+    def _lost(self, record: MemberRecord, error: OSError | None) -> GroupLostError:
+        why = f" ({error.strerror})" if error is not None else ""
+        return GroupLostError(
+            f"rank {record.rank} ({record.name!r}, process {record.pid}) ended while the group was configured{why}",
+            ranks=(record.rank,),
+            reason="died",
+        )

@@ -1,0 +1,435 @@
+"""What the members of a ProcessGroupEtha hear when one of them dies, stops, aborts, or calls something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from etha.errors import (
+    EthaError,
+    GroupAbortedError,
+    GroupError,
+    GroupLostError,
+    GroupMismatchError,
+    GroupTimeoutError,
+)
+from tests.groups.team import Member, team, together
+
+
+def error_of(work: Any) -> GroupError:
+    """The error of a work that must fail."""
+    with pytest.raises(GroupError) as raised:
+        work.wait()
+    return raised.value
+
+
+def ready(member: Member, **options: Any) -> Any:
+    """A configured group that has made a call."""
+    group = member.configured(**options)
+    group.allreduce([torch.ones(3)]).wait()
+    return group
+
+
+# ---- mismatches -------------------------------------------------------------------------------
+
+MISMATCHES = {
+    "numel": lambda g, odd: g.allreduce([torch.ones(5 + odd)]),
+    "long": lambda g, odd: g.allreduce([torch.ones(500_000 + odd)]),
+    "dtype": lambda g, odd: g.allreduce([torch.ones(5, dtype=torch.float64 if odd else torch.float32)]),
+    "op": lambda g, odd: g.allreduce([torch.ones(5)], dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+    "root": lambda g, odd: g.broadcast_one(torch.ones(5), int(odd)),
+    "call": lambda g, odd: g.barrier() if odd else g.allreduce([torch.ones(5)]),
+    "short or long": lambda g, odd: g.allreduce([torch.ones(900_000 if odd else 3)]),
+    "splits": lambda g, odd: g.alltoall_base(
+        torch.ones(3), torch.ones(3), [1, 1, 1], [2, 1, 0] if odd else [1, 1, 1], dist.AllToAllOptions()
+    ),
+}
+
+
+def mismatch(member: Member, what: str) -> tuple[str, dict[int, str]]:
+    group = ready(member)
+    error = error_of(MISMATCHES[what](group, member.rank == 1))
+    assert isinstance(error, GroupMismatchError) and isinstance(error, RuntimeError)
+    assert group.errored() is error
+    assert isinstance(error_of(group.barrier()), GroupMismatchError)
+    group.configure(f"{member.address}/again", "r", member.rank, member.size)
+    assert group.errored() is None
+    mine = torch.ones(4)
+    group.allreduce([mine]).wait()
+    assert (mine == member.size).all()
+    group.shutdown()
+    return str(error), error.calls
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_all_ranks_hear_who_called_what(what: str) -> None:
+    found = together(3, mismatch, what)
+    assert found[0] == found[1] == found[2]
+    assert set(found[0][1]) == {0, 1, 2}
+    assert "rank 1" in found[0][0]
+
+
+# ---- deaths, stops, ends ----------------------------------------------------------------------
+
+LONG = 30_000_000
+
+
+def waits(member: Member, numel: int) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 never calls; the others wait for it."""
+    group = ready(member)
+    member.say("ready")
+    if member.rank == 1:
+        member.hear()
+    tensor = torch.ones(numel)
+    error = error_of(group.allreduce([tensor]))
+    end = time.monotonic()
+    assert isinstance(error, GroupLostError), error
+    assert isinstance(error_of(group.barrier()), GroupLostError)
+    group.shutdown()
+    return str(error), (*error.ranks, end)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numel", [3, LONG])
+def test_a_killed_member_ends_the_waits_of_the_others(numel: int) -> None:
+    with team(3, waits, numel) as running:
+        for rank in range(3):
+            running.heard(rank)
+        running.signal(1, signal.SIGKILL)
+        found = running.results()
+    assert {text for text, _ in found.values()} == {found[0][0]}
+    assert found[0][1][0] == 1 and "died" in found[0][0]
+
+
+def killed_in_a_call(member: Member) -> str:
+    group = ready(member)
+    member.say("ready")
+    tensor = torch.ones(LONG)
+    with pytest.raises(GroupLostError) as raised:
+        while True:
+            group.allreduce([tensor]).wait()
+    group.shutdown()
+    return str(raised.value)
+
+
+def test_a_member_killed_while_bytes_move() -> None:
+    with team(2, killed_in_a_call) as running:
+        for rank in range(2):
+            running.heard(rank)
+        running.signal(1, signal.SIGKILL)
+        assert "rank 1" in running.results()[0]
+
+
+def stopped(member: Member) -> str:
+    group = ready(member)
+    group.set_timeout(2.0)
+    member.say("ready")
+    member.hear()
+    error = error_of(group.allreduce([torch.ones(LONG)]))
+    text = f"{type(error).__name__} {error}"
+    group.set_timeout(30)
+    group.configure(f"{member.address}/again", "r", member.rank, member.size)
+    mine = torch.ones(3)
+    group.allreduce([mine]).wait()
+    assert (mine == 2).all()
+    group.shutdown()
+    return text
+
+
+def test_a_stopped_member_is_named_and_comes_back() -> None:
+    with team(2, stopped) as running:
+        for rank in range(2):
+            running.heard(rank)
+        running.signal(1, signal.SIGSTOP)
+        running.tell("go")
+        # The other one is in configure again when it has timed out; only then is this one woken.
+        wait_for_key(running.address, "again/0")
+        running.signal(1, signal.SIGCONT)
+        found = running.results()
+    assert found[0].startswith("GroupTimeoutError") and "rank 1" in found[0]
+    assert found[1].startswith("GroupTimeoutError") and found[1].endswith(found[0].removeprefix("GroupTimeoutError "))
+
+
+def wait_for_key(address: str, key: str) -> None:
+    host, port = address.split(":")
+    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    client.wait([key])
+
+
+def aborts(member: Member, from_thread: bool) -> str:
+    group = ready(member)
+    if member.rank:
+        member.hear()
+        return str(error_of(group.allreduce([torch.ones(LONG)])))
+    work = group.allreduce([torch.ones(LONG)])
+    while group._engine._posted(0) < 3:  # the meeting, the first call, and now this one
+        os.sched_yield()
+    if from_thread:
+        helper = threading.Thread(target=group.abort)
+        helper.start()
+        error = error_of(work)
+        helper.join()
+    else:
+        group.abort()
+        error = error_of(work)
+    assert isinstance(error, GroupAbortedError), error
+    assert isinstance(group.errored(), GroupAbortedError)
+    member.say("aborted")
+    group.shutdown()
+    return str(error)
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_abort_ends_the_call_here_and_elsewhere(from_thread: bool) -> None:
+    with team(2, aborts, from_thread) as running:
+        assert running.heard(0) == "aborted"
+        running.pipes[1].send("go")
+        found = running.results()
+    assert "rank 0" in found[0] and found[0] == found[1]
+
+
+def waits_shortly(member: Member) -> str:
+    group = ready(member)
+    if member.rank:
+        member.hear()
+        error = error_of(group.allreduce([torch.ones(3)]))
+        return f"{type(error).__name__} {error}"
+    work = group.allreduce([torch.ones(3)])
+    with pytest.raises(GroupTimeoutError):
+        work.wait(timedelta(milliseconds=50))
+    member.say("timed out")
+    return f"{type(group.errored()).__name__} {group.errored()}"
+
+
+def test_the_timeout_of_a_wait_ends_the_group() -> None:
+    with team(2, waits_shortly) as running:
+        running.heard(0)
+        running.pipes[1].send("go")
+        found = running.results()
+    assert found[0].startswith("GroupTimeoutError") and found[0] == found[1]
+
+
+def test_ctrl_c_ends_a_call() -> None:
+    with team(2, held_back) as running:
+        running.heard(1)
+        running.signal(0, signal.SIGINT)
+        assert running.heard(0) == "interrupted"
+        running.pipes[1].send("go")
+        assert running.results()[1] == "GroupLostError"
+
+
+def held_back(member: Member) -> str:
+    """Rank 0 waits in a call until Ctrl-C; rank 1 calls only then."""
+    group = ready(member)
+    if member.rank:
+        while group._engine._posted(0) < 3:  # the meeting, the first call, and now the second
+            os.sched_yield()
+        member.say("rank 0 waits")
+        member.hear()
+        return type(error_of(group.allreduce([torch.ones(5)]))).__name__
+    with pytest.raises(KeyboardInterrupt):
+        group.allreduce([torch.ones(5)], synchronous()).wait()
+    assert isinstance(group.errored(), GroupAbortedError)
+    member.say("interrupted")
+    group.shutdown()
+    return "done"
+
+
+def synchronous() -> Any:
+    opts = dist.AllreduceOptions()
+    opts.asyncOp = False
+    return opts
+
+
+def ends_after_a_call(member: Member) -> bool:
+    """Rank 1 ends right after its last call, which has succeeded for both."""
+    group = ready(member)
+    tensor = torch.ones(3_000_000)
+    group.allreduce([tensor], synchronous()).wait()
+    if member.rank:
+        member.pipe.send(("done", True))
+        os._exit(0)
+    return bool((tensor == 2).all())
+
+
+def test_a_member_that_ends_after_its_last_call_takes_nothing_from_the_others() -> None:
+    for _ in range(5):
+        assert together(2, ends_after_a_call) == {0: True, 1: True}
+
+
+def shuts_down(member: Member) -> str:
+    group = ready(member)
+    if member.rank:
+        group.shutdown()
+        return ""
+    error = error_of(group.allreduce([torch.ones(3)]))
+    assert isinstance(error, GroupLostError) and error.ranks == (1,) and error.reason == "closed"
+    return str(error)
+
+
+def test_a_member_that_shuts_down_is_lost_for_the_others() -> None:
+    assert "shut" in together(2, shuts_down)[0]
+
+
+# ---- configure --------------------------------------------------------------------------------
+
+
+def configures(member: Member, rank: int | None, size: int, timeout: float) -> tuple[str, str, Any]:
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    group = ProcessGroupEtha(timeout)
+    try:
+        group.configure(f"{member.address}/p", "r", member.rank if rank is None else rank, size + (member.rank == 1))
+    except EthaError as error:
+        return type(error).__name__, str(error), getattr(error, "waiting_for", ())
+    group.barrier().wait()
+    group.shutdown()
+    return "configured", "", ()
+
+
+def test_another_world_size_is_named() -> None:
+    found = together(2, configures, None, 2, 20.0)
+    assert found[0][0] == found[1][0] == "GroupMismatchError"
+    assert "rank 1 was configured with world size 3, rank 0 with 2" in found[0][1]
+
+
+def test_whoever_does_not_come_is_named() -> None:
+    name, text, missing = together(1, configures, 0, 3, 0.5)[0]
+    assert (name, missing) == ("GroupTimeoutError", (1, 2)) and "rank 1" in text
+
+
+def twice(member: Member) -> str:
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    group = ProcessGroupEtha(3.0)
+    with pytest.raises(GroupError) as raised:
+        group.configure(f"{member.address}/p", "r", 0, 2)
+    return type(raised.value).__name__
+
+
+def test_a_rank_twice_is_named() -> None:
+    assert sorted(together(2, twice).values()) == ["GroupMismatchError", "GroupTimeoutError"]
+
+
+def no_store(member: Member) -> str:
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    with pytest.raises(GroupError) as raised:
+        ProcessGroupEtha(2.0).configure("127.0.0.1:1/p", "r", 0, 2)
+    return str(raised.value)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    assert "127.0.0.1:1" in together(1, no_store)[0]
+
+
+def before_configure(member: Member) -> str:
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    return str(error_of(ProcessGroupEtha().barrier()))
+
+
+def test_a_call_before_configure_says_so() -> None:
+    assert "configure()" in together(1, before_configure)[0]
+
+
+def counted() -> tuple[int, int, int]:
+    """Descriptors, threads and mappings of groups of this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="ascii")
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps.count("memfd:etha-group")
+
+
+def again_and_again(member: Member) -> None:
+    group = member.configured("0")
+    group.allreduce([torch.ones(2)]).wait()
+    before = None
+    for turn in range(1, 60):
+        group.configure(f"{member.address}/{turn}", "r", member.rank, member.size)
+        mine = torch.ones(2)
+        group.allreduce([mine]).wait()
+        assert (mine == member.size).all()
+        group.barrier().wait()
+        if turn == 3:
+            before = counted()
+    assert counted() == before
+    group.shutdown()
+    assert counted()[2] == 0
+
+
+def test_nothing_of_many_configures_is_left() -> None:
+    together(2, again_and_again)
+
+
+def forks(member: Member) -> None:
+    """A child, such as a DataLoader's worker, cannot call; it holds nothing of the group; the parent goes on."""
+    group = ready(member)
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            error = error_of(group.allreduce([torch.ones(2)]))
+            os.write(there, f"{counted()[2]} {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as stream:
+        text = stream.read().decode()
+    os.waitpid(pid, 0)
+    assert text.startswith("0 ") and "forked" in text
+    mine = torch.ones(2)
+    group.allreduce([mine]).wait()
+    assert (mine == member.size).all()
+    group.shutdown()
+
+
+def test_a_forked_child_holds_nothing_and_cannot_call() -> None:
+    together(2, forks)
+
+
+def world(member: Member) -> None:
+    import etha.groups  # noqa: F401 (registers the backend)
+
+    host, port = member.address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    dist.init_process_group("etha", store=store, rank=member.rank, world_size=member.size)
+    n, me = member.size, member.rank
+    mine = torch.full((4,), float(me))
+    dist.all_reduce(mine)
+    assert (mine == sum(range(n))).all()
+    found: list[Any] = [None] * n
+    dist.all_gather_object(found, {"rank": me})
+    assert found == [{"rank": r} for r in range(n)]
+    box = [me]
+    dist.broadcast_object_list(box, src=1)
+    assert box == [1]
+    pair = dist.new_group([0, 1])
+    if me < 2:
+        two = torch.ones(2)
+        dist.all_reduce(two, group=pair)
+        assert (two == 2).all()
+    work = dist.all_reduce(mine, async_op=True)
+    work.wait()
+    model = torch.nn.Linear(3, 2)
+    torch.manual_seed(me)
+    replicated = torch.nn.parallel.DistributedDataParallel(model)
+    for _ in range(3):
+        replicated(torch.full((2, 3), float(me + 1))).sum().backward()
+    dist.all_gather_object(found, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
+    assert all(each == found[0] for each in found)
+    with pytest.raises(GroupError, match="fixed size"):
+        dist.group.WORLD.configure("x", "r", 0, 1)  # type: ignore[union-attr]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_world_is_a_group_of_etha() -> None:
+    together(3, world)
