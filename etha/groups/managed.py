@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 _OP: Any = ReduceOp.RedOpType
 _Work: Any = torch._C._distributed_c10d.Work
-#: via -> the class of the group that carries the calls out, and its module.
+#: via -> the class in etha.groups of the group that carries the calls out.
 _CARRIERS = {
-    "etha": ("etha.groups.host.etha_group", "ProcessGroupEtha"),
-    "gloo": ("etha.groups.torch_groups", "ProcessGroupGloo"),
-    "nccl": ("etha.groups.torch_groups", "ProcessGroupNCCL"),
-    "baby-gloo": ("etha.groups.baby", "ProcessGroupBabyGloo"),
-    "baby-nccl": ("etha.groups.baby", "ProcessGroupBabyNCCL"),
+    "etha": "ProcessGroupEtha",
+    "gloo": "ProcessGroupGloo",
+    "nccl": "ProcessGroupNCCL",
+    "baby-gloo": "ProcessGroupBabyGloo",
+    "baby-nccl": "ProcessGroupBabyNCCL",
 }
 #: Works that a group remembers until its step ends; completed ones are dropped beyond that.
 _MOST_WORKS = 256
@@ -230,8 +230,7 @@ def carrier(via: str | Callable[[float], Any]) -> Callable[[float], Any]:
         return via
     if via not in _CARRIERS:
         raise GroupError(f"via={via!r} is none of {', '.join(map(repr, _CARRIERS))}")
-    module, name = _CARRIERS[via]
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except ImportError as error:
+        return getattr(importlib.import_module("etha.groups"), _CARRIERS[via])  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as error:
         raise GroupError(f"via={via!r} is not available: {error}") from None
