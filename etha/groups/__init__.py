@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DiLoCo",
+    "DistributedDataParallel",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "GroupAbortedError",
@@ -38,14 +40,17 @@ __all__ = [
     "GroupMismatchError",
     "GroupTimeoutError",
     "GroupWork",
+    "LocalSGD",
     "ManagedProcessGroup",
     "Members",
+    "Optimizer",
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupEtha",
     "ProcessGroupGloo",
     "ProcessGroupWrapper",
     "Quorum",
+    "Sampler",
     "create_store_client",
     "extend_device_mesh",
 ]
@@ -68,6 +73,10 @@ _NAMES = {
     "etha.groups.host.etha_group": ("ProcessGroupEtha",),
     "etha.groups.mesh": ("extend_device_mesh",),
     "etha.groups.store_client": ("create_store_client",),
+    "etha.groups.training.ddp": ("DistributedDataParallel",),
+    "etha.groups.training.local_sgd": ("DiLoCo", "LocalSGD"),
+    "etha.groups.training.optimizer": ("Optimizer",),
+    "etha.groups.training.sampler": ("Sampler",),
     "etha.groups.work": ("GroupWork",),
     "etha.groups.wrappers": (
         "ErrorSwallowingProcessGroupWrapper",

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from etha.errors import ConfigError
-from etha.groups.ddp import DistributedDataParallel, plain_ddp_hint, plain_ddp_modules
 from etha.groups.schedule import Kind
+from etha.groups.training.ddp import DistributedDataParallel, plain_ddp_hint, plain_ddp_modules
 
-from .echo import EchoGroup
+from ..echo import EchoGroup
 from .threads import Members, ThreadGroup, World, run_all
 
 

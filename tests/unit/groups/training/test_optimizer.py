@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from etha.errors import ConfigError
-from etha.groups.optimizer import Optimizer
+from etha.groups.training.optimizer import Optimizer
 
 from .test_sampler import Seat
 from .threads import Quorum

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from etha.errors import ConfigError
-from etha.groups.local_sgd import DiLoCo, LocalSGD
+from etha.groups.training.local_sgd import DiLoCo, LocalSGD
 
 from .test_sampler import Seat
 from .threads import ThreadGroup, World, run_all

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from etha.errors import ConfigError
-from etha.groups.sampler import Sampler
+from etha.groups.training.sampler import Sampler
 
 from .threads import Members, Quorum, World, run_all
 
