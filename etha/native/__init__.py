@@ -70,6 +70,9 @@ class CompiledLibrary:
         self._source.restype = ctypes.c_char_p
         self._run = library.etha_run
         self._run.argtypes, self._run.restype = [ctypes.POINTER(RunArguments)], ctypes.c_int
+        # Called with the interpreter's lock held.
+        self._run_briefly = ctypes.PyDLL(str(path)).etha_run_briefly
+        self._run_briefly.argtypes, self._run_briefly.restype = [ctypes.POINTER(RunArguments)], ctypes.c_int
         self._ring = library.etha_ring
         self._ring.argtypes, self._ring.restype = [ctypes.c_void_p], None
         self._stop = library.etha_stop
@@ -89,6 +92,10 @@ class CompiledLibrary:
         return str(self._source().decode())
 
     def run(self, args: RunArguments) -> RunResult:
+        if args.brief_us:
+            result = self._run_briefly(ctypes.byref(args))
+            if result != RunResult.AGAIN:
+                return RunResult(result)
         return RunResult(self._run(ctypes.byref(args)))
 
     def ring(self, page: int) -> None:

@@ -90,6 +90,7 @@ typedef struct {
     int64_t deadline_ns;
     uint8_t *failed;
     uint32_t failed_rank, flags_all;
+    uint32_t brief_us, pad;
 } etha_run_args;
 
 /* ---- words ---- */
@@ -151,13 +152,11 @@ uint64_t etha_claim_cause(uint8_t *page0, uint32_t rank) {
 
 /* ---- waiting ---- */
 
-typedef struct { int64_t deadline, slice_end, spin_end; } limits;
+typedef struct { int64_t deadline, slice_end; int brief; } limits;
 
-static limits begin_limits(const etha_group *group, int64_t deadline_ns, uint32_t slice_ms) {
-    int64_t now = now_ns();
-    limits l = {deadline_ns > 0 ? deadline_ns : INT64_MAX, slice_ms ? now + slice_ms * 1000000LL : INT64_MAX, 0};
-    (void)group;
-    return l;
+static limits begin_limits(int64_t deadline_ns, uint32_t slice_ms) {
+    int64_t slice_end = slice_ms ? now_ns() + slice_ms * 1000000LL : INT64_MAX;
+    return (limits){deadline_ns > 0 ? deadline_ns : INT64_MAX, slice_end, 0};
 }
 
 /* Sleep on the own bell unless it has changed from `seen`. AGAIN if a signal came. */
@@ -184,7 +183,7 @@ static int wait_until(const etha_group *group, limits *l, look look_at, void *wh
         if (atomic_load_explicit(group->stop, memory_order_acquire)) return STOPPED;
         if (now >= l->deadline) return TIMEOUT;
         if (now >= l->slice_end) return AGAIN;
-        if (now < spin_end || found == PROGRESS) {
+        if (now < spin_end || found == PROGRESS || l->brief) {
             if (found == PROGRESS) spin_end = now + group->spin_us * 1000LL;
             else for (int i = 0; i < 16; i++) relax();
             if ((found = look_at(what)) >= 0) return found;
@@ -484,9 +483,8 @@ static int run_step(etha_run_args *a, const step *s, limits *l) {
 
 /* Run the steps from `next`. After the last one the words are read again: this process may have been stopped while the
  * others gave the call up. */
-int etha_run(etha_run_args *a) {
+static int run(etha_run_args *a, limits l) {
     etha_group *g = a->group;
-    limits l = begin_limits(g, a->deadline_ns, a->slice_ms);
     a->failed_rank = ALL;
     if (atomic_load_explicit(g->stop, memory_order_acquire)) return STOPPED;
     for (; a->next < a->nsteps; a->next++) {
@@ -496,6 +494,17 @@ int etha_run(etha_run_args *a) {
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load(g->stop)) return STOPPED;
     return find_given_up(a) ? GAVE_UP : DONE;
+}
+
+int etha_run(etha_run_args *a) { return run(a, begin_limits(a->deadline_ns, a->slice_ms)); }
+
+/* The same without sleeping, AGAIN after brief_us. It is called with the interpreter's lock held, because a thread that lets
+ * go of the lock beside a busy one gets it back after 5 ms only. */
+int etha_run_briefly(etha_run_args *a) {
+    limits l = begin_limits(a->deadline_ns, 0);
+    l.slice_end = now_ns() + a->brief_us * 1000LL;
+    l.brief = 1;
+    return run(a, l);
 }
 
 /* ---- point to point ----
@@ -749,7 +758,7 @@ static int look_at_messages(void *what) {
 
 /* Let messages move until one of them has ended, which its status says. AGAIN: a signal, a kick, or the slice is over. */
 int etha_progress(etha_progress_args *a) {
-    limits l = begin_limits(a->group, 0, a->slice_ms);
+    limits l = begin_limits(0, a->slice_ms);
     for (uint64_t i = 0; i < a->count; i++) {
         const message *m = a->messages + i;
         if (m->status == AGAIN && m->deadline_ns > 0 && m->deadline_ns < l.deadline) l.deadline = m->deadline_ns;

@@ -215,8 +215,11 @@ class RunArguments(ctypes.Structure):
         ("failed", ctypes.c_void_p),
         ("failed_rank", ctypes.c_uint32),
         ("flags_all", ctypes.c_uint32),
+        ("brief_us", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
     )
     next: int
+    brief_us: int
     failed_rank: int
     flags_all: int
     #: What the addresses above point into, kept as long as the arguments.
@@ -239,9 +242,11 @@ def run_arguments(
     divisor: int = 0,
     deadline_ns: int = 0,
     slice_ms: int = 0,
+    brief_us: int = 0,
 ) -> RunArguments:
     """The arguments of one run. ``deadline_ns`` is of ``time.monotonic_ns()``, 0 for none; ``slice_ms`` is after how
-    long a run that still waits returns AGAIN, 0 for never; ``divisor`` 0 means the number of sources."""
+    long a run that still waits returns AGAIN, 0 for never; ``divisor`` 0 means the number of sources. For its first
+    ``brief_us`` a run keeps the interpreter's lock: give some dozens for small calls, 0 for large ones."""
     if steps.dtype != STEP or sources.dtype != SOURCE or spaces.dtype != np.uint64:
         raise TypeError(f"steps, sources, spaces have dtypes {steps.dtype}, {sources.dtype}, {spaces.dtype}")
     failed = np.zeros(memory.size, dtype=np.uint8)
@@ -258,6 +263,7 @@ def run_arguments(
         factor=factor,
         divisor=divisor,
         slice_ms=slice_ms,
+        brief_us=brief_us,
         deadline_ns=deadline_ns,
         failed=failed.ctypes.data,
         failed_rank=ALL,

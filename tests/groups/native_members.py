@@ -185,6 +185,7 @@ def play_rounds(mapped: Mapped, rounds: int, seed: int, batch: int = 500) -> int
             call_number=base // batch,
             deadline_ns=soon(),
             slice_ms=chance.choice([0, 0, 0, 1]),
+            brief_us=chance.choice([0, 20]),
         )
         while (result := library.run(args)) is RunResult.AGAIN:
             pass

@@ -46,6 +46,14 @@ def test_a_slice_that_is_over_says_again_and_the_run_goes_on(library: NativeLibr
     assert library.run(args) is RunResult.DONE and pages.word(0, 0) == 2
 
 
+def test_a_run_that_begins_briefly_goes_on_in_the_usual_way(library: NativeLibrary) -> None:
+    pages = Pages(2)
+    args = arguments(pages.member(0), post(1), wait(1), brief_us=50, slice_ms=1)
+    assert library.run(args) is RunResult.AGAIN and args.next == 1
+    assert library.run(arguments(pages.member(1), post(1), wait(1), brief_us=50)) is RunResult.DONE
+    assert library.run(args) is RunResult.DONE
+
+
 @pytest.mark.parametrize(("given_up", "result"), [(4, "GAVE_UP"), (5, "GAVE_UP"), (6, "TIMEOUT")])
 def test_a_member_that_gave_up_ends_waits_of_that_call_and_later_ones(
     library: NativeLibrary, given_up: int, result: str
