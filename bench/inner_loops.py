@@ -104,7 +104,7 @@ class Loops:
             call_number=0,
             dtype=DtypeCode.F32,
             op=ReduceCode.SUM,
-            brief_us=0 if self.nbytes > PIECE else 50,
+            brief_us=0 if self.nbytes > PIECE else 200,
         )
 
         def call() -> None:
@@ -174,7 +174,11 @@ def main() -> None:
     print(harness.machine())
     library, python = native.load(), PythonLibrary()
     print("\n| two processes meet twice, us | alone | a busy thread in each |\n|---|---:|---:|")
-    for name, chosen, brief in (("futex by ctypes", python, 0), (library.name, library, 0), ("  brief", library, 50)):
+    for name, chosen, brief in (
+        ("futex by ctypes", python, 0),
+        (library.name, library, 0),
+        (f"{library.name}, brief", library, 200),
+    ):
         row = [meet(chosen, busy, brief, 50 * args.times) * 1e6 for busy in (False, True)]
         print(f"| {name} | {row[0]:,.1f} | {row[1]:,.1f} |")
     large, small = Loops(args.mib << 20), Loops(SMALL)

@@ -14,6 +14,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -53,6 +54,7 @@ enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I6
 
 /* The first page of a member's memfd. */
 #define POSTED 0
+#define PROCESSOR 8 /* 1 + the processor on which the member last ran, 0 unknown */
 #define GAVE_UP_AT 64
 #define BELL 128
 #define SLEEPING 132
@@ -152,11 +154,25 @@ uint64_t etha_claim_cause(uint8_t *page0, uint32_t rank) {
 
 /* ---- waiting ---- */
 
-typedef struct { int64_t deadline, slice_end; int brief; } limits;
+typedef struct { int64_t deadline, slice_end; } limits;
 
-static limits begin_limits(int64_t deadline_ns, uint32_t slice_ms) {
-    int64_t slice_end = slice_ms ? now_ns() + slice_ms * 1000000LL : INT64_MAX;
-    return (limits){deadline_ns > 0 ? deadline_ns : INT64_MAX, slice_end, 0};
+static limits begin_limits(int64_t deadline_ns, int64_t slice_ns) {
+    return (limits){deadline_ns > 0 ? deadline_ns : INT64_MAX, slice_ns ? now_ns() + slice_ns : INT64_MAX};
+}
+
+/* Spinning keeps a member from running that shares this processor: such a member is waited for asleep. */
+static uint32_t note_processor(const etha_group *group) {
+    uint32_t own = (uint32_t)sched_getcpu() + 1;
+    atomic_store_explicit(half(group->pages[group->rank], PROCESSOR), own, memory_order_relaxed);
+    return own;
+}
+
+static int64_t spin_until(const etha_group *group) {
+    uint32_t own = note_processor(group);
+    for (uint32_t r = 0; r < group->size; r++)
+        if (r != group->rank && atomic_load_explicit(half(group->pages[r], PROCESSOR), memory_order_relaxed) == own)
+            return 0;
+    return now_ns() + group->spin_us * 1000LL;
 }
 
 /* Sleep on the own bell unless it has changed from `seen`. AGAIN if a signal came. */
@@ -177,14 +193,14 @@ static int wait_until(const etha_group *group, limits *l, look look_at, void *wh
     uint8_t *own = group->pages[group->rank];
     int found = look_at(what);
     if (found >= 0) return found;
-    int64_t spin_end = now_ns() + group->spin_us * 1000LL;
+    int64_t spin_end = spin_until(group);
     for (;;) {
         int64_t now = now_ns();
         if (atomic_load_explicit(group->stop, memory_order_acquire)) return STOPPED;
         if (now >= l->deadline) return TIMEOUT;
         if (now >= l->slice_end) return AGAIN;
-        if (now < spin_end || found == PROGRESS || l->brief) {
-            if (found == PROGRESS) spin_end = now + group->spin_us * 1000LL;
+        if (now < spin_end || found == PROGRESS) {
+            if (found == PROGRESS) spin_end = spin_until(group);
             else for (int i = 0; i < 16; i++) relax();
             if ((found = look_at(what)) >= 0) return found;
             continue;
@@ -257,6 +273,7 @@ static int run_wait(etha_run_args *a, const step *s, limits *l) {
 
 static void run_post(etha_run_args *a, const step *s) {
     etha_group *g = a->group;
+    note_processor(g);
     atomic_store_explicit(word(g->pages[g->rank], POSTED), a->phase_base + s->count, memory_order_release);
     ring_others(g);
 }
@@ -496,16 +513,11 @@ static int run(etha_run_args *a, limits l) {
     return find_given_up(a) ? GAVE_UP : DONE;
 }
 
-int etha_run(etha_run_args *a) { return run(a, begin_limits(a->deadline_ns, a->slice_ms)); }
+int etha_run(etha_run_args *a) { return run(a, begin_limits(a->deadline_ns, a->slice_ms * 1000000LL)); }
 
-/* The same without sleeping, AGAIN after brief_us. It is called with the interpreter's lock held, because a thread that lets
- * go of the lock beside a busy one gets it back after 5 ms only. */
-int etha_run_briefly(etha_run_args *a) {
-    limits l = begin_limits(a->deadline_ns, 0);
-    l.slice_end = now_ns() + a->brief_us * 1000LL;
-    l.brief = 1;
-    return run(a, l);
-}
+/* The same, AGAIN after brief_us. It is called with the interpreter's lock held, because a thread that lets go of the lock
+ * beside a busy one gets it back after 5 ms only. */
+int etha_run_briefly(etha_run_args *a) { return run(a, begin_limits(a->deadline_ns, a->brief_us * 1000LL)); }
 
 /* ---- point to point ----
  *
@@ -758,7 +770,7 @@ static int look_at_messages(void *what) {
 
 /* Let messages move until one of them has ended, which its status says. AGAIN: a signal, a kick, or the slice is over. */
 int etha_progress(etha_progress_args *a) {
-    limits l = begin_limits(0, a->slice_ms);
+    limits l = begin_limits(0, a->slice_ms * 1000000LL);
     for (uint64_t i = 0; i < a->count; i++) {
         const message *m = a->messages + i;
         if (m->status == AGAIN && m->deadline_ns > 0 && m->deadline_ns < l.deadline) l.deadline = m->deadline_ns;

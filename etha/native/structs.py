@@ -246,7 +246,7 @@ def run_arguments(
 ) -> RunArguments:
     """The arguments of one run. ``deadline_ns`` is of ``time.monotonic_ns()``, 0 for none; ``slice_ms`` is after how
     long a run that still waits returns AGAIN, 0 for never; ``divisor`` 0 means the number of sources. For its first
-    ``brief_us`` a run keeps the interpreter's lock: give some dozens for small calls, 0 for large ones."""
+    ``brief_us`` a run keeps the interpreter's lock, even while it waits: 200 suit small calls, 0 large ones."""
     if steps.dtype != STEP or sources.dtype != SOURCE or spaces.dtype != np.uint64:
         raise TypeError(f"steps, sources, spaces have dtypes {steps.dtype}, {sources.dtype}, {spaces.dtype}")
     failed = np.zeros(memory.size, dtype=np.uint8)
