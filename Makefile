@@ -13,6 +13,9 @@ VLLM := .venv-vllm
 VLLM_BIN := $(VLLM)/bin
 VLLM_EXAMPLE := examples/vllm_weight_sync
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet
+# torchft, whose own tests of process groups run against Etha's: an environment of its own over this one's torch.
+TORCHFT := .venv-torchft
+TORCHFT_STAMP := $(TORCHFT)/.installed
 VLLM_STAMP := $(VLLM)/.installed
 
 # Runs what follows with temporary files, caches and sockets in a directory that goes away afterwards. It has a short
@@ -21,7 +24,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu vllm test-vllm test-vllm-models clean
+.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -150,6 +153,17 @@ bench-plan: install
 
 # A live vLLM on the CPU, two workers, learns a sentence from two trainers, version by version, while users ask.
 # PAUSE=keep (or abort): what becomes of requests that are under way when a version comes in.
+$(TORCHFT_STAMP): $(STAMP)
+	$(PYTHON) -m venv $(TORCHFT)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>"$$($(TORCHFT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/etha.pth"
+	$(TORCHFT)/bin/python -m pip --disable-pip-version-check install --quiet torchft==0.2.0 parameterized
+	touch $@
+
+# torchft's own cases with torchft.process_group replaced by etha.groups; WORDS chooses some of them.
+test-torchft: $(TORCHFT_STAMP) $(LIBRARY)
+	@$(PRIVATE) PYTHONPATH=$(CURDIR) $(TORCHFT)/bin/python -m tests.groups.torchft_cases $(WORDS)
+
 vllm: $(VLLM_STAMP)
 	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
 

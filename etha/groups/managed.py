@@ -18,6 +18,7 @@ from etha.errors import GroupError, GroupMismatchError
 from etha.groups.base import GroupConfig, Timeout
 from etha.groups.calls import GroupCall
 from etha.groups.schedule import Kind
+from etha.groups.torchft_manager import TorchftManagedGroup, is_torchft_manager
 from etha.groups.work import DummyWork, JoinedWork
 from etha.groups.wrappers import ProcessGroupWrapper
 
@@ -47,7 +48,13 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     A member that is still behind is not counted: it receives every result of a reduction, a broadcast or a gather, and
     contributes nothing. Its ``rank()`` is that of the last member that counts.
+
+    Given a torchft ``Manager`` instead of members, it is a group over the manager's own, as torchft's.
     """
+
+    def __new__(cls, members: Any, *args: Any, **kwargs: Any) -> Any:
+        """A group of another class if ``members`` is a Manager of torchft."""
+        return TorchftManagedGroup(members) if is_torchft_manager(members) else super().__new__(cls)
 
     def __init__(
         self, members: Any, via: str | Callable[[float], Any] = "etha", *, timeout: Timeout | None = None

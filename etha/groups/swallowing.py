@@ -39,12 +39,13 @@ class Swallower:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self._seen_in_call = False
 
-    def report(self, error: Exception) -> None:
+    def report(self, error: Exception, *, seen_in_call: bool = False) -> None:
         """Skip all further calls because of an error. Only the first error is kept."""
         if self.error is None:
             log.warning("calls are skipped until the group is configured again: %s", error)
-            self.error = error
+            self.error, self._seen_in_call = error, seen_in_call
 
     def run(self, method: str, begin: Callable[[], Any], normal_form: Callable[[], GroupCall], rank: int) -> Any:
         """The work of a call: of the call itself, or of one that was skipped.
@@ -57,7 +58,9 @@ class Swallower:
             except Exception as error:
                 if type(error) is GroupError:
                     raise
-                self.report(error)
+                self.report(error, seen_in_call=True)
+        if _must_raise(method) and not self._seen_in_call:
+            return begin()  # the error was reported from elsewhere: the group itself knows whether it works
         call = normal_form()
         if _must_raise(method):
             failed = GroupWork(call)
@@ -98,7 +101,7 @@ class SwallowingWork(_Work):  # type: ignore[misc]
         return self._work.get_future().then(value)  # type: ignore[no-any-return]
 
     def _swallow(self, error: Exception) -> GroupCall:
-        self._swallower.report(error)
+        self._swallower.report(error, seen_in_call=True)
         if _must_raise(self._method):
             raise error
         call = self._normal_form()

@@ -17,6 +17,7 @@ from etha.errors import GroupError, GroupLostError, GroupTimeoutError
 from etha.groups import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
+    ManagedProcessGroup,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupWrapper,
@@ -229,3 +230,51 @@ def test_addresses_of_stores(address: str, host: str, port: int, prefix: str) ->
 def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(GroupError, match="host:port/prefix"):
         create_store_client(address, timeout=timedelta(seconds=1))
+
+
+class Manager:
+    """What `ManagedProcessGroup` uses of a torchft Manager."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._pg, self.reported, self.reduced = group, [], 0
+
+    def num_participants(self) -> int:
+        return 5
+
+    def errored(self) -> Exception | None:
+        return self.reported[0] if self.reported else None
+
+    def report_error(self, error: Exception) -> None:
+        self.reported.append(error)
+
+    def allreduce(self, tensor: torch.Tensor, *, reduce_op: Any) -> Any:
+        self.reduced += 1
+        return self._pg.allreduce([tensor], reduce_op)
+
+
+def test_a_managed_group_takes_a_torchft_manager() -> None:
+    parent = EchoGroup(rank=1, size=3)
+    manager = Manager(parent)
+    group = ManagedProcessGroup(manager)
+    assert (group.size(), group.getSize(), group.rank()) == (5, 5, 1)
+    for tensors in ([value(1)], [value(1), value(2)]):
+        group.allreduce(tensors).wait()
+    assert manager.reduced == 3
+    parent.fail_with(LOST)
+    tensor = value(4)
+    group.broadcast_one(tensor, 0).wait()
+    group.allreduce([tensor]).wait()
+    assert manager.reported == [LOST] and tensor.tolist() == [4] and manager.reduced == 3
+    manager.reported.clear()
+    parent.configure("store:1/a", "replica", 1, 3)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [12]
+
+
+def test_after_an_error_from_elsewhere_a_barrier_asks_the_group_itself() -> None:
+    parent, group = wrapped()
+    group.report_error(LOST)
+    assert group.barrier().wait()
+    parent.fail_with(LOST)
+    with pytest.raises(GroupLostError):
+        group.barrier().wait()
