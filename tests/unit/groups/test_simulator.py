@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from etha.groups.schedule import COPY, MATCH, POST, REDUCE, WAIT, CallProgram, CallStep, Kind, Variant
 from etha.groups.simulator import ScheduleViolation, SimulatedCall, Simulation, shapes_of_all, walk
+from tests.examples import examples as examples_of
 
 from .calls import KINDS, rows, variants
 
 ORDER = st.lists(st.integers(0, 64), max_size=200)
-RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+RELAXED = settings(max_examples=examples_of(150), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def finish(simulation: Simulation, order: list[int], seed: int = 0) -> None:
@@ -39,6 +40,7 @@ def test_any_calls_in_any_order_give_the_results_of_the_reference(calls: list[Si
     assert simulation.gave_up == [None] * simulation.size
 
 
+@pytest.mark.slow
 @settings(RELAXED, max_examples=3)
 @given(rows(st.sampled_from([16, 33, 64]), most=9, calls=1), ORDER)
 def test_large_groups(calls: list[SimulatedCall], order: list[int]) -> None:
@@ -93,6 +95,7 @@ def examples(size: int, *, elements: int = 5, window: int = 192) -> list[Simulat
     ]
 
 
+@pytest.mark.slow
 def test_every_order_of_any_two_calls_of_two_members() -> None:
     """Each pair of ways. docs/groups.md has the numbers of states."""
     calls = examples(2)
@@ -103,6 +106,7 @@ def test_every_order_of_two_equal_calls_of_which_members_give_up() -> None:
     assert sum(walk([call, call], stops=2) for call in examples(2)) == 11_577
 
 
+@pytest.mark.slow
 def test_every_order_of_two_equal_calls_of_three_members() -> None:
     assert sum(walk([call, call]) for call in examples(3)) == 17_573
 
@@ -173,6 +177,7 @@ def noticed(calls: list[SimulatedCall]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("elements", "window"), [(150, 384), (342, 192)], ids=["one round", "several rounds"])
 def test_any_step_that_is_left_out_or_changed_is_noticed(elements: int, window: int) -> None:
     """Between two calls that fill the whole window, and whose first write no match protects."""

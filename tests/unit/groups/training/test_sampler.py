@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from etha.errors import ConfigError
 from etha.groups.training.sampler import Sampler
+from tests.examples import examples
 
 from .threads import Members, Quorum, World, run_all
 
@@ -151,7 +152,7 @@ def test_wrong_arguments_are_refused(data: object, more: dict) -> None:
         Sampler(data, Seat(), **more)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.integers(1, 40),
     st.integers(1, 4),
