@@ -17,6 +17,7 @@ from torch.futures import Future
 from etha.errors import GroupError, GroupMismatchError
 from etha.groups.base import GroupConfig, Timeout
 from etha.groups.calls import GroupCall
+from etha.groups.plain_ddp import plain_ddp_hint
 from etha.groups.schedule import Kind
 from etha.groups.torchft_manager import TorchftManagedGroup, is_torchft_manager
 from etha.groups.work import DummyWork, JoinedWork
@@ -65,6 +66,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         self._members, self._formed = members, False
         self._true_rank, self._true_size, self._count = 0, 1, 1
         self._works: list[Any] = []
+        self._explained: Exception | None = None
         members.manage(self)
 
     # ---- for Members ---------------------------------------------------------------------------
@@ -98,7 +100,12 @@ class ManagedProcessGroup(ProcessGroupWrapper):
                     work.wait()
                 except Exception as error:
                     self.report_error(error)
-        return self.errored()
+        first = self.errored()
+        if isinstance(first, GroupMismatchError) and first is not self._explained:
+            self._explained = first
+            if hint := plain_ddp_hint(self):
+                log.warning("%s", hint)
+        return first
 
     # ---- calls -------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ constructor rebuilds the buckets, over a group of one, after a backward pass in 
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,9 @@ class DistributedDataParallel(_TorchDDP):  # type: ignore[misc]
     calls no other member: weights are equal because all start from the same seed or checkpoint, and newcomers load
     theirs (`Members.state`). ``static_graph`` is refused, because its first step differs from the others.
     """
+
+    #: For `plain_ddp_hint`.
+    rebuilds_buckets = False
 
     def __init__(self, module: nn.Module, *args: Any, process_group: Any, **kwargs: Any) -> None:
         if kwargs.get("static_graph"):
@@ -81,24 +83,3 @@ def _why_not_rebuilt(parameters: Sequence[nn.Parameter], kwargs: dict[str, Any])
     if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
         return "parameters have hooks, which must not see a gradient before the first step"
     return ""
-
-
-def plain_ddp_modules(group: Any) -> list[Any]:
-    """torch's own DDP modules over a group. Searches all objects of the process: for the text of an error only."""
-    # By type, not by isinstance, which asks proxies for their __class__.
-    found = [each for each in gc.get_objects() if issubclass(type(each), _TorchDDP)]
-    return [
-        each
-        for each in found
-        if not isinstance(each, DistributedDataParallel) and each.__dict__.get("process_group") is group
-    ]
-
-
-def plain_ddp_hint(group: Any) -> str:
-    """What to add to an error of calls that do not match; "" if no plain DDP uses the group."""
-    if not plain_ddp_modules(group):
-        return ""
-    return (
-        "torch's DistributedDataParallel uses this group: it rebuilds its buckets after its first step, so a process "
-        "that joins later makes other calls than the rest; use etha.groups.DistributedDataParallel"
-    )

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from etha.errors import ConfigError
+from etha.errors import ConfigError, GroupMismatchError
+from etha.groups.managed import ManagedProcessGroup
+from etha.groups.plain_ddp import plain_ddp_hint, plain_ddp_modules
 from etha.groups.schedule import Kind
-from etha.groups.training.ddp import DistributedDataParallel, plain_ddp_hint, plain_ddp_modules
+from etha.groups.training.ddp import DistributedDataParallel
 
 from ..echo import EchoGroup
 from .threads import Members, ThreadGroup, World, run_all
@@ -113,6 +115,8 @@ def test_a_plain_ddp_over_the_group_is_found_and_named() -> None:
     assert plain_ddp_modules(group) == [plain]
     assert "etha.groups.DistributedDataParallel" in plain_ddp_hint(group)
     assert plain_ddp_hint(other) == ""
+    nn.parallel.DistributedDataParallel(model(), process_group=other, find_unused_parameters=True)
+    assert plain_ddp_hint(other) == "", "it never rebuilds"
     assert isinstance(ours, nn.parallel.DistributedDataParallel)
 
 
@@ -223,3 +227,21 @@ def test_kinds_of_the_tests_group_are_those_of_ddp() -> None:
         DistributedDataParallel(nn.Sequential(model(), nn.BatchNorm1d(4).double()), process_group=group), group
     )
     assert {call.kind for call in group.calls} <= {Kind.ALLREDUCE, Kind.BROADCAST}
+
+
+def test_a_managed_group_logs_why_the_calls_of_a_plain_ddp_do_not_match(caplog: pytest.LogCaptureFixture) -> None:
+    class One:
+        timeout = 60.0
+
+        def manage(self, group: object) -> None:
+            pass
+
+    group = ManagedProcessGroup(One(), via=lambda seconds: EchoGroup())
+    module = nn.parallel.DistributedDataParallel(model(), process_group=group)
+    group.report_error(GroupMismatchError("calls differ", calls={}))
+    assert isinstance(group.step_error(), GroupMismatchError)
+    assert isinstance(group.step_error(), GroupMismatchError)
+    assert [record.message for record in caplog.records if "DDP" in record.message or "Dist" in record.message] == [
+        plain_ddp_hint(group)
+    ]
+    assert module.process_group is group
