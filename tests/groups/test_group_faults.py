@@ -280,6 +280,34 @@ def test_a_member_that_shuts_down_is_lost_for_the_others() -> None:
     assert "shut" in together(2, shuts_down)[0]
 
 
+def swallows(member: Member) -> None:
+    group = ready(member, errors="swallow")
+    member.say("ready")
+    if member.rank == 1:
+        member.hear()
+    mine = torch.full((3,), 7.0)
+    group.allreduce([mine]).wait()
+    assert (mine == 7).all() and isinstance(group.error(), GroupLostError)
+    pieces = [torch.ones(2), torch.ones(2)]
+    group.allgather([pieces], [torch.full((2,), 5.0)]).wait()
+    assert (pieces[0] == 5).all() and (pieces[1] == 0).all()
+    with pytest.raises(GroupLostError):
+        group.barrier().wait()
+    group.configure(f"{member.address}/alone", "r", 0, 1)
+    assert group.error() is None
+    group.allreduce([mine]).wait()
+    assert (mine == 7).all() and group.error() is None
+    group.shutdown()
+
+
+def test_errors_are_swallowed_until_the_next_configure() -> None:
+    with team(2, swallows) as running:
+        for rank in range(2):
+            running.heard(rank)
+        running.signal(1, signal.SIGKILL)
+        running.results()
+
+
 # ---- configure --------------------------------------------------------------------------------
 
 

@@ -30,9 +30,11 @@ from etha.groups.calls import GroupCall
 from etha.groups.host import causes
 from etha.groups.host.causes import Cause
 from etha.groups.host.meeting import GroupPeer
+from etha.groups.host.messages import Messages
 from etha.groups.host.monitor import DeathMonitor
 from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
 from etha.groups.schedule import (
+    POINT_TO_POINT,
     REDUCTIONS,
     CallProgram,
     CallShape,
@@ -143,6 +145,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._running = -1
+        self._messages = Messages(self, self._library, self._memory)
         #: The last phase of the running call, once that is known.
         self._last_phase: int | None = None
         self._monitor = (
@@ -159,6 +162,12 @@ class Engine:
             work.finish(
                 GroupError(f"{call.describe()}: this process was forked after configure, the group is its parent's")
             )
+            return work
+        if call.kind in POINT_TO_POINT:
+            if self.error is None:
+                self._messages.submit(call, work, timeout or self.timeout)
+            else:
+                work.finish(self.error)
             return work
         with self._lock:
             if self.error is None:
@@ -192,9 +201,23 @@ class Engine:
         text = f"rank {self.rank}{self._named(self.rank)} has shut its group down"
         self.fail(Cause(kind="aborted", by=self.rank, text=text, reason="closed"))
 
-    def time_out(self, text: str, ranks: tuple[int, ...] = ()) -> None:
+    def time_out(self, text: str, ranks: tuple[int, ...] = ()) -> GroupError:
         """End the group because a call took too long."""
-        self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=ranks))
+        return self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=ranks))
+
+    def mismatch(self, text: str, calls: dict[int, str]) -> GroupError:
+        """End the group because members meant different calls."""
+        return self.fail(Cause(kind="mismatch", by=self.rank, text=text, calls=calls))
+
+    def given_up(self, what: str, rank: int) -> GroupError:
+        """End the group because ``rank`` has, in the words of its cause if it left one."""
+        text = f"{what} ended because rank {rank}{self._named(rank)} gave it up"
+        return self.fail(Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="gave up"))
+
+    def broken(self, what: str, how: str) -> GroupError:
+        """End the group because the library says what it should not."""
+        text = f"{what} failed on rank {self.rank}: {how}, which is a bug of Etha"
+        return self.fail(Cause(kind="failed", by=self.rank, text=text))
 
     def fail(self, cause: Cause, *, stop: bool = True) -> GroupError:
         """End the group, unless it has ended; returns the error of this member. ``stop`` ends the running call, too."""
@@ -227,6 +250,7 @@ class Engine:
             self._wake.release()
             if self._thread is not threading.current_thread():
                 self._thread.join()
+        self._messages.close()
         if self._monitor is not None:
             self._monitor.close()
         with self._turn:
@@ -287,13 +311,15 @@ class Engine:
                 raise
         finally:
             with self._lock:
-                self._running = -1
+                self._running, self._last_phase = -1, None
+                if self.error is not None:  # messages may still wait
+                    self._library.stop(self._memory, _STOP)
             item.work.finish(error)
 
     def _on_death(self, rank: int) -> None:
         peer = self._peers[rank]
         text = f"rank {rank}{self._named(rank)}, process {peer.pid}, died"
-        last = self._last_phase
+        last = self._last_phase if self._running >= 0 else None
         # A member that has done all of its part in the running call and then ended takes nothing from it.
         done = last is not None and self._posted(rank) >= last
         self.fail(Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="died"), stop=not done)
@@ -405,22 +431,16 @@ class Engine:
         match result:
             case native.RunResult.TIMEOUT:
                 who = ", ".join(f"rank {r}{self._named(r)}" for r in failed) or "its own turn"
-                text = f"{what} on rank {self.rank} timed out, waiting for {who}"
-                return self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=failed))
+                return self.time_out(f"{what} on rank {self.rank} timed out, waiting for {who}", failed)
             case native.RunResult.MISMATCH:
                 said = {r: descriptor.decode(bytes(b.descriptor(number)[:128])) for r, b in enumerate(self._blocks)}
-                return self.fail(
-                    Cause(kind="mismatch", by=self.rank, text=_mismatch(said, self._blocks, number), calls=said)
-                )
+                return self.mismatch(_mismatch(said, self._blocks, number), said)
             case native.RunResult.GAVE_UP:
-                text = f"{what} ended because rank {args.failed_rank}{self._named(args.failed_rank)} gave it up"
-                cause = Cause(kind="lost", by=self.rank, text=text, ranks=(args.failed_rank,), reason="gave up")
-                return self.fail(cause)
+                return self.given_up(what, args.failed_rank)
             case native.RunResult.STOPPED if self.error is not None:
                 return self.error
             case _:
-                text = f"{what} failed on rank {self.rank}: {result.name}, which is a bug of Etha"
-                return self.fail(Cause(kind="failed", by=self.rank, text=text))
+                return self.broken(what, result.name)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
