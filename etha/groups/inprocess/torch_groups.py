@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -76,3 +77,11 @@ class ProcessGroupGloo(InProcessGroup):
 
     def getBackendName(self) -> str:
         return "etha-gloo"
+
+
+def carrier_of(name: str) -> Callable[[Any, GroupConfig, timedelta], Carrier]:
+    """What makes the backend of a class of this file, for a process that hosts it."""
+    classes: dict[str, type[InProcessGroup]] = {cls.__name__: cls for cls in (ProcessGroupGloo,)}
+    if name not in classes:
+        raise GroupError(f"{name} is no group over a backend of torch")
+    return classes[name]()._carrier
