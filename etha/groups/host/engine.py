@@ -36,6 +36,8 @@ from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
 from etha.groups.schedule import (
     POINT_TO_POINT,
     REDUCTIONS,
+    ROUND_BYTES,
+    SMALL_BYTES,
     CallProgram,
     CallShape,
     Kind,
@@ -347,7 +349,8 @@ class Engine:
             raise GroupError(
                 f"{call.describe()}: tensors of {first.dtype if first is not None else None} cannot be reduced"
             )
-        if self.size > 1 and is_small(shape, self.size):
+        window = min(self._layout.window, ROUND_BYTES)
+        if self.size > 1 and is_small(shape, self.size, min(SMALL_BYTES, window)):
             variant = Variant.SMALL
         else:
             variant = Variant.WINDOWS
@@ -356,7 +359,7 @@ class Engine:
             if call.kind is Kind.ALLTOALL:
                 slots = [bytes(block.descriptor(item.number)) for block in self._blocks]
                 shape = replace(shape, matrix=descriptor.split_matrix(slots))
-        steps = program(shape, rank=self.rank, size=self.size, window_bytes=self._layout.window, variant=variant)
+        steps = program(shape, rank=self.rank, size=self.size, window_bytes=window, variant=variant)
         self._run(steps, tensors.addresses, deadline_ns, call, dtype=native_dtype, op=op, factor=factor)
         tensors.copy_back()
 

@@ -14,7 +14,9 @@ KINDS = [kind for kind in Kind if kind not in schedule.POINT_TO_POINT]
 def variants(shapes: tuple[CallShape, ...], window_bytes: int) -> list[Variant]:
     """The ways that a call can go."""
     found = [Variant.WINDOWS, Variant.IN_PLACE]
-    return [Variant.SMALL, *found] if schedule.is_small(shapes[0], len(shapes), window_bytes) else found
+    if shapes[0].kind is Kind.ALLTOALL or schedule.staged_bytes(shapes[0], len(shapes)) > window_bytes // LINE * LINE:
+        return found
+    return [Variant.SMALL, *found]
 
 
 @st.composite

@@ -95,9 +95,16 @@ def test_shapes_that_no_call_has_are_refused(shape: CallShape, text: str) -> Non
         program(shape, rank=0, size=2, window_bytes=4096, variant=Variant.SMALL)
 
 
-def test_all_ranks_agree_whether_a_call_is_small() -> None:
-    assert schedule.is_small(allreduce(16 * 1024), 2)
-    assert not schedule.is_small(allreduce(16 * 1024 + 1), 2)
+def test_a_call_is_small_if_no_rank_reads_too_much() -> None:
+    """Each rank reads all windows of a reduction, and one part of each window of a scattering one."""
+    assert schedule.is_small(allreduce(1000), 2, 8000)
+    assert not schedule.is_small(allreduce(1001), 2, 8000)
+    assert not schedule.is_small(allreduce(1000), 3, 8000)
+    gather = CallShape(kind=Kind.ALLGATHER, itemsize=4, inputs=(2000,), outputs=(2000,) * 3)
+    assert schedule.is_small(gather, 3, 8000)
+
+
+def test_an_alltoall_is_never_small() -> None:
     matrix = ((1, 1), (1, 1))
     alltoall = CallShape(kind=Kind.ALLTOALL, itemsize=1, inputs=(1, 1), outputs=(1, 1), matrix=matrix)
     assert not schedule.is_small(alltoall, 2)
