@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from collections.abc import Callable
 from functools import reduce as fold
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from etha.native import DtypeCode, NativeLibrary, ReduceCode, RunResult, run_arguments
+from etha.native import DtypeCode, NativeLibrary, ReduceCode, RunResult, open_library, run_arguments
+from etha.native.build import FLAGS, SOURCE_FILE, source_hash
+from tests.unit.native import libraries
 from tests.unit.native.pages import Pages, reduce, sources, spaces, steps
 
 NUMPY: dict[DtypeCode, Any] = {
@@ -266,3 +270,20 @@ def test_what_has_no_meaning_is_refused(library: NativeLibrary, dtype: int, op: 
         op=op,
     )
     assert library.run(args) is RunResult.INVALID
+
+
+@pytest.mark.slow
+def test_processors_without_wide_registers_compute_the_same(tmp_path: Path) -> None:
+    """Members on different processors must hold the same bits."""
+    wide_library = libraries.get("compiled")
+    if wide_library is None:
+        pytest.skip("no C compiler (cc) on the path")
+    made = tmp_path / "plain.so"
+    flags = [*FLAGS, "-DETHA_PLAIN", f"-DETHA_SOURCE={source_hash(SOURCE_FILE)}"]
+    subprocess.run(["cc", *flags, "-o", made, SOURCE_FILE], check=True)
+    plain = open_library(made)
+    assert plain is not None
+    for dtype, op in CASES:
+        inputs = [random_bits(seed, dtype, 3001) for seed in range(3)]
+        one, two = (run(library, dtype, op, inputs, factor=0.3, divisor=3) for library in (plain, wide_library))
+        assert same(dtype, one, two), (dtype, op)
