@@ -21,8 +21,8 @@ import torch
 from etha import native
 from etha.native import DtypeCode, GroupMemory, NativeLibrary, PythonLibrary, ReduceCode, StepKind, run_arguments
 
-#: Bytes that are copied or reduced in one go: what stays in a processor's second cache.
-PIECE = 256 << 10
+#: Bytes that are copied or reduced in one go.
+PIECE = 1 << 20
 SMALL = 4096
 PAGES = 4 << 20
 
@@ -182,7 +182,7 @@ def main() -> None:
         row = [meet(chosen, busy, brief, 50 * args.times) * 1e6 for busy in (False, True)]
         print(f"| {name} | {row[0]:,.1f} | {row[1]:,.1f} |")
     large, small = Loops(args.mib << 20), Loops(SMALL)
-    print(f"\n| {args.mib} MiB in pieces of {PIECE >> 10} KiB, GB/s | alone | busy | {SMALL} bytes, us | busy |")
+    print(f"\n| {args.mib} MiB in pieces of {PIECE >> 20} MiB, GB/s | alone | busy | {SMALL} bytes, us | busy |")
     print("|---|---:|---:|---:|---:|")
     rows: list[tuple[str, Callable[[Loops], Callable[[], object]]]] = [
         ("copy: ctypes.memmove", lambda loops: loops.memmove_each),
