@@ -83,11 +83,12 @@ class ManagedGroup(Protocol):
 class Members:
     """This rank's membership in the elastic group ``name``.
 
-    ``replica`` names the replica (default: ETHA_REPLICA, torchrun's run id, or a name of this process if the replica
-    has one rank); ``rank`` and ``world_size`` are those in the replica (default: torch.distributed's, else the
-    launcher's). ``min_replicas``: an epoch has at least so many. ``timeout``: seconds that ``begin``, a vote, and
-    forming a group take at most. ``max_failures``: ``commit`` raises after so many steps in a row that did not count.
-    ``group``: makes the process groups of the votes (default: `ProcessGroupEtha`).
+    ``replica`` names the replica (default: ETHA_REPLICA, torchrun's run id, or a name of this process if the
+    replica has one rank); ``rank`` and ``world_size`` are those in the replica (default: torch.distributed's, else
+    the launcher's). ``min_replicas``: an epoch has at least so many. ``timeout``: seconds that a call, a vote and
+    forming a group take at most, and that an epoch waits for a member whose agent answers. ``max_failures``:
+    ``commit`` raises after so many steps in a row that did not count. ``group``: makes the process groups of the
+    votes (default: `ProcessGroupEtha`).
     """
 
     def __init__(
@@ -174,8 +175,11 @@ class Members:
         """
         self._check()
         changed = recovered = False
-        if self._changing or self._across.errored() is not None or self._step_error() is not None:
-            self._change(time.monotonic() + (self.timeout if timeout is None else timeout))
+        # A wish that only this member has heard of must be voted on first, so that all change at the same step.
+        if self._must_change or self._across.errored() is not None or self._step_error() is not None:
+            # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
+            patience = 2 * self.timeout + self._grace if timeout is None else timeout
+            self._change(time.monotonic() + patience)
             changed = True
         self._begun = True
         return Quorum(
@@ -202,8 +206,12 @@ class Members:
         ballot = Ballot(
             nays=int(not ok or error is not None),
             behind=0,
-            changes=int(self._changing or error is not None),
+            changes=int(self._heard >= self._epoch or error is not None),
         )
+        if isinstance(error, GroupLostError | GroupTimeoutError):
+            # Nobody needs to wait for this ballot, and this member for none: somebody is known not to come.
+            self._suspect(error)
+            self._across.abort()
         decided = self._vote(ballot)
         self._apply(decided)
         return decided.committed
@@ -229,10 +237,6 @@ class Members:
 
     def __exit__(self, *exc_info: object) -> None:
         self.leave()
-
-    @property
-    def _changing(self) -> bool:
-        return self._must_change or self._heard >= self._epoch
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -399,10 +403,12 @@ class Members:
         group.allreduce([words]).wait()
         return Ballot.of((int(words[0]), int(words[1])))
 
-    def _suspect(self, error: GroupError) -> None:
+    def _suspect(self, error: Exception) -> None:
+        """Others were waited for in vain: the next epoch does not wait for them as long again."""
         if isinstance(error, GroupTimeoutError):
             names = [seat.replica for seat in self._seats]
-            self._suspects = tuple(names[r] for r in error.waiting_for if r < len(names) and r != self._mine)
+            late = {names[rank] for rank in error.waiting_for if rank < len(names) and rank != self._mine}
+            self._suspects = tuple(sorted({*self._suspects, *late}))
 
     def _end(self, reason: str) -> GroupLostError:
         """This replica is over: its ranks may have voted differently."""

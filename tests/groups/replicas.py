@@ -1,0 +1,219 @@
+"""Replicas of a training job as real processes: each rank trains until the test says otherwise, and keeps a log."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.flow import nursery
+from tests.processes import CONTEXT, preload
+
+preload("torch", "etha.groups.host.etha_group", "etha.groups.members", "etha.groups.managed")
+
+#: Elements of the model of these trainers.
+SIZE = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """One step of one rank. ``total``: what the all-reduce gave. ``weights``: the first weight afterwards."""
+
+    at: float
+    epoch: int
+    step: int
+    rank: int
+    size: int
+    committed: bool
+    total: float
+    weights: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """What the body of a rank gets."""
+
+    name: str
+    rank: int
+    world: int
+    options: dict[str, Any]
+    pipe: Connection
+
+
+def train(trainer: Trainer) -> None:
+    """Train: each replica adds a number that depends on step and rank to every weight."""
+    import torch
+
+    from etha.groups.managed import ManagedProcessGroup
+    from etha.groups.members import Members
+
+    options = dict(trainer.options)
+    via, pause = options.pop("via", "etha"), options.pop("pause", 0.0)
+    members = Members("dp", replica=trainer.name, rank=trainer.rank, world_size=trainer.world, **options)
+    group = ManagedProcessGroup(members, via=via)
+    weights = torch.zeros(SIZE, dtype=torch.float64)
+    while not (trainer.pipe.poll(pause) and trainer.pipe.recv() == "end"):
+        quorum = members.begin()
+        after = weights.clone()
+        if quorum.changed:
+            group.broadcast_one(after, 0).wait()
+        gradient = torch.full((SIZE,), float(quorum.step + 1 + quorum.rank), dtype=torch.float64)
+        group.allreduce([gradient]).wait()
+        after += gradient
+        committed = members.commit()
+        if committed:
+            weights = after
+        log = StepLog(
+            at=time.monotonic(),
+            epoch=quorum.epoch,
+            step=quorum.step,
+            rank=quorum.rank,
+            size=quorum.size,
+            committed=committed,
+            total=float(gradient[0]),
+            weights=float(weights[0]),
+        )
+        trainer.pipe.send(log)
+    members.leave()
+
+
+def _run(body: Callable[[Trainer], None], trainer: Trainer, env: dict[str, str], agents: str | None) -> None:
+    for name in [name for name in os.environ if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE")]:
+        del os.environ[name]
+    os.environ.update(env)
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank that hangs is
+    nursery.use(agents)
+    try:
+        body(trainer)
+    except BaseException as error:
+        trainer.pipe.send((type(error).__name__, traceback.format_exc()))
+    else:
+        trainer.pipe.send(("ended", ""))
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process, and what it has said so far. ``every``: all ranks of the test."""
+
+    name: str
+    process: BaseProcess
+    pipe: Connection
+    every: list[Rank]
+    logs: list[StepLog] = field(default_factory=list)
+    end: tuple[str, str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def read(self, timeout: float) -> bool:
+        """Take what anybody has said, because a full pipe would stop a rank. False if nobody says anything."""
+        speaking = {rank.pipe: rank for rank in self.every if rank.end is None}
+        ready = wait(list(speaking), timeout)
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            speaking[pipe].take()
+        return bool(ready)
+
+    def take(self) -> None:
+        try:
+            message = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            message = ("killed", "")
+        if isinstance(message, StepLog):
+            self.logs.append(message)
+        else:
+            self.end = message
+
+    def until(self, wanted: Callable[[StepLog], bool], timeout: float = 60.0) -> StepLog:
+        """The next step for which ``wanted``."""
+        deadline, seen = time.monotonic() + timeout, len(self.logs)
+        while True:
+            for log in self.logs[seen:]:
+                if wanted(log):
+                    return log
+            seen = len(self.logs)
+            left = deadline - time.monotonic()
+            assert self.end is None and left > 0 and self.read(left), (
+                f"{self.name}: {self.end or 'no such step'}; last {self.logs[-3:]}"
+            )
+
+    def ends(self, timeout: float = 60.0) -> tuple[str, str]:
+        """How it has ended: the name of its error, or "ended"; and the traceback."""
+        deadline = time.monotonic() + timeout
+        while self.end is None:
+            left = deadline - time.monotonic()
+            assert left > 0 and self.read(left), f"{self.name} goes on"
+        return self.end
+
+
+class Replicas:
+    """All ranks of a test; ``every`` has also those that have ended."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.env = {"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "300"}
+        self.options = options
+        self.every: list[Rank] = []
+
+    def start(self, name: str, *, rank: int = 0, world: int = 1, **options: Any) -> Rank:
+        here, there = CONTEXT.Pipe()
+        trainer = Trainer(name=name, rank=rank, world=world, options={**self.options, **options}, pipe=there)
+        args = (train, trainer, self.env, nursery.address())
+        process = CONTEXT.Process(target=_run, args=args, daemon=True)
+        process.start()
+        there.close()
+        self.every.append(Rank(name, process, here, self.every))
+        return self.every[-1]
+
+    def kill(self, rank: Rank) -> float:
+        """SIGKILL; returns when."""
+        at = time.monotonic()
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.process.join()
+        return at
+
+    def end(self, *ranks: Rank) -> None:
+        """Let ranks leave in order. The first that leaves ends its replica for the others."""
+        for rank in ranks:
+            rank.pipe.send("end")
+        for number, rank in enumerate(ranks):
+            end = rank.ends()
+            torn = end[0] == "GroupLostError" and rank.name in {o.name for n, o in enumerate(ranks) if n != number}
+            assert end[0] == "ended" or torn, end[1]
+
+    def check(self) -> None:
+        """No step mixes two memberships, and all members that commit a step have the same weights after it."""
+        steps = defaultdict(list)
+        for rank in self.every:
+            for log in rank.logs:
+                if log.committed:
+                    steps[log.epoch, log.step].append(log)
+        for (_, step), logs in steps.items():
+            assert len({(log.size, log.total, log.weights) for log in logs}) == 1, logs
+            counting = [log.rank for log in logs if log.rank < log.size]
+            assert logs[0].total == sum(step + 1 + rank for rank in range(logs[0].size)), logs
+            assert len(set(counting)) <= len(counting)
+
+
+@contextlib.contextmanager
+def replicas(directory: Path, **options: Any) -> Iterator[Replicas]:
+    """Replicas that are killed at the end."""
+    found = Replicas(directory, **options)
+    try:
+        yield found
+    finally:
+        for rank in found.every:
+            rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()

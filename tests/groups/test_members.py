@@ -1,0 +1,150 @@
+"""Replicas that come and go: real trainers, agents and Redis, and real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.flow import nursery
+from tests.flow.sites import private_directory, started_in
+from tests.groups.replicas import Replicas, StepLog, replicas
+from tests.seconds import within
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agents() -> Iterator[None]:
+    """Agents are forked from a process that has torch."""
+    if nursery.address() is not None:
+        yield
+        return
+    nursery.open_nursery()
+    yield
+    nursery.close_nursery()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with private_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def job(directory: Path) -> Iterator[Replicas]:
+    with replicas(directory) as found:
+        yield found
+
+
+def sized(size: int) -> object:
+    return lambda log: log.committed and log.size == size
+
+
+def first(rank: object, epoch: int) -> StepLog:
+    return next(log for log in rank.logs if log.committed and log.epoch == epoch)  # type: ignore[attr-defined]
+
+
+def test_three_replicas_lose_one_and_get_it_back(job: Replicas) -> None:
+    a, b, c = (job.start(name) for name in "abc")
+    for one in (a, b, c):
+        one.until(sized(3))
+    job.kill(b)
+    for one in (a, c):
+        assert one.until(sized(2)).epoch == one.logs[-1].epoch
+    again = job.start("b")
+    joined = [one.until(sized(3)) for one in (a, c, again)]
+    assert len({log.epoch for log in joined}) == 1
+    lasts = [one.until(lambda log, at=joined[0]: log.step >= at.step + 5) for one in (a, c, again)]
+    epoch = joined[0].epoch
+    assert len({first(one, epoch).step for one in (a, c, again)}) == 1, "all enter the new epoch at the same step"
+    uncommitted = [log for log in a.logs if not log.committed and log.epoch >= a.logs[-1].epoch - 1]
+    assert len(uncommitted) <= 1, "a join costs at most one step"
+    assert lasts
+    job.end(a, c, again)
+    job.check()
+
+
+def test_one_of_two_goes_on_at_once(job: Replicas) -> None:
+    a, b = job.start("a"), job.start("b")
+    for one in (a, b):
+        one.until(sized(2))
+    killed = job.kill(b)
+    alone = a.until(sized(1))
+    assert alone.at - killed < within(1.0)
+    job.end(a)
+    job.check()
+
+
+def test_who_leaves_in_order_costs_one_step(job: Replicas) -> None:
+    a, b = job.start("a"), job.start("b")
+    for one in (a, b):
+        one.until(sized(2))
+    job.end(b)
+    a.until(sized(1))
+    assert sum(not log.committed for log in a.logs) <= 2
+    job.end(a)
+    job.check()
+
+
+def test_a_stopped_member_is_left_out_and_comes_back(directory: Path) -> None:
+    with replicas(directory, timeout=2.0) as job:
+        a, b = job.start("a"), job.start("b")
+        for one in (a, b):
+            one.until(sized(2))
+        os.kill(b.pid, signal.SIGSTOP)
+        a.until(sized(1))
+        os.kill(b.pid, signal.SIGCONT)
+        both = a.until(sized(2))
+        b.until(lambda log: log.committed and log.epoch == both.epoch and log.size == 2)
+        assert first(b, both.epoch).rank == 1, "who was left out is behind"
+        job.end(a, b)
+        job.check()
+
+
+def test_training_goes_on_without_the_agent(job: Replicas, directory: Path) -> None:
+    a, b = job.start("a"), job.start("b")
+    for one in (a, b):
+        one.until(sized(2))
+    epoch, step = a.logs[-1].epoch, a.logs[-1].step
+    agents = [pid for pid, command in started_in(str(directory)).items() if "etha.agent" in command]
+    assert agents
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    for one in (a, b):
+        assert one.until(lambda log: log.step > step + 100).epoch == epoch
+    job.kill(b)
+    assert a.until(sized(1)).epoch > epoch
+    job.end(a)
+    job.check()
+
+
+def test_a_replica_that_loses_a_rank_is_over(job: Replicas) -> None:
+    ranks = {(name, rank): job.start(name, rank=rank, world=2) for name in "ab" for rank in (0, 1)}
+    for one in ranks.values():
+        one.until(sized(2))
+    job.kill(ranks["b", 1])
+    error, text = ranks["b", 0].ends()
+    assert error == "GroupLostError", text
+    for rank in (0, 1):
+        ranks["a", rank].until(sized(1))
+    again = [job.start("b", rank=rank, world=2) for rank in (0, 1)]
+    for one in again:
+        one.until(sized(2))
+    for rank in (0, 1):
+        ranks["a", rank].until(sized(2))
+    job.end(*again, ranks["a", 0], ranks["a", 1])
+    job.check()
+
+
+def test_votes_of_all_ranks_of_a_replica_are_equal(job: Replicas) -> None:
+    ranks = [job.start(name, rank=rank, world=2) for name in "ab" for rank in (0, 1)]
+    for one in ranks:
+        one.until(sized(2))
+    job.kill(ranks[3])
+    for one in ranks[:2]:
+        one.until(sized(1))
+    job.end(*ranks[:2])
+    votes = [{(log.epoch, log.step, log.committed) for log in one.logs} for one in ranks[:2]]
+    assert votes[0] == votes[1]
