@@ -45,6 +45,14 @@ def sealed_memfd(name: str, nbytes: int) -> int:
     return fd
 
 
+def is_sealed(fd: int) -> bool:
+    """Whether ``fd`` is a memfd that can neither shrink nor grow, so that reading its mapping cannot fault."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False
+
+
 def map_pages(
     fd: int,
     nbytes: int,

@@ -122,6 +122,9 @@ def uneven(member: Member) -> None:
     target = torch.full((sum(takes),), -1.0)
     group.alltoall_base(target, source, takes, gives, dist.AllToAllOptions()).wait()
     assert torch.equal(target, torch.cat([tensor_of(s * n + me, k) for s, k in enumerate(takes)]))
+    line = torch.cat([tensor_of(me * n + d, 50_000) for d in range(n)])
+    group.alltoall_base(line, line, [], [], dist.AllToAllOptions()).wait()
+    assert torch.equal(line, torch.cat([tensor_of(s * n + me, 50_000) for s in range(n)]))
     pieces = [tensor_of(me * n + d, k) for d, k in enumerate(sizes)]
     out = torch.full((sizes[me],), -1.0)
     group.reduce_scatter([out], [pieces]).wait()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -32,6 +32,7 @@ from etha.groups.host.causes import Cause
 from etha.groups.host.meeting import GroupPeer
 from etha.groups.host.messages import Messages
 from etha.groups.host.monitor import DeathMonitor
+from etha.groups.host.places import OwnPlaces, PeerPlaces
 from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
 from etha.groups.schedule import (
     POINT_TO_POINT,
@@ -47,10 +48,18 @@ from etha.groups.schedule import (
     program,
 )
 from etha.groups.work import GroupWork
+from etha.native.structs import FLAGS_AT
 
 #: A run on the main thread comes back this often, because only there Python can act on a signal.
 _SLICE_MS = 50
 _STOP = 1
+#: How long a wait looks before it sleeps; the library does not look while another member runs on the same core.
+_SPIN_US = 20
+#: For so long a small call keeps the interpreter's lock.
+_BRIEF_US = 200
+#: Flags of a descriptor beside those of descriptor.py: all members have the segments of the inputs mapped from an
+#: earlier call; this member has just mapped those of all others.
+_ALL_KNOWN, _MAPPED = 4, 8
 #: How often a claim is tried while another member is in the middle of its own.
 _CLAIM_TRIES = 1000
 
@@ -77,6 +86,8 @@ class _Item:
     call: GroupCall
     work: EngineWork
     timeout: float
+    #: The segments in which its inputs lie, if others can read them there.
+    inodes: frozenset[int] | None = None
 
 
 class EngineWork(GroupWork):
@@ -119,7 +130,6 @@ class Engine:
         self._blocks = [block if r == rank else peers[r].block for r in range(self.size)]
         self._layout = block.layout
         self._library = native.load()
-        cores = len(os.sched_getaffinity(0))
         self._memory = native.GroupMemory(
             rank=rank,
             pages=[b.address for b in self._blocks],
@@ -127,7 +137,7 @@ class Engine:
             descriptor_stride=self._layout.descriptor_stride,
             ring_offset=self._layout.rings,
             ring_bytes=self._layout.ring,
-            spin_us=20 if self.size <= cores else 2,
+            spin_us=_SPIN_US,
         )
         even = [b.window(w) for b in self._blocks for w in (0, 1)]
         odd = [b.window(w) for b in self._blocks for w in (1, 0)]
@@ -147,6 +157,10 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._running = -1
+        self._own_places = OwnPlaces()
+        #: False once a member could not map another's segment, because it cannot next time, either.
+        self._in_place = True
+        self._places = {peer.rank: PeerPlaces(peer.pidfd) for peer in peers.values()}
         self._messages = Messages(self, self._library, self._memory)
         #: The last phase of the running call, once that is known.
         self._last_phase: int | None = None
@@ -257,6 +271,8 @@ class Engine:
             self._monitor.close()
         with self._turn:
             _engines.discard(self)
+            for places in self._places.values():
+                places.close()
             for peer in self._peers.values():
                 peer.close()
             self._block.close()
@@ -342,28 +358,67 @@ class Engine:
             root=call.root,
         )
         native_dtype = 0 if first is None else _DTYPES.get(first.dtype, 0)
-        self._describe(item, shape, first)
+        self._describe(item, shape, first, tensors.inputs)
         op = 0 if call.op is None else native.ReduceCode[call.op.name]
         factor = 1.0 if call.factor is None else float(call.factor)
         if call.kind in REDUCTIONS and not native_dtype:
             raise GroupError(
                 f"{call.describe()}: tensors of {first.dtype if first is not None else None} cannot be reduced"
             )
+        peers: list[int] = []
         window = min(self._layout.window, ROUND_BYTES)
-        if self.size > 1 and is_small(shape, self.size, min(SMALL_BYTES, window)):
+        if self.size > 1 and self._is_small(shape):
             variant = Variant.SMALL
         else:
             variant = Variant.WINDOWS
             if self.size > 1:
-                self._run(match_program(self.size), [], deadline_ns, call, more=True)
+                flags = self._run(match_program(self.size), [], deadline_ns, call, more=True)
+                if flags & descriptor.READABLE_IN_PLACE:
+                    found = self._map_all(item, deadline_ns, known=bool(flags & _ALL_KNOWN))
+                    if found is not None:
+                        variant, peers = Variant.IN_PLACE, found
             if call.kind is Kind.ALLTOALL:
                 slots = [bytes(block.descriptor(item.number)) for block in self._blocks]
                 shape = replace(shape, matrix=descriptor.split_matrix(slots))
         steps = program(shape, rank=self.rank, size=self.size, window_bytes=window, variant=variant)
-        self._run(steps, tensors.addresses, deadline_ns, call, dtype=native_dtype, op=op, factor=factor)
+        addresses, brief = tensors.addresses, variant is Variant.SMALL
+        self._run(steps, addresses, deadline_ns, call, peers, dtype=native_dtype, op=op, factor=factor, brief=brief)
         tensors.copy_back()
 
-    def _describe(self, item: _Item, shape: CallShape, first: Tensor | None) -> None:
+    def _is_small(self, shape: CallShape) -> bool:
+        return is_small(shape, self.size, min(SMALL_BYTES, self._layout.window, ROUND_BYTES))
+
+    def _map_all(self, item: _Item, deadline_ns: int, *, known: bool) -> list[int] | None:
+        """Where the inputs of all members lie in this process, rank by rank; None if not all members could map them.
+
+        ``known``: all members have mapped them before. Otherwise they say in one more phase whether they could.
+        """
+        number, mine = item.number, len(item.call.inputs)
+        found: list[int] = []
+        possible = True
+        for rank, block in enumerate(self._blocks):
+            places = self._places.get(rank)
+            addresses = [0] * mine if places is None else places.addresses(block.table(number))
+            if addresses is None:
+                possible = False
+                break
+            found += addresses + [0] * (mine - len(addresses))
+        if not known:
+            # Slots of this call stay as they are until all have posted the next one, so the flag is read safely.
+            at = FLAGS_AT
+            slot = self._block.descriptor(number)
+            flags = int.from_bytes(slot[at : at + 8], "little") | (_MAPPED if possible else 0)
+            slot[at : at + 8] = flags.to_bytes(8, "little")
+            if not self._run(match_program(self.size), [], deadline_ns, item.call, more=True) & _MAPPED:
+                self._in_place = False
+                return None
+            if item.inodes is not None:
+                self._own_places.note(item.inodes)
+        elif not possible:
+            raise self.broken(item.call.describe(), "a tensor that was readable in place is not any more")
+        return found
+
+    def _describe(self, item: _Item, shape: CallShape, first: Tensor | None, used: list[Tensor]) -> None:
         """Write what this member says about the call into its block."""
         call = item.call
         counts = {
@@ -383,8 +438,19 @@ class Engine:
         splits = b""
         if call.kind is Kind.ALLTOALL:
             splits = descriptor.encode_splits(shape.inputs, shape.outputs)
-        data = descriptor.encode_slot(common, item.number, splits=splits)
+        data = descriptor.encode_slot(common, item.number, flags=self._offer(item, shape, used), splits=splits)
         self._block.descriptor(item.number)[: len(data)] = data
+
+    def _offer(self, item: _Item, shape: CallShape, used: list[Tensor]) -> int:
+        """Say where the inputs lie, if others can read them there; the flags of the call's descriptor."""
+        if not self._in_place or self.size == 1 or not used or self._is_small(shape):
+            return 0
+        found = self._own_places.find(used)
+        if found is None:
+            return 0
+        table, item.inodes = found
+        self._block.table(item.number)[: len(table)] = table
+        return descriptor.READABLE_IN_PLACE | (_ALL_KNOWN if self._own_places.all_known(item.inodes) else 0)
 
     def _run(
         self,
@@ -392,14 +458,20 @@ class Engine:
         addresses: list[int],
         deadline_ns: int,
         call: GroupCall | str,
+        peers: Sequence[int] = (),
         *,
         dtype: int = 0,
         op: int = 0,
         factor: float = 1.0,
         more: bool = False,
-    ) -> None:
-        """Run one program of a call. ``more``: another one follows. Raises the error of the group."""
-        spaces = np.array([*addresses, *self._windows[self._odd]], dtype=np.uint64)
+        brief: bool = False,
+    ) -> int:
+        """Run one program of a call; the flags that all members' descriptors have. Raises the error of the group.
+
+        ``more``: another program of the call follows. ``peers``: where the members' inputs lie, to be read in place.
+        ``brief``: the interpreter's lock is kept for a moment, because beside a busy thread it comes back late.
+        """
+        spaces = np.array([*addresses, *self._windows[self._odd], *peers], dtype=np.uint64)
         array, sources = steps.compile()
         number = max(self._running, 0)
         args = native.run_arguments(
@@ -414,6 +486,7 @@ class Engine:
             factor=factor,
             divisor=self.size,
             deadline_ns=deadline_ns,
+            brief_us=_BRIEF_US if brief else 0,
             slice_ms=_SLICE_MS if threading.get_ident() == self._main else 0,
         )
         if not more:
@@ -425,6 +498,7 @@ class Engine:
             raise self._failure(result, args, number, call)
         self._phase += steps.phases
         self._odd ^= steps.rounds & 1
+        return int(args.flags_all)
 
     def _failure(
         self, result: native.RunResult, args: native.RunArguments, number: int, call: GroupCall | str
@@ -473,6 +547,8 @@ class Engine:
 
     def disown(self) -> None:
         """In a forked child: forget everything that is the parent's."""
+        for places in self._places.values():
+            places.disown()
         for peer in self._peers.values():
             os.close(peer.pidfd)
             peer.block.disown()
@@ -490,15 +566,17 @@ class _Contiguous:
             len(call.inputs) == len(call.outputs)
             and all(a is b for a, b in zip(call.inputs, call.outputs, strict=True))
         )
-        self._inputs = [_plain(t) for t in call.inputs]
+        self.inputs = [_plain(t) for t in call.inputs]
+        if call.kind is Kind.ALLTOALL and _overlap(call.inputs, call.outputs):
+            self.inputs = [t.clone() for t in self.inputs]
         if shared:
-            self._outputs = self._inputs
+            self._outputs = self.inputs
         else:
             self._outputs = [t if _is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in call.outputs]
         for given, used in zip(call.outputs, self._outputs, strict=True):
             if given is not used:
                 self._back.append((given, used))
-        self.addresses = [t.data_ptr() for t in self._inputs] + [t.data_ptr() for t in self._outputs]
+        self.addresses = [t.data_ptr() for t in self.inputs] + [t.data_ptr() for t in self._outputs]
 
     def copy_back(self) -> None:
         """Give the outputs what their copies hold."""
@@ -516,6 +594,12 @@ def _plain(tensor: Tensor) -> Tensor:
     if _is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _overlap(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether an output may lie where an input does: pieces would be written over before they are read."""
+    storages = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
+    return any(t.untyped_storage().data_ptr() in storages for t in outputs if t.numel())
 
 
 def _mismatch(said: dict[int, str], blocks: list[SharedBlock], number: int) -> str:

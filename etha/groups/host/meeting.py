@@ -13,7 +13,6 @@ another size is found even though it waits for somebody who will never come.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import selectors
@@ -31,7 +30,7 @@ import msgspec
 
 from etha.errors import EthaError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 from etha.groups.host.windows import BlockLayout, SharedBlock
-from etha.memory.pages import SEALS
+from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
 
@@ -351,8 +350,7 @@ class _Meeting:
         try:
             if hello.token != self._own.token or hello.rank != record.rank:
                 raise self._lost(record, None)
-            sealed = fcntl.fcntl(memfd, fcntl.F_GET_SEALS) & SEALS == SEALS
-            if not sealed or os.fstat(memfd).st_size != self._layout.nbytes:
+            if not is_sealed(memfd) or os.fstat(memfd).st_size != self._layout.nbytes:
                 raise GroupError(f"rank {record.rank} sent memory that is not sealed or of another size")
             block = SharedBlock(memfd, self._layout)
         except BaseException:

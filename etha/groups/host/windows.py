@@ -2,6 +2,7 @@
 
     offset 0          state words, each on a cache line of its own (native.executor names them)
     4096              two slots of descriptors, one for calls with even numbers, one for odd
+    behind these      two tables of places: where the tensors of a call lie, if others may read them there
     page aligned      window 0, window 1: what this member shows of its tensors, piece by piece
     page aligned      one ring per member: the bytes of point-to-point calls to it
 
@@ -29,13 +30,15 @@ CAUSE_OFFSET, CAUSE_BYTES = 256, WORDS - 256
 WINDOW = 4 << 20
 RING = 256 << 10
 _RING_WORDS = 128
+#: Bytes of a table of places.
+PLACES = 4096
 _MADV_DONTFORK = 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 #: Mappings that a forked child inherited as objects but not as memory: it must never unmap what is there now.
-_not_mine: list[Any] = []
+unmapped_in_forks: list[Any] = []
 
 
 def _up(n: int, to: int) -> int:
@@ -59,8 +62,12 @@ class BlockLayout:
         return WORDS
 
     @property
+    def places(self) -> int:
+        return WORDS + 2 * self.descriptor_stride
+
+    @property
     def windows(self) -> int:
-        return _up(WORDS + 2 * self.descriptor_stride, PAGE)
+        return _up(self.places + 2 * PLACES, PAGE)
 
     @property
     def rings(self) -> int:
@@ -75,6 +82,17 @@ class BlockLayout:
         return self.rings + self.size * self.ring_stride
 
 
+def map_shared(fd: int, nbytes: int) -> tuple[ctypes.Array[Any], int]:
+    """Map all of ``fd`` without touching it; the mapping, and where it lies. OSError if the kernel refuses.
+
+    A forked child, such as a DataLoader's worker, does not get it, because it would keep the pages for its whole life.
+    """
+    pages = map_pages(fd, nbytes, touch=False)
+    address = ctypes.addressof(pages)
+    _libc.madvise(address, nbytes, _MADV_DONTFORK)
+    return pages, address
+
+
 class SharedBlock:
     """A mapped block. ``address`` is valid until ``close()`` or until the last view of it is gone."""
 
@@ -82,12 +100,10 @@ class SharedBlock:
         """Maps ``fd``, which stays the caller's. GroupError if the kernel refuses."""
         self.layout = layout
         try:
-            self._pages: ctypes.Array[Any] | None = map_pages(fd, layout.nbytes, touch=False)
+            pages, self.address = map_shared(fd, layout.nbytes)
         except OSError as error:
             raise GroupError(f"mapping {layout.nbytes} bytes of a member failed: {error.strerror}") from None
-        self.address = ctypes.addressof(self._pages)
-        # A forked child, such as a DataLoader's worker, has no use for it and would keep its pages for its whole life.
-        _libc.madvise(self.address, layout.nbytes, _MADV_DONTFORK)
+        self._pages: ctypes.Array[Any] | None = pages
         self.view = memoryview(self._pages).cast("B")
 
     def window(self, index: int) -> int:
@@ -100,6 +116,11 @@ class SharedBlock:
         start = self.layout.descriptors + call % 2 * stride
         return self.view[start : start + stride]
 
+    def table(self, call: int) -> memoryview:
+        """The table of places of a call."""
+        start = self.layout.places + call % 2 * PLACES
+        return self.view[start : start + PLACES]
+
     def close(self) -> None:
         """Unmap it. Nobody may use the address any more. Idempotent."""
         if self._pages is not None:
@@ -109,7 +130,7 @@ class SharedBlock:
     def disown(self) -> None:
         """In a forked child: forget the mapping without unmapping, because other memory may lie there by now."""
         if self._pages is not None:
-            _not_mine.append((self._pages, self.view))
+            unmapped_in_forks.append((self._pages, self.view))
             self._pages = None
 
 
