@@ -60,7 +60,9 @@ class _Child:
         )
 
         def make(store: Any, config: GroupConfig) -> Carrier:
-            return RemoteCarrier(carrier_of(asked.group)(store, config, timeout), memory, config.rank)
+            inner = carrier_of(asked.group)(store, config, timeout)
+            inner.owned = True
+            return RemoteCarrier(inner, memory, config.rank)
 
         self._formation = Formation(config, timeout, make)
 
@@ -123,6 +125,8 @@ class RemoteCall(GroupCall):
 
 class RemoteCarrier:
     """Reads a call's inputs from the trainer, has a backend carry it out, and writes its outputs into the trainer."""
+
+    owned = True
 
     def __init__(self, inner: Carrier, memory: ProcessMemory, rank: int) -> None:
         self._inner, self._memory, self._rank = inner, memory, rank

@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 
+import torch
+
 from etha.groups.baby.child_program import serve
 from etha.groups.baby.messages import ForkChild, NurseryReply, ReapChild, receive, send
 
@@ -31,6 +33,7 @@ def main(connection: socket.socket, trainer: int) -> None:
     """Serve until the trainer ends the connection."""
     die_with(trainer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the trainer
+    torch.set_num_threads(1)  # a forked process has no pool of threads, and trainers use the other cores
     gc.collect()
     gc.freeze()
     send(connection, NurseryReply())

@@ -35,7 +35,12 @@ AGAIN = "the group is aborted until the next configure"
 
 
 class Carrier(Protocol):
-    """A backend of torch and how it carries out calls. All methods run on threads of the formation."""
+    """A backend of torch and how it carries out calls. All methods run on threads of the formation.
+
+    ``owned``: whether it may work in the tensors of calls, because they are staging.
+    """
+
+    owned: bool
 
     def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         """Carry out a call with buffers of its own; returns what writes the call's outputs."""

@@ -23,6 +23,9 @@ _c10d: Any = torch._C._distributed_c10d
 class GlooCarrier:
     """torch's Gloo backend of one forming. Only threads of the formation use it, and only with staging of its own."""
 
+    #: Whether the tensors of calls are staging already, so that nobody minds what is written into them.
+    owned = False
+
     def __init__(self, store: Any, config: GroupConfig, timeout: timedelta) -> None:
         self._rank, self._size = config.rank, config.world_size
         self._backend: Any = _c10d.ProcessGroupGloo(store, config.rank, config.world_size, timeout)
@@ -78,7 +81,7 @@ class GlooCarrier:
             verbs = ("send", "recv") if sends else ("recv", "send")
             calls = {self._rank: own.replace("send", verbs[0]), call.root: others.replace("send", verbs[1])}
             raise _mismatch(calls)
-        staging = pack(tensors) if sends else torch.empty(size_of(tensors), dtype=torch.uint8)
+        staging = pack(tensors, owned=self.owned) if sends else torch.empty(size_of(tensors), dtype=torch.uint8)
         if staging.numel():
             move = self._backend.send if sends else self._backend.recv
             self._wait(move([staging], call.root, tag + 2), deadline)
@@ -111,7 +114,7 @@ class GlooCarrier:
         return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
 
     def _broadcast(self, call: GroupCall, deadline: float) -> Callable[[], None]:
-        staging = pack(call.inputs)
+        staging = pack(call.inputs, owned=self.owned)
         options = _options(_c10d.BroadcastOptions, deadline, rootRank=call.root)
         if staging.numel():
             self._wait(self._backend.broadcast([staging], options), deadline)
@@ -124,9 +127,10 @@ class GlooCarrier:
         n = self._size
         outputs = [call.outputs[rank::n] for rank in range(n)]
         longest = max(size_of(each) for each in outputs)
-        source, own = torch.zeros(longest, dtype=torch.uint8), pack(call.inputs)
-        source[: own.numel()] = own
-        gathered = [torch.empty_like(source) for _ in range(n)]
+        source = pack(call.inputs, owned=self.owned)
+        if len(source) < longest:
+            source = torch.cat([source, torch.zeros(longest - len(source), dtype=torch.uint8)])
+        gathered = [self._target(each, longest) for each in outputs]
         if longest:
             options = _options(_c10d.AllgatherOptions, deadline)
             self._wait(self._backend.allgather([gathered], [source], options), deadline)
@@ -148,7 +152,7 @@ class GlooCarrier:
 
     def _alltoall(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         give, take = ([size_of([tensor]) for tensor in each] for each in (call.inputs, call.outputs))
-        pieces = self._exchange(pack(call.inputs), give, take, deadline)
+        pieces = self._exchange(pack(call.inputs, owned=self.owned), give, take, deadline)
         return _writer(call.outputs, lambda: unpack(torch.cat(list(pieces)), call.outputs))
 
     def _exchange(self, source: Tensor, give: list[int], take: list[int], deadline: float) -> Sequence[Tensor]:
@@ -158,12 +162,17 @@ class GlooCarrier:
         return torch.split(target, take)
 
     def _gather(self, call: GroupCall, deadline: float) -> Callable[[], None]:
-        source = pack(call.inputs)
-        gathered = [torch.empty_like(source) for _ in call.outputs]
+        source = pack(call.inputs, owned=self.owned)
+        gathered = [self._target([output], len(source)) for output in call.outputs]
         options = _options(_c10d.GatherOptions, deadline, rootRank=call.root)
         if source.numel():
             self._wait(self._backend.gather([gathered] if gathered else [], [source], options), deadline)
-        return _writer(call.outputs, lambda: unpack(torch.cat(gathered), call.outputs) if gathered else None)
+
+        def write() -> None:
+            for staging, tensor in zip(gathered, call.outputs, strict=True):
+                unpack(staging, [tensor])
+
+        return _writer(call.outputs, write)
 
     def _scatter(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         sources = [pack([tensor]) for tensor in call.inputs]
@@ -175,8 +184,14 @@ class GlooCarrier:
 
     # ---- parts -------------------------------------------------------------------------------
 
+    def _target(self, tensors: Sequence[Tensor], length: int) -> Tensor:
+        """Where a piece of a gather comes: into its only tensor if that is ours and as long."""
+        if self.owned and len(tensors) == 1 and size_of(tensors) == length and tensors[0].is_contiguous():
+            return pack(tensors, owned=True)
+        return torch.empty(length, dtype=torch.uint8)
+
     def _reduction(self, call: GroupCall) -> StagedReduction:
-        return StagedReduction(call.op, call.inputs[0].dtype, call.factor, self._size)
+        return StagedReduction(call.op, call.inputs[0].dtype, call.factor, self._size, owned=self.owned)
 
     def _staged(self, call: GroupCall, tensors: Sequence[Tensor]) -> tuple[StagedReduction, Tensor]:
         reduction = self._reduction(call)

@@ -27,9 +27,11 @@ def writing(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one after the other, in memory of our own."""
+def pack(tensors: Sequence[Tensor], *, owned: bool = False) -> Tensor:
+    """The bytes of tensors, one after the other, in memory of our own. ``owned``: the tensors' memory is that."""
     flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in tensors]
+    if owned and len(flat) == 1 and flat[0].data_ptr() == tensors[0].data_ptr():
+        return flat[0]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
@@ -38,7 +40,7 @@ def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         length = tensor.numel() * tensor.element_size()
-        if length:
+        if length and packed.data_ptr() + start != tensor.data_ptr():
             tensor.copy_(packed[start : start + length].view(tensor.dtype).view(tensor.shape))
         start += length
 
@@ -51,7 +53,8 @@ def size_of(tensors: Sequence[Tensor]) -> int:
 class StagedReduction:
     """One reduction of a call by what Gloo has: sums, products, extremes and bits of wide types."""
 
-    def __init__(self, op: Any, dtype: torch.dtype, factor: Any, size: int) -> None:
+    def __init__(self, op: Any, dtype: torch.dtype, factor: Any, size: int, *, owned: bool = False) -> None:
+        self._owned = owned
         self._dtype, self._size, self._factor = dtype, size, factor
         self._name: str = op.name
         self.dtype = _WIDER.get(dtype, dtype)
@@ -63,7 +66,8 @@ class StagedReduction:
 
     def stage(self, tensors: Sequence[Tensor]) -> Tensor:
         """The elements of tensors in one buffer of the type that is reduced."""
-        flat = torch.cat([tensor.detach().reshape(-1).to(self.dtype) for tensor in tensors])
+        pieces = [tensor.detach().reshape(-1).to(self.dtype) for tensor in tensors]
+        flat = pieces[0] if self._owned and len(pieces) == 1 else torch.cat(pieces)
         if self._name == "PREMUL_SUM":
             flat.mul_(self._factor)
         return flat
@@ -87,9 +91,10 @@ class StagedReduction:
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write reduced elements into tensors of the caller's type."""
         if self._name == "AVG":
-            flat = flat / self._size if flat.is_floating_point() else torch.div(flat, self._size, rounding_mode="trunc")
+            flat.div_(self._size, rounding_mode=None if flat.is_floating_point() else "trunc")
         start = 0
         for tensor in tensors:
             piece = flat[start : start + tensor.numel()].view(tensor.shape)
-            tensor.copy_(piece != 0 if self._dtype is torch.bool else piece)
+            if piece.data_ptr() != tensor.data_ptr():
+                tensor.copy_(piece != 0 if self._dtype is torch.bool else piece)
             start += tensor.numel()
