@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
-from etha.groups import ProcessGroupBabyGloo
+from etha.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from etha.groups.baby import nursery
 from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced
 
@@ -174,6 +174,11 @@ def test_after_shutdown_calls_raise_what_torchft_raises(two: Ranks) -> None:
         two.groups[0].allreduce([torch.ones(1)]).wait()
     with pytest.raises(GroupError, match="is not configured"):
         ProcessGroupBabyGloo().barrier()
+
+
+def test_nccl_in_a_child_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(GroupError, match="use ProcessGroupNCCL"):
+        ProcessGroupBabyNCCL().configure(HashStore(), "replica", 0, 1)
 
 
 def test_configure_ends_in_time() -> None:

@@ -86,3 +86,15 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
     def getBackendName(self) -> str:
         return "etha-baby-gloo"
+
+
+class ProcessGroupBabyNCCL(ProcessGroupBaby):
+    """torch's NCCL in a child process, for CUDA tensors. A child has no way to a GPU's tensors yet: it is refused."""
+
+    DEVICES: ClassVar[tuple[str, ...]] = ("cuda",)
+
+    def _configure(self, config: GroupConfig) -> None:
+        raise GroupError("a child process has no way to a GPU's tensors yet: use ProcessGroupNCCL in this process")
+
+    def getBackendName(self) -> str:
+        return "etha-baby-nccl"

@@ -1,0 +1,123 @@
+"""`ProcessGroupNCCL`: torch's NCCL in this process, which can be configured again.
+
+NCCL works in the caller's tensors, in the order of CUDA streams, and ``wait`` makes the current stream wait. A
+communicator is aborted as soon as a call fails, which also ends its kernels. Mismatches are not compared before the
+call: NCCL waits, and the timeout ends it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch.futures import Future
+
+from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
+from etha.groups.base import GroupConfig, ProcessGroup
+from etha.groups.inprocess.formation import AGAIN
+from etha.groups.store_client import create_store_client
+from etha.groups.work import GroupWork
+
+_c10d: Any = torch._C._distributed_c10d
+_Work: Any = _c10d.Work
+
+
+class ProcessGroupNCCL(ProcessGroup):
+    """torch's NCCL in this process, for CUDA tensors. Needs a torch that has NCCL."""
+
+    DEVICES: ClassVar[tuple[str, ...]] = ("cuda",)
+    _backend: Any = None
+    _failure: Exception | None = None
+    _epoch: int | None = None
+
+    def _configure(self, config: GroupConfig) -> None:
+        self._abort("configure was called again")
+        if not hasattr(_c10d, "ProcessGroupNCCL"):
+            raise GroupError("this torch has no NCCL: install one for CUDA, or use ProcessGroupGloo")
+        store = config.store if not isinstance(config.store, str) else create_store_client(config.store, self._timeout)
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        self._failure, self._epoch = None, config.quorum_id
+        try:
+            self._backend = _c10d.ProcessGroupNCCL(store, config.rank, config.world_size, options)
+        except RuntimeError as error:
+            raise self._translated(error, "configure") from error
+
+    def _begin(self, method: str, args: tuple[Any, ...]) -> Any:
+        call = self._normal_form(method, args)
+        backend = self._backend
+        if backend is None and self._failure is None:
+            raise GroupError(f"{method}: the {type(self).__name__} is not configured: call configure first")
+        if self._failure is None:
+            try:
+                return _StreamWork(self, getattr(backend, method)(*args), call.describe())
+            except RuntimeError as error:
+                self._fail(self._translated(error, call.describe()))
+        failed = GroupWork(call)
+        failed.finish(self._failure)
+        return failed
+
+    def _translated(self, error: RuntimeError, what: str) -> GroupError:
+        reason = " ".join(str(error).split("\n", maxsplit=1)[0].split())
+        if "imeout" in reason or "imed out" in reason:
+            seconds = self._timeout.total_seconds()
+            return GroupTimeoutError(f"{what} timed out after {seconds:g} seconds ({reason}); {AGAIN}")
+        return GroupLostError(f"{what} failed: {reason}; {AGAIN}", reason=reason, epoch=self._epoch)
+
+    def _fail(self, error: Exception) -> None:
+        """Abort the communicator; only the first error is kept."""
+        if self._failure is None:
+            self._failure = error
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+
+    def _abort(self, why: str) -> None:
+        if self._backend is not None:
+            self._fail(GroupAbortedError(f"{why}; {AGAIN}"))
+
+    def abort(self) -> None:
+        """Abort the communicator, and with it all kernels that wait."""
+        self._abort("abort() was called")
+
+    def shutdown(self) -> None:
+        """Abort the communicator. Calls fail until the next ``configure``."""
+        self._abort("shutdown() was called")
+
+    def errored(self) -> Exception | None:
+        """The first error since the last ``configure``."""
+        return self.error() or self._failure
+
+    def getBackendName(self) -> str:
+        return "etha-nccl"
+
+
+class _StreamWork(_Work):  # type: ignore[misc]
+    """A call of NCCL, whose errors abort the group."""
+
+    def __init__(self, group: ProcessGroupNCCL, work: Any, what: str) -> None:
+        super().__init__()
+        self._group, self._work, self._what = group, work, what
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for the call; with a timeout, this thread waits."""
+        group = self._group
+        try:
+            self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            group._fail(group._translated(error, self._what))
+        if group._failure is not None:
+            raise group._failure.with_traceback(None)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """The future of NCCL's work, with its streams."""
+        future: Future[Any] = self._work.get_future()
+        return future
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        self.wait()
