@@ -104,7 +104,7 @@ class Loops:
             call_number=0,
             dtype=DtypeCode.F32,
             op=ReduceCode.SUM,
-            brief_us=0 if self.nbytes > PIECE else 200,
+            brief_us=0 if self.nbytes > PIECE else native.BRIEF_US,
         )
 
         def call() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
     for name, chosen, brief in (
         ("futex by ctypes", python, 0),
         (library.name, library, 0),
-        (f"{library.name}, brief", library, 200),
+        (f"{library.name}, brief", library, native.BRIEF_US),
     ):
         row = [meet(chosen, busy, brief, 50 * args.times) * 1e6 for busy in (False, True)]
         print(f"| {name} | {row[0]:,.1f} | {row[1]:,.1f} |")

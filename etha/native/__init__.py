@@ -17,6 +17,7 @@ from etha.config import native_allowed
 from etha.native.fallback import PythonLibrary
 from etha.native.structs import (
     ALL,
+    BRIEF_US,
     MESSAGE,
     SOURCE,
     STEP,
@@ -36,6 +37,7 @@ from etha.native.structs import (
 
 __all__ = [
     "ALL",
+    "BRIEF_US",
     "MESSAGE",
     "SOURCE",
     "STEP",

@@ -34,6 +34,10 @@ SOURCE = np.dtype([("space", "<u4"), ("pad", "<u4"), ("offset", "<u8")])
 #: The rank in a WAIT that means all others; also "no rank" in ``RunArguments.failed_rank``.
 ALL = 0xFFFFFFFF
 
+#: How long a small call may keep the interpreter's lock: as long as any thread that computes does. Less than a tick of
+#: the kernel's clock (4 ms) costs more, because each sleep then sets a timer.
+BRIEF_US = 5000
+
 #: Where the words of a member lie in the first page of its memfd.
 POSTED, GAVE_UP, BELL, SLEEPING, CLAIM, CLAIM_LOCK = 0, 64, 128, 132, 192, 200
 #: A descriptor: common bytes that are equal on all ranks, flags, call number, then what each rank gives and takes.
@@ -246,7 +250,8 @@ def run_arguments(
 ) -> RunArguments:
     """The arguments of one run. ``deadline_ns`` is of ``time.monotonic_ns()``, 0 for none; ``slice_ms`` is after how
     long a run that still waits returns AGAIN, 0 for never; ``divisor`` 0 means the number of sources. For its first
-    ``brief_us`` a run keeps the interpreter's lock, even while it waits: 200 suit small calls, 0 large ones."""
+    ``brief_us`` a run keeps the interpreter's lock, even while it waits. ``BRIEF_US`` suits small calls for which the
+    caller waits anyway, 0 large ones and those that run beside other work."""
     if steps.dtype != STEP or sources.dtype != SOURCE or spaces.dtype != np.uint64:
         raise TypeError(f"steps, sources, spaces have dtypes {steps.dtype}, {sources.dtype}, {spaces.dtype}")
     failed = np.zeros(memory.size, dtype=np.uint8)
