@@ -122,6 +122,7 @@ class Members:
         self._step = self._batches = 0
         self._epoch = self._last = 0
         self._launch = launch if launch is not None else place.launch
+        self._quorum: Quorum | None = None
         self._seats: tuple[GroupSeat, ...] = ()
         self._mine, self._size = 0, 1
         self._behind = False
@@ -167,13 +168,17 @@ class Members:
     # ---- what a training loop calls ------------------------------------------------------------
 
     def begin(self, timeout: float | None = None) -> Quorum:
-        """Who takes part in the next step. Returns at once if nothing has changed since the last one.
+        """Who takes part in the next step. Returns at once if nothing has changed since the last one, and the same
+        until ``commit``.
 
         Otherwise it waits until the next epoch has formed, forms the process groups, and loads the state if this member
         is behind. Raises GroupTimeoutError, which names whom it waits for; it may be called again then. GroupLostError:
         this replica is over, because it has lost a rank or was launched again.
         """
         self._check()
+        if self._begun and self._quorum is not None:
+            # A Sampler or an Optimizer has begun this step. An error since then is the vote's affair.
+            return self._quorum
         changed = recovered = False
         # A wish that only this member has heard of must be voted on first, so that all change at the same step.
         if self._must_change or self._across.errored() is not None or self._step_error() is not None:
@@ -182,7 +187,7 @@ class Members:
             self._change(time.monotonic() + patience)
             changed = True
         self._begun = True
-        return Quorum(
+        self._quorum = Quorum(
             epoch=self._epoch,
             rank=self._mine,
             size=self._size,
@@ -191,6 +196,7 @@ class Members:
             recovered=recovered,
             changed=changed,
         )
+        return self._quorum
 
     def commit(self, ok: bool = True) -> bool:
         """Vote on the step: True if all ranks of all replicas say ``ok`` and none of their groups has failed.

@@ -1,0 +1,213 @@
+"""A training loop over replicas that are killed and start again: its weights are those of one process."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flow import nursery
+from tests.flow.sites import private_directory
+from tests.processes import CONTEXT, preload
+
+preload(
+    "torch", "etha.groups.host.etha_group", "etha.groups.members", "etha.groups.managed", "etha.groups.training.ddp"
+)
+
+SAMPLES, BATCH = 1600, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    first: int  #: number of the step's first batch
+    size: int
+    committed: bool
+
+
+def model() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 4)).double()
+
+
+def loss(net: Any, samples: Any) -> Any:
+    import torch
+
+    data = torch.stack([torch.sin(torch.arange(8, dtype=torch.float64) * (int(k) + 1)) for k in samples])
+    return net(data).pow(2).mean()
+
+
+def digest(net: Any) -> list[float]:
+    return [value for p in net.parameters() for value in p.detach().flatten().tolist()]
+
+
+def train(pipe: Connection, name: str, workers: int) -> None:
+    import torch
+
+    from etha import groups
+
+    torch.set_num_threads(1)
+    members = groups.Members("dp", replica=name, timeout=30.0)
+    group = groups.ManagedProcessGroup(members)
+    net = model()
+    ddp = groups.DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.002)
+    optimizer = groups.Optimizer(members, torch.optim.SGD(net.parameters(), lr=0.05))
+    sampler = groups.Sampler(range(SAMPLES), members, batch_size=BATCH, num_workers=workers)
+    for samples in sampler:
+        optimizer.zero_grad()
+        quorum = optimizer.quorum
+        assert quorum == sampler.quorum, "a step has one quorum"
+        if quorum.changed:  # a newcomer has no state yet
+            works = [group.broadcast_one(tensor.data, 0) for tensor in net.state_dict().values()]
+            for work in works:
+                work.wait()
+        loss(ddp, samples).backward()
+        optimizer.step()
+        pipe.send(StepLog(first=quorum.batches_committed, size=quorum.size, committed=optimizer.committed))
+    members.leave()
+    pipe.send(digest(net))
+
+
+def run(pipe: Connection, name: str, workers: int, env: dict[str, str], agents: str | None) -> None:
+    for variable in [each for each in os.environ if each.startswith("ETHA_") or each in ("RANK", "WORLD_SIZE")]:
+        del os.environ[variable]
+    os.environ.update(env)
+    nursery.use(agents)
+    try:
+        train(pipe, name, workers)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+@dataclass(slots=True)
+class Replica:
+    process: BaseProcess
+    pipe: Connection
+    steps: list[StepLog] = field(default_factory=list)
+    weights: list[float] | None = None
+
+    def read(self, timeout: float = 60.0) -> StepLog | None:
+        """The next step; None at the end."""
+        assert self.pipe.poll(timeout), f"nothing more after {self.steps[-3:]}"
+        said = self.pipe.recv()
+        assert not isinstance(said, str), said
+        if isinstance(said, StepLog):
+            self.steps.append(said)
+            return said
+        self.weights = said
+        return None
+
+    def read_rest(self) -> None:
+        """All that a killed process has said."""
+        try:
+            while self.read() is not None:
+                pass
+        except EOFError:
+            pass
+
+    def until(self, size: int) -> None:
+        """Read on to a committed step of so many replicas."""
+        while (step := self.read()) is not None:
+            if step.committed and step.size == size:
+                return
+        pytest.fail(f"the data ended before a step of {size} replicas")
+
+
+class Job:
+    def __init__(self, directory: Path, workers: int) -> None:
+        self.env = {"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "300"}
+        self.workers = workers
+        self.every: list[Replica] = []
+
+    def start(self, name: str) -> Replica:
+        here, there = CONTEXT.Pipe()
+        # Not a daemon, because it starts workers of a DataLoader.
+        process = CONTEXT.Process(target=run, args=(there, name, self.workers, self.env, nursery.address()))
+        process.start()
+        there.close()
+        self.every.append(Replica(process, here))
+        return self.every[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agents() -> Iterator[None]:
+    """Agents are forked from a process that has torch."""
+    if nursery.address() is not None:
+        yield
+        return
+    nursery.open_nursery()
+    yield
+    nursery.close_nursery()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    with private_directory() as directory:
+        found = Job(directory, request.param)
+        try:
+            yield found
+        finally:
+            for replica in found.every:
+                replica.process.kill()
+                replica.process.join()
+                replica.pipe.close()
+
+
+def one_process(steps: list[StepLog]) -> list[float]:
+    """The weights after the same steps; running statistics of BatchNorm do not enter them."""
+    import torch
+
+    from etha.groups.training.sampler import Sampler
+
+    class Nobody:
+        rank, world_size = 0, 1
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    order = Sampler(range(SAMPLES), Nobody(), batch_size=BATCH)
+    for step in steps:
+        optimizer.zero_grad()
+        numbers = [number % order.batches for number in range(step.first, step.first + step.size)]
+        torch.stack([loss(net, order.indices(number)) for number in numbers]).mean().backward()
+        optimizer.step()
+    return digest(net)
+
+
+def history(*replicas: Replica) -> list[StepLog]:
+    """The steps that these replicas committed, in order; a newcomer has seen the later ones only."""
+    found = {step.first: step for replica in replicas for step in replica.steps if step.committed}
+    assert {step for replica in replicas for step in replica.steps if step.committed} == set(found.values())
+    return [found[first] for first in sorted(found)]
+
+
+@pytest.mark.parametrize("job", [0, pytest.param(2, marks=pytest.mark.more)], indirect=True, ids=["plain", "workers"])
+def test_a_replica_is_killed_and_a_new_process_takes_its_place(job: Job) -> None:
+    a, b, c = (job.start(name) for name in "abc")
+    for replica in (a, b, c):
+        replica.until(3)
+    b.process.kill()
+    b.read_rest()
+    a.until(2)
+    again = job.start("b")
+    for replica in (again, a):
+        replica.until(3)
+    for replica in (a, c, again):
+        while replica.read() is not None:
+            pass
+    committed = history(a, c) or pytest.fail("nothing was committed")
+    committed = [*[step for step in history(b) if step.first < committed[0].first], *committed]
+    taken = [number for step in committed for number in range(step.first, step.first + step.size)]
+    assert taken[: SAMPLES // BATCH] == list(range(SAMPLES // BATCH)), "each batch in exactly one step"
+    assert a.weights == c.weights == again.weights
+    assert a.weights == pytest.approx(one_process(committed), rel=1e-9, abs=1e-12)
+    lost = [step for step in a.steps if not step.committed]
+    assert len(lost) <= 3, "a death and a join cost a step each"
