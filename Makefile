@@ -143,7 +143,7 @@ soak: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py tests/proof/test_cycles.py -m soak -s $(PYTEST)
 
 bench: install
-	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes redistribute inner_loops; do \
+	@$(PRIVATE) for name in copies roundtrip plan transfer latency loop meshes redistribute inner_loops groups; do \
 		echo "== bench/$$name.py" && $(BIN)/python bench/$$name.py || exit 1; \
 	done
 

@@ -1,0 +1,232 @@
+"""Process groups: ProcessGroupEtha and ProcessGroupBabyGloo beside torch's own Gloo, in one run.
+
+    python bench/groups.py [--save FILE] [--runs N] [--only NAME]
+
+Every member has one group of each kind at the same time and calls them in turns, so that all of them meet the same
+machine. A row is the median of all calls of its kind; the goal is a ratio to Gloo's median in this run, or a time. Each
+row is measured again with a busy Python thread inside every member, and with a busy process beside each member: only
+the interpreter's lock differs between these two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import machine
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "etha.groups.host.etha_group"])
+MIB = 1 << 20
+#: Bytes of an allreduce of float32, and how often each kind is called in a turn.
+SIZES = {4: 200, 4096: 200, MIB: 60, 64 * MIB: 7}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a member is: its rank, how many there are, where their store is, and a pipe to the benchmark."""
+
+    rank: int
+    size: int
+    port: int
+    pipe: Connection
+
+    def store(self, prefix: str) -> Any:
+        return PrefixStore(prefix, TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False))
+
+    def group(self, name: str, kind: Any = None) -> Any:
+        from etha.groups.host.etha_group import ProcessGroupEtha
+
+        group = (kind or ProcessGroupEtha)(timeout=60)
+        group.configure(f"127.0.0.1:{self.port}/{name}", f"replica {self.rank}", self.rank, self.size)
+        return group
+
+
+def _synchronous() -> Any:
+    opts = dist.AllreduceOptions()
+    opts.asyncOp = False
+    return opts
+
+
+def _spin(stop: threading.Event) -> None:
+    n = 0
+    while not stop.is_set():
+        for _ in range(10_000):
+            n += 1
+
+
+def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
+    """Medians in seconds: {bytes: {kind: median}}."""
+    import etha
+
+    torch.set_num_threads(1)
+    group = place.group("etha")
+    gloo = dist.ProcessGroupGloo(place.store("gloo"), place.rank, place.size)
+    kinds: dict[str, tuple[Any, bool]] = {"Gloo": (gloo, False), "etha": (group, False), "etha.empty": (group, True)}
+    if baby:
+        from etha.groups import ProcessGroupBabyGloo
+
+        child = place.group("baby", ProcessGroupBabyGloo)
+        kinds |= {"baby": (child, False), "baby, etha.empty": (child, True)}
+    stop = threading.Event()
+    thread = threading.Thread(target=_spin, args=(stop,), daemon=True)
+    if busy:
+        thread.start()
+    found: dict[int, dict[str, list[float]]] = {}
+    for nbytes, often in SIZES.items():
+        plain = torch.ones(nbytes // 4)
+        mapped = etha.empty((nbytes // 4,))
+        mapped.fill_(1)
+        times = found[nbytes] = {name: [] for name in kinds}
+        for turn in range(runs + 1):
+            for name, (each, in_place) in kinds.items():
+                tensor = mapped if in_place else plain
+                for _ in range(max(2, often // (4 if busy else 1))):
+                    start = time.perf_counter()
+                    each.allreduce([tensor], _synchronous()).wait()
+                    if turn:  # the first turn touches pages
+                        times[name].append(time.perf_counter() - start)
+    stop.set()
+    if busy:
+        thread.join()
+    place.pipe.send({n: {name: statistics.median(t) for name, t in times.items()} for n, times in found.items()})
+    group.barrier().wait()
+
+
+def configures(place: Place, runs: int) -> None:
+    """Seconds of each configure, the connection to the store included in the first only."""
+    group = place.group("c")
+    times = []
+    for turn in range(10 * runs):
+        group.barrier().wait()
+        start = time.perf_counter()
+        group.configure(f"127.0.0.1:{place.port}/c{turn}", "r", place.rank, place.size)
+        times.append(time.perf_counter() - start)
+    place.pipe.send(statistics.median(times))
+    group.barrier().wait()
+
+
+def loses(place: Place) -> None:
+    """When the error of a killed member was seen, on CLOCK_MONOTONIC."""
+    group = place.group("k")
+    group.barrier().wait()
+    place.pipe.send(os.getpid())
+    if place.rank:
+        place.pipe.recv()
+    try:
+        group.allreduce([torch.ones(3)], _synchronous()).wait()
+    except RuntimeError:
+        place.pipe.send(time.monotonic())
+
+
+def copies(nbytes: int, runs: int) -> float:
+    """Seconds to copy so many bytes on one thread: the machine's own pace."""
+    source, target = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
+    times = []
+    for _ in range(3 * runs):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def run(size: int, body: Callable[..., None], *args: Any, beside: int = 0) -> list[Any]:
+    """What each of ``size`` members sent; ``beside``: busy processes meanwhile."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    others = [CONTEXT.Process(target=_spin_process, daemon=True) for _ in range(beside)]
+    members, pipes = [], []
+    for rank in range(size):
+        here, there = CONTEXT.Pipe()
+        place = Place(rank=rank, size=size, port=store.port, pipe=there)
+        members.append(CONTEXT.Process(target=body, args=(place, *args), daemon=True))
+        pipes.append(here)
+    for process in [*others, *members]:
+        process.start()
+    found = [pipe.recv() for pipe in pipes]
+    for process in members:
+        process.join()
+    for process in others:
+        process.kill()
+        process.join()
+    return found
+
+
+def _spin_process() -> None:
+    _spin(threading.Event())
+
+
+def kill_to_error() -> float:
+    """Seconds from SIGKILL of one of two members until the other one's call has its error."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, members = [], []
+    for rank in range(2):
+        here, there = CONTEXT.Pipe()
+        place = Place(rank=rank, size=2, port=store.port, pipe=there)
+        members.append(CONTEXT.Process(target=loses, args=(place,), daemon=True))
+        members[-1].start()
+        pipes.append(here)
+    pids = [pipe.recv() for pipe in pipes]
+    start = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    seen = float(pipes[0].recv())
+    for process in members:
+        process.join()
+    return seen - start
+
+
+def table(title: str, found: list[dict[int, dict[str, float]]]) -> list[str]:
+    """One row a size, of rank 0; times in ms, and their ratio to Gloo's."""
+    kinds = list(next(iter(found[0].values())))
+    lines = [f"### {title}", "", "| bytes | " + " | ".join(kinds) + " |", "|---:|" + "---:|" * len(kinds)]
+    for nbytes, times in found[0].items():
+        cells = [f"{times[kind] * 1e3:.3f} ({times[kind] / times['Gloo']:.2f})" for kind in kinds]
+        lines.append(f"| {nbytes} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--no-baby", action="store_true")
+    options = parser.parse_args()
+    runs, baby = options.runs, not options.no_baby
+    out = [
+        "# Process groups: allreduce of float32, ms, in brackets the ratio to Gloo's time of the same run",
+        "",
+        machine(),
+        "",
+    ]
+    out += [f"memcpy of 64 MiB on one thread: {copies(64 * MIB, runs) * 1e3:.1f} ms", ""]
+    out += table("2 members", run(2, calls, runs, False, baby))
+    out += table("2 members, a busy Python thread inside each", run(2, calls, runs, True, baby))
+    out += table("2 members, a busy process beside each", run(2, calls, runs, False, baby, beside=2))
+    out += table("4 members", run(4, calls, runs, False, False))
+    for size in (2, 8):
+        out.append(f"configure, {size} members: {max(run(size, configures, runs)) * 1e3:.1f} ms")
+    kills = [kill_to_error() for _ in range(3 * runs)]
+    out += [
+        f"SIGKILL until the survivor's error: {statistics.median(kills) * 1e3:.1f} ms, at most {max(kills) * 1e3:.1f}",
+        "",
+    ]
+    text = "\n".join(out)
+    print(text)
+    if options.save:
+        options.save.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
