@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 from etha.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from etha.groups.baby import nursery
+from etha.memory.process import Beacon
 from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced
 
 pytestmark = pytest.mark.timeout(120)
@@ -90,6 +94,49 @@ def test_storage_never_moves_and_strides_are_kept(two: Ranks) -> None:
         assert view.sum(axis=0).tolist() == [6, 12, 12, 6]
 
     two.run(call)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_all_calls_where_the_kernel_forbids_the_trainers_memory(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's probe finds other bytes than it looks for."""
+    monkeypatch.setattr(Beacon, "address", property(lambda beacon: 8))
+    with ranks(lambda: ProcessGroupBabyGloo(timeout=60), n) as found:
+        assert not any(group._link.reach for group in found.groups)
+        found.run(all_calls)
+        found.run(lambda rank, group: in_order(group, torch.ones(4, 6)))
+
+
+def in_order(group: Any, tensor: torch.Tensor) -> None:
+    """Calls over one tensor that nobody waits for between them, also as strided views of it."""
+    works = [group.allreduce([each]) for each in (tensor, tensor.t()[:2], tensor[:, :2], tensor)]
+    for work in works:
+        work.wait()
+    n = float(group.size())
+    assert tensor[0].tolist() == [n**4] * 2 + [n**2] * 4, tensor
+
+
+def test_strided_and_plain_calls_over_one_tensor_keep_their_order(two: Ranks) -> None:
+    two.run(lambda rank, group: in_order(group, torch.ones(4, 6)))
+
+
+def test_a_trainer_that_is_killed_takes_its_nursery_and_children_with_it() -> None:
+    program = (
+        "import signal, torch\n"
+        "from torch._C._distributed_c10d import HashStore\n"
+        "from etha.groups import ProcessGroupBabyGloo\n"
+        "from etha.groups.baby import nursery\n"
+        "group = ProcessGroupBabyGloo(timeout=60)\n"
+        "group.configure(HashStore(), 'replica', 0, 1)\n"
+        "print(group.child_pid(), nursery.prepare()._process.pid, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        fds = [os.pidfd_open(int(pid)) for pid in trainer.stdout.readline().split()]
+        trainer.kill()
+    for fd in fds:
+        assert select.select([fd], [], [], 60)[0]
+        os.close(fd)
 
 
 def test_a_call_may_have_thousands_of_tensors(two: Ranks) -> None:

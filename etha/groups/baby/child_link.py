@@ -7,6 +7,7 @@ trainer's tensors afterwards.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
@@ -28,6 +29,7 @@ from etha.errors import (
     GroupTimeoutError,
     from_wire,
 )
+from etha.groups.baby import mapped
 from etha.groups.baby.messages import (
     CallDone,
     ChildFormed,
@@ -45,7 +47,9 @@ from etha.groups.calls import GroupCall
 from etha.groups.inprocess.formation import AGAIN
 from etha.groups.inprocess.staging import writing
 from etha.groups.work import GroupWork
-from etha.memory.process import start_time
+from etha.memory.process import Beacon, start_time
+
+log = logging.getLogger(__name__)
 
 #: Seconds that a child may take beyond a call's deadline to say so.
 _GRACE = 0.5
@@ -84,13 +88,15 @@ class ChildLink:
         self._dead = threading.Event()
         self._formed = threading.Event()
         self._pending: dict[int, BabyWork] = {}
-        self._outgoing: deque[MakeCall] = deque()
+        self._outgoing: deque[tuple[MakeCall, tuple[int, ...]]] = deque()
         self._number = 0
         self._until = math.inf
         self._socket, self._childs = pair()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pidfd = -1
         self._nursery: Nursery | None = None
+        self._beacon = Beacon()
+        self.reach = True
         hold(self)
 
     def start(self) -> None:
@@ -136,6 +142,8 @@ class ChildLink:
             seconds=max(0.001, until - time.monotonic()),
             trainer=os.getpid(),
             started=start_time(os.getpid()),
+            beacon=self._beacon.address,
+            token=self._beacon.token,
         )
         try:
             send(self._socket, message, fds if theirs is None else (theirs.fileno(),))
@@ -152,11 +160,12 @@ class ChildLink:
         if os.getpid() != self._trainer:
             raise GroupError(f"the group was configured in process {self._trainer} and not in this fork of it")
         work = self._works(call, self, seconds)
+        self._wait_for_earlier(call)
         with self._lock:
             if self.error is None:
                 self._number += 1
                 self._pending[self._number] = work
-                self._send(self._message(self._number, work, seconds))
+                self._send(*self._message(self._number, work, seconds))
                 if work.deadline < self._until:
                     self._until = work.deadline
                     os.eventfd_write(self._wake, 1)
@@ -169,16 +178,43 @@ class ChildLink:
         """Calls that have not ended."""
         return len(self._pending)
 
-    def _message(self, number: int, work: BabyWork, seconds: float) -> MakeCall:
+    def _wait_for_earlier(self, call: GroupCall) -> None:
+        """Wait for calls over the same storage, where this process copies tensors for this call or for them.
+
+        The child keeps the order of the calls, but copies are made when a call is issued and when it has ended.
+        """
+        copies = not (self.reach and all(map(_is_plain, (*call.inputs, *call.outputs))))
+        with self._lock:
+            earlier = [work for work in self._pending.values() if copies or work.copies]
+        if earlier:
+            own = _storages(call)
+            for work in earlier:
+                if own & _storages(work.call):
+                    with contextlib.suppress(EthaError):
+                        work.wait()
+
+    def _message(self, number: int, work: BabyWork, seconds: float) -> tuple[MakeCall, tuple[int, ...]]:
         call = work.call
-        places: list[SharedTensor] = []
-        index: dict[int, int] = {}
-        written = {id(tensor) for tensor in call.outputs}
-        for tensor in [*call.inputs, *call.outputs]:
-            if id(tensor) not in index:
-                index[id(tensor)] = len(places)
-                places.append(_place(_contiguous(tensor, work, written=id(tensor) in written)))
-        return MakeCall(
+        tensors = {id(tensor): tensor for tensor in (*call.inputs, *call.outputs)}
+        index = {key: i for i, key in enumerate(tensors)}
+        changed = {id(tensor) for tensor in call.outputs} if mapped.changes_outputs(call, self.config.rank) else set()
+        fds: tuple[int, ...] = ()
+        if self.reach:
+            places = [
+                _place(stand_in, stand_in.data_ptr())
+                for key, tensor in tensors.items()
+                for stand_in in [_contiguous(tensor, work, written=key in changed)]
+            ]
+        else:
+            fd, offsets, views = mapped.make(list(tensors.values()))
+            fds = (fd,)
+            places = [_place(tensor, offset) for tensor, offset in zip(tensors.values(), offsets, strict=True)]
+            for (key, tensor), view in zip(tensors.items(), views, strict=True):
+                with torch.no_grad():
+                    view.copy_(tensor)
+                if key in changed:
+                    work.copies.append((tensor, view))
+        message = MakeCall(
             number=number,
             kind=call.kind,
             method=call.method,
@@ -190,19 +226,29 @@ class ChildLink:
             tensors=tuple(places),
             inputs=tuple(index[id(tensor)] for tensor in call.inputs),
             outputs=tuple(index[id(tensor)] for tensor in call.outputs),
+            mapped=not self.reach,
         )
+        return message, fds
 
-    def _send(self, message: MakeCall) -> None:
+    def _send(self, message: MakeCall, fds: tuple[int, ...]) -> None:
         """At once, or by the thread when there is room: a child that is stopped must not block the caller."""
-        if not self._outgoing:
-            try:
-                send(self._socket, message, flags=socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                os.eventfd_write(self._wake, 1)
-            except OSError:
-                return  # the child is gone; its pidfd says so
-        self._outgoing.append(message)
+        self._outgoing.append((message, fds))
+        if len(self._outgoing) == 1 and not self._send_first():
+            os.eventfd_write(self._wake, 1)
+
+    def _send_first(self) -> bool:
+        """Whether the first message that waits could be sent; if the child is no more, its pidfd says so."""
+        message, fds = self._outgoing[0]
+        try:
+            send(self._socket, message, fds, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            log.debug("child %d takes no messages any more", self.pid)
+        self._outgoing.popleft()
+        for fd in fds:
+            os.close(fd)
+        return True
 
     # ---- the thread that listens -------------------------------------------------------------
 
@@ -254,6 +300,9 @@ class ChildLink:
 
     def _hear_formed(self, message: ChildFormed) -> None:
         if message.error is None:
+            self.reach = message.reach
+            if not message.reach:
+                log.warning("a child may not reach this process's memory; tensors are copied through mapped memory")
             with self._lock:
                 self._until = min((work.deadline for work in self._pending.values()), default=math.inf)
             self._formed.set()
@@ -280,12 +329,8 @@ class ChildLink:
 
     def _send_rest(self) -> None:
         with self._lock:
-            while self._outgoing:
-                try:
-                    send(self._socket, self._outgoing[0], flags=socket.MSG_DONTWAIT)
-                except OSError:
-                    return
-                self._outgoing.popleft()
+            while self._outgoing and self._send_first():
+                continue
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -338,7 +383,9 @@ class ChildLink:
     def _close(self) -> None:
         with self._lock:
             self._socket.close()
-            for fd in (self._wake, self._pidfd):
+            waiting = [fd for _, fds in self._outgoing for fd in fds]
+            self._outgoing.clear()
+            for fd in (self._wake, self._pidfd, *waiting):
                 if fd >= 0:
                     os.close(fd)
             self._wake = self._pidfd = -1
@@ -350,15 +397,22 @@ class ChildLink:
         self._close()
 
 
-def _place(tensor: Tensor) -> SharedTensor:
-    return SharedTensor(
-        address=tensor.data_ptr(), dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-    )
+def _place(tensor: Tensor, address: int) -> SharedTensor:
+    return SharedTensor(address=address, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in its memory as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _storages(call: GroupCall) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in (*call.inputs, *call.outputs)}
 
 
 def _contiguous(tensor: Tensor, work: BabyWork, *, written: bool) -> Tensor:
     """The tensor, or a contiguous copy, which lives as long as the work."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_plain(tensor):
         return tensor
     with torch.no_grad():
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -53,10 +53,12 @@ class ConfigureChild(StrictStruct, frozen=True, kw_only=True, tag="configure"):
     seconds: float
     trainer: int
     started: int
+    beacon: int
+    token: Blob
 
 
 class SharedTensor(StrictStruct, frozen=True, kw_only=True, array_like=True):
-    """A contiguous tensor in the trainer's memory."""
+    """A contiguous tensor in the trainer's memory, or at an offset of the memfd beside the call."""
 
     address: int
     dtype: Text
@@ -77,15 +79,17 @@ class MakeCall(StrictStruct, frozen=True, kw_only=True, tag="call"):
     tensors: Items[SharedTensor]
     inputs: Items[int]
     outputs: Items[int]
+    mapped: bool
 
 
 # ---- child -> trainer ------------------------------------------------------------------------
 
 
 class ChildFormed(StrictStruct, frozen=True, kw_only=True, tag="formed"):
-    """The group is formed; or it is not, because of an error."""
+    """The group is formed; or it is not, because of an error. ``reach``: the child reaches the trainer's memory."""
 
     error: JsonObject | None = None
+    reach: bool = True
 
 
 class CallDone(StrictStruct, frozen=True, kw_only=True, tag="done"):
