@@ -141,6 +141,33 @@ def test_a_killed_sender_ends_the_receive() -> None:
         assert "rank 1" in running.results()[0]
 
 
+def hears_an_abort(member: Member) -> str:
+    group = member.configured()
+    for _ in range(3):
+        group.barrier().wait()
+    if member.rank == 1:
+        member.hear()
+        group.abort()
+        member.hear()  # its process lives on, so only the abort can be heard
+        return ""
+    work = group.recv([torch.ones(3)], 1, 0)
+    member.say("waits")
+    with pytest.raises(GroupLostError) as raised:
+        work.wait()
+    member.say("ended")
+    group.shutdown()
+    return str(raised.value)
+
+
+def test_a_receive_ends_when_its_sender_aborts_after_some_calls() -> None:
+    with team(2, hears_an_abort) as running:
+        running.heard(0)
+        running.pipes[1].send("abort")
+        running.heard(0, timeout=20.0)  # before the call's own deadline
+        running.pipes[1].send("end")
+        assert "rank 1" in running.results()[0]
+
+
 def too_late(member: Member) -> str:
     group = member.configured()
     group.barrier().wait()

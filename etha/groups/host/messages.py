@@ -41,6 +41,10 @@ class MessageOwner(Protocol):
     def broken(self, what: str, how: str) -> GroupError: ...
 
 
+#: Messages have no place among the calls: a peer that has given up any call takes part in none of them.
+_EVERY_CALL = 1 << 63
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Pending:
     """One call: a message for each of its tensors. ``back``: outputs that get what their contiguous copies received."""
@@ -177,5 +181,6 @@ def _pending(call: GroupCall, work: GroupWork, timeout: float) -> _Pending:
     rows["dtype"] = [_DTYPE_NUMBERS[str(tensor.dtype)] for tensor in tensors]
     rows["status"] = native.RunResult.AGAIN
     rows["source"] = native.ALL
+    rows["call_number"] = _EVERY_CALL
     rows["deadline_ns"] = time.monotonic_ns() + int(timeout * 1e9)
     return _Pending(call=call, work=work, rows=rows, tensors=tensors, back=back)
