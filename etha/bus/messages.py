@@ -329,9 +329,13 @@ class EnterGroup(StrictStruct, frozen=True, kw_only=True):
 
 
 class GroupSeat(StrictStruct, frozen=True, kw_only=True):
-    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part in the steps."""
+    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part in the steps.
+
+    ``last``: the last epoch whose state it has.
+    """
 
     replica: Text
+    last: int
     step: int
     committed: int
     counts: bool

@@ -106,8 +106,13 @@ class GroupAgentLink:
             if again:
                 for message in self._attend():
                     self._heard(await link.request(message, timeout=_CONNECT))
-        self._membership.loop_thread.spawn(self._keep(link))
+        link.lost.add_done_callback(lambda _: self._lost(link))
         return link
+
+    def _lost(self, link: AgentLink) -> None:
+        """When the agent ends, make the connection again, so that others hear of this process's end."""
+        if not self._closed and self._membership.loop_thread.alive:
+            self._membership.loop_thread.spawn(self._reopen(link))
 
     async def _connect(self, timeout: float, *, again: bool) -> AgentLink:
         settings = self._settings
@@ -149,9 +154,7 @@ class GroupAgentLink:
             await asyncio.wait({link.lost}, timeout=max(0.0, deadline - loop.time()))
             link.abort()
 
-    async def _keep(self, link: AgentLink) -> None:
-        """When the agent ends, make the connection again, so that others hear of this process's end."""
-        await asyncio.wait({link.lost})
+    async def _reopen(self, link: AgentLink) -> None:
         pause = _FIRST_PAUSE
         while not self._closed and self._link is link:
             try:

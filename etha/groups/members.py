@@ -32,6 +32,7 @@ from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import ConfigError, EthaError, GroupError, GroupLostError, GroupTimeoutError
 from etha.groups.agent_link import EpochStore, GroupAgentLink
 from etha.groups.managed import carrier
+from etha.groups.state import MemberState
 from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
 
 log = logging.getLogger(__name__)
@@ -126,8 +127,11 @@ class Members:
         self._seats: tuple[GroupSeat, ...] = ()
         self._mine, self._size = 0, 1
         self._behind = False
+        self._state: MemberState | None = None
+        #: A load was begun and its end is not known, so the state here is worth nothing.
+        self._half_loaded = False
         self._failures = 0
-        self._begun = self._left = False
+        self._begun = self._left = self._recovered = False
         self._ended: GroupLostError | None = None
         #: Replicas of the epoch before that are not in this one.
         self._lost: tuple[str, ...] = ()
@@ -179,7 +183,7 @@ class Members:
         if self._begun and self._quorum is not None:
             # A Sampler or an Optimizer has begun this step. An error since then is the vote's affair.
             return self._quorum
-        changed = recovered = False
+        changed, self._recovered = False, False
         # A wish that only this member has heard of must be voted on first, so that all change at the same step.
         if self._must_change or self._across.errored() is not None or self._step_error() is not None:
             # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
@@ -193,7 +197,7 @@ class Members:
             size=self._size,
             step=self._target[0] if self._behind else self._step,
             batches_committed=self._target[1] if self._behind else self._batches,
-            recovered=recovered,
+            recovered=self._recovered,
             changed=changed,
         )
         return self._quorum
@@ -259,6 +263,24 @@ class Members:
             raise GroupError("load_state_dict() after begin(): a member that has begun loads its state from the others")
         self._step, self._batches = int(state["step"]), int(state["batches_committed"])
 
+    def state(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        *,
+        extra: tuple[Callable[[], Any], Callable[[Any], None]] | None = None,
+    ) -> None:
+        """What a newcomer must have: it loads this from a member that is ahead, in its first ``begin()``.
+
+        ``extra``: (get, set) for what is neither model nor optimizer: scheduler, RNG, data position; ``get`` returns
+        numbers, text, bytes, tensors, and lists, tuples and dicts of these. All replicas name the same, before the
+        first ``begin()``, and shard it alike: each rank loads from the same rank of another replica. Replicas that
+        begin together without any state of the group load the first one's, so that all begin with the same weights.
+        """
+        if self._epoch:
+            raise GroupError("members.state() after begin(): call it before the first begin()")
+        self._state = MemberState(model, optimizer, extra)
+
     def manage(self, group: ManagedGroup) -> None:
         """Let a group follow the epochs: for `ManagedProcessGroup`. It is formed by the next ``begin``."""
         if self._epoch:
@@ -317,10 +339,17 @@ class Members:
         self._lost = tuple(sorted(before - set(names)))
         mine = formed.seats[self._mine]
         self._behind = not mine.counts
-        if mine.counts:
+        if self._half_loaded and mine.counts:
+            raise self._end("it has loaded half a state, and nobody is left who has the other half")
+        loads = _loads(formed.seats) if self._state is not None else []
+        if mine.counts and all(target != self._mine for _, target in loads):
             self._last = formed.epoch
         try:
             self._configure(formed, deadline)
+            self._set_size(sum(seat.counts for seat in formed.seats))
+            self._target = (formed.seats[0].step, formed.seats[0].committed)
+            if self._state is not None and loads:
+                self._hand_over(self._state, loads)
         except GroupError as error:
             log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, error)
             self._blame(error, names)
@@ -329,9 +358,30 @@ class Members:
             return False
         finally:
             self._configuring = None
-        self._set_size(sum(seat.counts for seat in formed.seats))
-        self._target = (formed.seats[0].step, formed.seats[0].committed)
         return True
+
+    def _hand_over(self, state: MemberState, pairs: list[tuple[int, int]]) -> None:
+        """Let members that are behind load. All ranks of the epoch agree that this has worked, or form another one."""
+        loads = False
+        try:
+            for source, target in pairs:
+                if target == self._mine:
+                    loads = self._half_loaded = True
+                    counts = state.receive(self._across, source)
+                    self._target = (counts["step"], counts["batches_committed"])
+                elif source == self._mine:
+                    state.send(self._across, target, self.state_dict())
+        except BaseException:
+            self._across.abort()  # nobody needs to wait for this member
+            raise
+        decided = self._vote(Ballot(changes=0))
+        if not decided.committed:
+            raise GroupLostError("a member was lost while newcomers loaded their state", epoch=self._epoch)
+        if loads:
+            self._half_loaded, self._behind, self._recovered = False, False, True
+            self._last = self._epoch
+            self._step, self._batches = self._target
+        self._set_size(len(self._seats))
 
     def _configure(self, formed: GroupFormed, deadline: float) -> None:
         epoch, size = formed.epoch, len(formed.seats)
@@ -477,6 +527,18 @@ class Members:
             raise self._ended
         if self._left:
             raise GroupError("this member has left its group: create another Members")
+
+
+def _loads(seats: tuple[GroupSeat, ...]) -> list[tuple[int, int]]:
+    """Who loads from whom, as ranks of the epoch; the same list on all members.
+
+    If nobody has a state of the group, all load the first one's.
+    """
+    ahead = [rank for rank, seat in enumerate(seats) if seat.counts]
+    if seats[0].last == 0:
+        ahead = ahead[:1]
+    behind = [rank for rank in range(len(seats)) if rank not in ahead]
+    return [(ahead[number % len(ahead)], rank) for number, rank in enumerate(behind)]
 
 
 def _attending(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:

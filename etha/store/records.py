@@ -241,10 +241,14 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatedReplica:
-    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part; others only watch."""
+    """One replica of an epoch. ``counts``: it is as far as the first, so it takes part; others only watch.
+
+    ``last``: the last epoch whose state it has.
+    """
 
     replica: str
     launch: str
+    last: int
     step: int
     committed: int
     counts: bool
@@ -301,6 +305,7 @@ def _seated(key: str, values: Mapping[str, Any]) -> SeatedReplica:
     return SeatedReplica(
         replica=read.name("replica"),
         launch=read.text("launch", most=500),
+        last=read.integer("last"),
         step=read.integer("step"),
         committed=read.integer("committed"),
         counts=values.get("counts") is True,

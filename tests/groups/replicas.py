@@ -87,6 +87,57 @@ def train(trainer: Trainer) -> None:
     members.leave()
 
 
+def learn(trainer: Trainer) -> None:
+    """Train a real model, whose state a newcomer loads; the weights in the log are a checksum of everything."""
+    import torch
+
+    from etha.groups.managed import ManagedProcessGroup
+    from etha.groups.members import Members
+
+    torch.manual_seed(trainer.rank * 100 + len(trainer.name) * hash(trainer.name) % 1000)  # all begin differently
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    seen: list[int] = []
+    members = Members("dp", replica=trainer.name, rank=trainer.rank, world_size=trainer.world, **trainer.options)
+    members.state(model, optimizer, extra=(lambda: {"seen": tuple(seen)}, lambda extra: _put(seen, extra["seen"])))
+    group = ManagedProcessGroup(members)
+    model(torch.zeros(2, 20)).sum().backward()
+    while not (trainer.pipe.poll(0) and trainer.pipe.recv() == "end"):
+        quorum = members.begin()
+        optimizer.zero_grad()
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        model(torch.full((4, 20), 0.1 * quorum.step) + torch.arange(4.0)[:, None]).square().sum().backward()
+        works = [group.allreduce([parameter.grad]) for parameter in model.parameters()]
+        for work in works:
+            work.wait()
+        committed = members.commit()
+        if committed:
+            optimizer.step()
+            seen.append(quorum.step)
+        else:
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        moments = [value.double().sum() for state in optimizer.state.values() for value in state.values()]
+        values = [value.double().sum() for value in model.state_dict().values()]
+        assert not committed or seen == list(range(len(seen))), "a newcomer has not the data position of the others"
+        log = StepLog(
+            at=time.monotonic(),
+            epoch=quorum.epoch,
+            step=quorum.step,
+            rank=quorum.rank,
+            size=quorum.size,
+            committed=committed,
+            total=float(quorum.recovered),
+            weights=float(sum(values + moments)),
+        )
+        trainer.pipe.send(log)
+    members.leave()
+
+
+def _put(into: list[int], values: tuple[int, ...]) -> None:
+    into[:] = values
+
+
 def _run(body: Callable[[Trainer], None], trainer: Trainer, env: dict[str, str], agents: str | None) -> None:
     for name in [name for name in os.environ if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE")]:
         del os.environ[name]
@@ -166,10 +217,18 @@ class Replicas:
         self.options = options
         self.every: list[Rank] = []
 
-    def start(self, name: str, *, rank: int = 0, world: int = 1, **options: Any) -> Rank:
+    def start(
+        self,
+        name: str,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        body: Callable[[Trainer], None] = train,
+        **options: Any,
+    ) -> Rank:
         here, there = CONTEXT.Pipe()
         trainer = Trainer(name=name, rank=rank, world=world, options={**self.options, **options}, pipe=there)
-        args = (train, trainer, self.env, nursery.address())
+        args = (body, trainer, self.env, nursery.address())
         process = CONTEXT.Process(target=_run, args=args, daemon=True)
         process.start()
         there.close()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.flow import nursery
 from tests.flow.sites import private_directory, started_in
-from tests.groups.replicas import Replicas, StepLog, replicas
+from tests.groups.replicas import Replicas, StepLog, learn, replicas
 from tests.seconds import within
 
 
@@ -75,6 +75,27 @@ def test_one_of_two_goes_on_at_once(job: Replicas) -> None:
     assert alone.at - killed < within(1.0)
     job.end(a)
     job.check()
+
+
+def test_a_newcomer_loads_weights_optimizer_and_data_position(job: Replicas) -> None:
+    a, b, c = (job.start(name, body=learn) for name in "abc")
+    for one in (a, b, c):
+        one.until(sized(3))
+    job.kill(a)  # the first one, from which the others have loaded
+    for one in (b, c):
+        one.until(sized(2))
+    again = job.start("a", body=learn)
+    joined = again.until(sized(3))
+    assert joined.total == 1.0, "it has recovered"
+    for one in (b, c):
+        one.until(lambda log: log.committed and log.step > joined.step + 5)
+    job.end(b, c, again)
+    after: dict[tuple[int, int], set[float]] = {}
+    for rank in job.every:
+        for log in rank.logs:
+            if log.committed:
+                after.setdefault((log.epoch, log.step), set()).add(log.weights)
+    assert all(len(values) == 1 for values in after.values()), {k: v for k, v in after.items() if len(v) > 1}
 
 
 def test_who_leaves_in_order_costs_one_step(job: Replicas) -> None:

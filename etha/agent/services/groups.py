@@ -254,7 +254,9 @@ class GroupService:
                 return
         except (EthaError, TimeoutError) as error:
             log.debug("a wish to be in group %s could not be taken back: %s", key[0], error)
-        names = ", ".join(_shown(one) for one in missing[:20]) or "Redis"
+        names = ", ".join(_shown(one) for one in missing[:20])
+        if not names:
+            names = f"at least {held.entrance.least} replicas, or for Redis, or a pause after it could not reach others"
         text = f"group {key[0]}: the next epoch has not formed in time; it waits for {names}"
         self._calls.fail(call, GroupTimeoutError(text))
 
@@ -297,7 +299,7 @@ class GroupService:
 
 def _formed(seating: Seating) -> GroupFormed:
     seats = tuple(
-        GroupSeat(replica=one.replica, step=one.step, committed=one.committed, counts=one.counts)
+        GroupSeat(replica=one.replica, last=one.last, step=one.step, committed=one.committed, counts=one.counts)
         for one in seating.members
     )
     return GroupFormed(epoch=seating.epoch, launch=seating.launch, seats=seats)

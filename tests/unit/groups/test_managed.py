@@ -1,0 +1,120 @@
+"""A managed group before its first epoch, and in steps in which members are behind; over a group that only notes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from etha.errors import GroupError, GroupMismatchError
+from etha.groups.managed import ManagedProcessGroup
+from etha.groups.work import DummyWork
+
+
+class Crew:
+    """What a managed group asks of its Members."""
+
+    timeout = 5.0
+
+    def manage(self, group: Any) -> None:
+        self.group = group
+
+
+class Parent:
+    """A carrier of three members, of which the two others contribute 10 and 100 to each sum, and gather so."""
+
+    def __init__(self, timeout: float) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def configure(self, *_: Any) -> None: ...
+    def set_timeout(self, _: timedelta) -> None: ...
+    def errored(self) -> None: ...
+    def getBackendName(self) -> str:
+        return "etha"
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> DummyWork:
+        self.given += [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            if opts.reduceOp == dist.ReduceOp.SUM:
+                tensor += 110
+        return DummyWork(tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> DummyWork:
+        for output, value in zip(outputs[0], (0, 10, 100), strict=True):
+            output.fill_(value)
+        return DummyWork(outputs[0])
+
+    def broadcast(self, tensors: list[torch.Tensor], *_: Any) -> DummyWork:
+        return DummyWork(tensors)
+
+
+def managed(rank: int, count: int) -> ManagedProcessGroup:
+    group = ManagedProcessGroup(Crew(), via=Parent)
+    group.enter_epoch(None, "x", rank, 3, 1)
+    group.set_participants(count)
+    return group
+
+
+def test_before_the_first_epoch_it_is_a_group_of_one() -> None:
+    group = ManagedProcessGroup(Crew(), via=Parent)
+    assert (group.size(), group.rank()) == (1, 0)
+    tensor, gathered = torch.ones(2), [torch.zeros(2)]
+    group.allreduce([tensor]).wait()
+    group.allgather([gathered], [tensor]).wait()
+    assert tensor.tolist() == gathered[0].tolist() == [1, 1]
+    with pytest.raises(GroupError, match=r"configured by members.begin\(\)"):
+        group.configure("store", 0, 1)
+
+
+def test_who_is_behind_contributes_nothing_and_receives_everything() -> None:
+    group = managed(rank=2, count=2)
+    assert (group.size(), group.rank()) == (2, 1)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert group.parent.given[0].tolist() == [0, 0]
+    assert tensor.tolist() == [110, 110]
+    gathered = [torch.zeros(2), torch.zeros(2)]
+    group.allgather([gathered], [torch.ones(2)]).wait()
+    assert [one[0].item() for one in gathered] == [0, 10]
+
+
+def test_an_average_is_one_of_those_that_count() -> None:
+    group = managed(rank=0, count=2)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    tensor = torch.ones(2)
+    future = group.allreduce([tensor], options).get_future()
+    assert future.wait()[0].tolist() == [55.5, 55.5]
+    assert tensor.tolist() == [55.5, 55.5]
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "expected"),
+    [
+        (dist.ReduceOp.MIN, torch.float32, float("inf")),
+        (dist.ReduceOp.MAX, torch.bfloat16, float("-inf")),
+        (dist.ReduceOp.MAX, torch.int8, -128),
+        (dist.ReduceOp.PRODUCT, torch.int64, 1),
+        (dist.ReduceOp.BAND, torch.uint8, 255),
+        (dist.ReduceOp.BAND, torch.int32, -1),
+        (dist.ReduceOp.BOR, torch.int32, 0),
+        (dist.ReduceOp.MIN, torch.bool, True),
+        (dist.ReduceOp.MAX, torch.bool, False),
+    ],
+)
+def test_what_a_member_behind_contributes_changes_nothing(op: Any, dtype: torch.dtype, expected: float) -> None:
+    group = managed(rank=2, count=2)
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([torch.ones(2).to(dtype)], options).wait()
+    assert group.parent.given[0].tolist() == [expected, expected]
+
+
+def test_calls_that_need_everybody_fail_while_a_member_is_behind() -> None:
+    group = managed(rank=0, count=2)
+    tensors = [torch.ones(1), torch.ones(1)]
+    group.alltoall([torch.zeros(1), torch.zeros(1)], tensors).wait()
+    assert isinstance(group.step_error(), GroupMismatchError)
