@@ -151,14 +151,19 @@ def test_torchs_functions_take_a_group(world: None) -> None:
     group.unregister()
 
 
-def test_the_default_group_keeps_its_size() -> None:
-    group = EchoGroup()
+def test_the_default_group_keeps_its_size_and_takes_batches_of_messages() -> None:
+    group = EchoGroup(size=2)
     dist.Backend.register_backend("echo-world", lambda *_: group, devices=["cpu"])
-    dist.init_process_group("echo-world", rank=0, world_size=1, store=HashStore())
+    dist.init_process_group("echo-world", rank=0, world_size=2, store=HashStore())
     try:
-        if dist.group.WORLD is group:
-            with pytest.raises(GroupError, match="fixed size"):
-                group.configure("store:1/a", "replica", 0, 1)
+        assert dist.group.WORLD is group
+        with pytest.raises(GroupError, match="fixed size"):
+            group.configure("store:1/a", "replica", 0, 1)
+        ops = [dist.P2POp(dist.irecv, torch.zeros(2), 1), dist.P2POp(dist.isend, torch.ones(2), 1)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert [call.method for call in group.calls] == ["recv", "send"]
+        assert group._get_backend(torch.device("cpu")).supports_coalescing is False
     finally:
         dist.destroy_process_group()
 
@@ -213,6 +218,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_a_resize_and_dynamo_does_not_look_into_calls() -> None:
     """In a process of its own, because it looks at what is imported."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300, check=False)

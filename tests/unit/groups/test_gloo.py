@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -195,6 +196,18 @@ def test_a_fault_in_ddp_of_two_members_is_survived() -> None:
         found.configure(1)
         assert gradient(models[0], 0) == [1, 1]
     wait_for_threads()
+
+
+def test_a_fork_of_a_member_is_refused(three: Ranks) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            three.groups[0].barrier()
+        except GroupError as error:
+            os._exit(0 if "this fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    three.run(lambda rank, group: group.barrier().wait())
 
 
 def test_objects_and_messages_of_torch_work(three: Ranks) -> None:
