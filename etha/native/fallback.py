@@ -513,7 +513,7 @@ class _Turn:
         begin = tail
         if not self.library._ordered:
             self.library._fence()
-        if head - tail > self.ring_bytes:
+        if not 0 <= head - tail <= self.ring_bytes:
             link["broken"] = 1
         while not link["broken"]:
             if link["in_state"] == 0:
@@ -540,7 +540,7 @@ class _Turn:
         link, ring = self.links.links[peer], self.ring_of(self.memory.rank, peer)
         head = begin = _u64(ring)
         room = self.ring_bytes - (head - _u64(ring + 64))
-        if room > self.ring_bytes or (not m["started"] and link["out_left"]):
+        if not 0 <= room <= self.ring_bytes or (not m["started"] and link["out_left"]):
             m["status"] = RunResult.INVALID
             return False
         if not m["started"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from etha.native import ALL, MESSAGE, MessageKind, NativeLibrary, RingLinks, RunResult, ring_length
+from etha.native.structs import HEADER
 from tests.unit.native.pages import Pages
 
 RING = 4096
@@ -148,8 +150,9 @@ def test_a_receive_from_anybody_takes_what_comes(library: NativeLibrary) -> None
     outs = [np.zeros(3000, np.uint8) for _ in range(2)]
     got = [c.receive(ALL, out) for out in outs]
     b.send(2, numbers(3000, 1))
-    b.go()
-    c.go()
+    turns(b)
+    while c.status(got[0]) is RunResult.AGAIN:
+        c.go()
     assert (c.status(got[0]), int(c.messages[got[0]]["source"])) == (RunResult.DONE, 1)
     assert c.status(got[1]) is RunResult.AGAIN
     a.send(2, numbers(3000, 0))
@@ -284,3 +287,30 @@ def test_a_kick_a_slice_and_a_stop_end_a_progress(library: NativeLibrary) -> Non
 def test_rings_without_room_for_messages_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold messages"):
         RingLinks(Pages(1).member(0))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_garbage_in_a_peers_rings_stays_within_the_buffers(library: NativeLibrary, seed: int) -> None:
+    chance = random.Random(seed)
+    pages = Pages(3, 8192 + 3 * ring_length(RING))
+    a = Member(library, pages, 0, aside_bytes=chance.choice([100, 1000, 5000]))
+    sizes = [chance.choice([0, 4, 100, RING - 32, RING, 20_000]) for _ in range(6)]
+    outs = [np.full(size + 64, 0xA5, np.uint8) for size in sizes]
+    for out in outs:
+        a.receive(chance.choice([1, 2, ALL]), out[32:-32], tag=chance.choice([0, 1]))
+    for peer in (1, 2):
+        a.send(peer, numbers(2 * RING))
+    for _ in range(6):
+        for peer in (1, 2):
+            if chance.random() < 0.3:  # what the peer says that it has taken of the own ring
+                tail = 8192 + peer * ring_length(RING) + 64
+                pages.maps[0][tail : tail + 8] = chance.choice([0, RING, chance.getrandbits(64)]).to_bytes(8, "little")
+            head = chance.choice([0, 32, 100, RING, RING + 1, chance.getrandbits(64)])
+            nbytes = chance.choice([0, 4, 100, RING, 20_000, 1 << 40, (1 << 64) - 1, (1 << 64) - 48])
+            header = HEADER.pack(chance.choice([0, 1, 5]), nbytes, chance.choice([0, 0, 1]), chance.choice([5, 6]), 0)
+            pages.maps[peer][8192 : 8192 + 8] = head.to_bytes(8, "little")
+            pages.maps[peer][8192 + 128 : 8192 + 160] = chance.choice([header, chance.randbytes(32)])
+        if (a.messages["status"] == RunResult.AGAIN).any():
+            a.go()
+    for out in outs:
+        assert (out[:32] == 0xA5).all() and (out[-32:] == 0xA5).all()
