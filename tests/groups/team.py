@@ -46,6 +46,9 @@ class Member:
 
 
 def _run(body: Callable[..., Any], member: Member, args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the members are more than the cores
     try:
         member.pipe.send(("done", body(member, *args)))
     except BaseException:
