@@ -22,7 +22,7 @@ from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMism
 from etha.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from etha.groups.baby import nursery
 from etha.memory.process import Beacon
-from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced
+from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced, unusual_tensors
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,6 +61,10 @@ def test_all_calls(n: int) -> None:
     with ranks(lambda: ProcessGroupBabyGloo(timeout=60), n) as found:
         found.run(all_calls)
         assert [group.num_active_work() for group in found.groups] == [0] * n
+
+
+def test_tensors_that_are_not_plain(two: Ranks) -> None:
+    two.run(unusual_tensors)
 
 
 def test_all_reductions_of_all_dtypes(two: Ranks) -> None:

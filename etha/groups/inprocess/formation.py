@@ -11,6 +11,7 @@ drop the backend and end.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -228,7 +229,7 @@ class Formation:
                 del self._pending[work]
 
     def _translated(self, error: Exception, what: str, work: FormationWork | None = None) -> GroupError:
-        reason = " ".join(str(error).split("\n", maxsplit=1)[0].split())
+        reason = _first_words(error)
         if work is not None and time.monotonic() >= work.deadline - 0.005:
             seconds = (work.call.timeout or self.timeout).total_seconds()
             return GroupTimeoutError(f"{what} timed out after {seconds:g} seconds ({reason}); {AGAIN}")
@@ -246,6 +247,12 @@ class Formation:
         with self._lock:
             Formation.abandoned.discard(self)
         self._ended.set()
+
+
+def _first_words(error: Exception) -> str:
+    """What a backend says, without the place in its source and without general advice."""
+    line = re.sub(r"^\[\S+\.(?:cc|cpp|h):\d+\] ", "", str(error).split("\n", maxsplit=1)[0])
+    return " ".join(line.partition(". This is typically")[0].split())
 
 
 def remaining(deadline: float) -> timedelta:

@@ -223,3 +223,30 @@ REDUCTIONS = [
     *((op, dtype) for op in ("SUM", "MAX", "BXOR") for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)),
     *((op, torch.bool) for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
 ]
+
+
+def unusual_tensors(rank: int, group: ProcessGroup) -> None:
+    """Tensors that are not plain: leaves of autograd, views, complex, empty, of dtypes that can only be moved."""
+    n = group.size()
+    for tensor in (torch.nn.Parameter(torch.ones(3)), torch.tensor(1.0), torch.ones(8)[::2], torch.ones(2, 3).t()):
+        group.allreduce([tensor]).wait()
+        assert tensor.eq(n).all()
+    group.allreduce([torch.empty(0)]).wait()
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    group.allreduce([inference]).wait()
+    assert inference.tolist() == [n, n]
+    pairs = torch.full((2,), 1 + 1j)
+    group.allreduce([pairs]).wait()
+    assert pairs.tolist() == [n + n * 1j] * 2
+    conjugated, gathered = torch.full((1,), 1 + 1j * rank).conj(), torch.zeros(n, dtype=torch.complex64)
+    group.all_gather_single(gathered, conjugated).wait()
+    assert gathered.tolist() == [1 - 1j * r for r in range(n)]
+    for dtype in (torch.float8_e4m3fn, torch.uint16):
+        moved = torch.zeros(n, dtype=torch.float32).to(dtype)
+        group.all_gather_single(moved, torch.ones(1).to(dtype)).wait()
+        assert moved.float().tolist() == [1] * n
+    output = torch.zeros(2 * n)
+    own = output[2 * rank : 2 * rank + 2].fill_(rank)
+    group.all_gather_single(output, own).wait()
+    assert output.tolist() == [r for r in range(n) for _ in range(2)]
