@@ -454,9 +454,9 @@ class Members:
                     return effect
 
     def _add(self, group: ConfigurableGroup, ballot: Ballot) -> Ballot:
-        words = self._words
-        words[0], words[1] = ballot.words()
-        group.allreduce([words]).wait()
+        words = self._words.numpy()
+        words[:] = ballot.words()
+        group.allreduce([self._words]).wait()
         return Ballot.of((int(words[0]), int(words[1])))
 
     def _suspect(self, error: Exception) -> None:

@@ -66,6 +66,18 @@ def test_three_replicas_lose_one_and_get_it_back(job: Replicas) -> None:
     job.check()
 
 
+def test_replicas_over_gloo(directory: Path) -> None:
+    with replicas(directory, via="gloo") as job:
+        a, b, c = (job.start(name) for name in "abc")
+        for one in (a, b, c):
+            one.until(sized(3))
+        job.kill(b)
+        for one in (a, c):
+            one.until(sized(2))
+        job.end(a, c)
+        job.check()
+
+
 def test_one_of_two_goes_on_at_once(job: Replicas) -> None:
     a, b = job.start("a"), job.start("b")
     for one in (a, b):
