@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import threading
@@ -421,6 +423,52 @@ def forks(member: Member) -> None:
 
 def test_a_forked_child_holds_nothing_and_cannot_call() -> None:
     together(2, forks)
+
+
+def forks_and_ends(member: Member) -> None:
+    """A child may do with the group what its program does at its end; the parent's calls go on."""
+    group = ready(member)
+    pid = os.fork()
+    if pid == 0:
+        group.abort()
+        group.shutdown()
+        atexit._run_exitfuncs()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    mine = torch.ones(2)
+    group.allreduce([mine]).wait()
+    assert (mine == member.size).all()
+    group.shutdown()
+
+
+def test_a_forked_child_ends_nothing_of_its_parents() -> None:
+    together(2, forks_and_ends)
+
+
+def drops(member: Member) -> str:
+    group = ready(member)
+    if member.rank:
+        del group
+        gc.collect()
+        assert counted()[2] == 0
+        member.say("dropped")
+        member.hear()
+        return ""
+    member.hear()
+    error = error_of(group.barrier())
+    assert isinstance(error, GroupLostError) and error.reason == "closed"
+    member.say("seen")
+    group.shutdown()
+    return str(error)
+
+
+def test_a_group_that_is_dropped_is_shut_down() -> None:
+    with team(2, drops) as running:
+        running.heard(1)
+        running.pipes[0].send("go")
+        running.heard(0)
+        running.pipes[1].send("go")
+        assert "shut" in running.results()[0]
 
 
 def world(member: Member) -> None:

@@ -237,6 +237,8 @@ class Engine:
 
     def fail(self, cause: Cause, *, stop: bool = True) -> GroupError:
         """End the group, unless it has ended; returns the error of this member. ``stop`` ends the running call, too."""
+        if os.getpid() != self._pid:
+            return GroupError("this process was forked after configure, the group is its parent's")
         with self._lock:
             if self.error is not None:
                 return self.error
@@ -258,7 +260,7 @@ class Engine:
 
     def close(self) -> None:
         """End the group and free its memory; calls that run have ended when this returns. Idempotent."""
-        if self._closing:
+        if self._closing or os.getpid() != self._pid:
             return
         self.leave()
         self._closing = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -41,6 +42,7 @@ class ProcessGroupEtha(ProcessGroup):
         #: Grows with every configure, abort and shutdown, so that a configure notices that it was overtaken.
         self._turn = 0
         self._changing = threading.Lock()
+        self._finalizer: Any = None
         #: Address of the last store, and the connection to it.
         self._connection: tuple[str, Any] | None = None
 
@@ -84,6 +86,8 @@ class ProcessGroupEtha(ProcessGroup):
                 if self._turn != turn:
                     raise GroupAbortedError("configure was ended by abort(), shutdown() or another configure()")
                 self._engine = engine
+                # A group that is dropped, or that is left at the end of the program, is shut down.
+                self._finalizer = weakref.finalize(self, engine.close)
         except BaseException:
             engine.close()
             raise
@@ -133,6 +137,8 @@ class ProcessGroupEtha(ProcessGroup):
         with self._changing:
             self._turn += 1
             turn, engine, self._engine = self._turn, self._engine, None
+            if self._finalizer is not None:
+                self._finalizer.detach()
             if engine is not None:
                 self._error = engine.error or error
             elif error is not None and self._error is None:
