@@ -55,8 +55,6 @@ _SLICE_MS = 50
 _STOP = 1
 #: How long a wait looks before it sleeps; the library does not look while another member runs on the same core.
 _SPIN_US = 20
-#: For so long a small call keeps the interpreter's lock.
-_BRIEF_US = 200
 #: Flags of a descriptor beside those of descriptor.py: all members have the segments of the inputs mapped from an
 #: earlier call; this member has just mapped those of all others.
 _ALL_KNOWN, _MAPPED = 4, 8
@@ -488,7 +486,7 @@ class Engine:
             factor=factor,
             divisor=self.size,
             deadline_ns=deadline_ns,
-            brief_us=_BRIEF_US if brief else 0,
+            brief_us=native.BRIEF_US if brief else 0,
             slice_ms=_SLICE_MS if threading.get_ident() == self._main else 0,
         )
         if not more:
