@@ -78,6 +78,21 @@ def test_replicas_over_gloo(directory: Path) -> None:
         job.check()
 
 
+def test_replicas_over_gloo_in_children(directory: Path) -> None:
+    """The children meet over the agents' store, which their trainers serve to them."""
+    with replicas(directory, via="baby-gloo") as job:
+        a, b = (job.start(name) for name in "ab")
+        for one in (a, b):
+            one.until(sized(2))
+        job.kill(b)
+        a.until(sized(1))
+        again = job.start("b")
+        joined = [one.until(sized(2)) for one in (a, again)]
+        assert len({log.epoch for log in joined}) == 1
+        job.end(a, again)
+        job.check()
+
+
 def test_one_of_two_goes_on_at_once(job: Replicas) -> None:
     a, b = job.start("a"), job.start("b")
     for one in (a, b):
