@@ -48,6 +48,8 @@ class Member:
 def _run(body: Callable[..., Any], member: Member, args: tuple[Any, ...]) -> None:
     import torch
 
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the members are more than the cores
     try:
         member.pipe.send(("done", body(member, *args)))

@@ -9,11 +9,13 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys, torch
+import signal, sys, torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from concurrent.futures import ThreadPoolExecutor
 from etha import groups
 
+# A shell that starts something in the background has it ignore Ctrl-C, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 store = HashStore()
 members = [getattr(groups, sys.argv[1])(timeout=60) for _ in range(2)]
 

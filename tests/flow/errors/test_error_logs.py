@@ -102,11 +102,13 @@ async def test_an_agent_that_has_left_is_named_with_its_log(runtime: Path) -> No
 async def test_of_an_agent_in_the_foreground_the_error_says_who_has_its_log(runtime: Path) -> None:
     with fresh_agent() as process:
         async with etha.AsyncTensorBusClient(timeout=60.0) as client:
-            await client.status()
+            pair = uuid.uuid4().hex
+            waiting = asyncio.create_task(client.init_pair(pair, "a", "b", 1, rank=0))
+            while not any(p["pair"] == pair and p["waiting_for"] for p in (await client.status())["pairs"]):
+                pass
             process.kill()
             with pytest.raises(AgentLostError, match="log of the agent: its terminal or its service"):
-                while True:
-                    await client.init_pair(uuid.uuid4().hex, "a", "b", 1, rank=0)
+                await waiting
 
 
 @pytest.mark.ways("local", "tcp")

@@ -13,7 +13,7 @@ import redis
 import torch
 from torch.distributed.tensor import Replicate
 
-from etha import BatchHandle, RegistrationError, TensorBusClient
+from etha import BatchHandle, RegistrationError, TensorBusClient, groups
 from etha.config import Settings
 from etha.store.embedded import embedded_url
 from etha.store.keys import CLOSED_LEASE, TABLE, KeyKind
@@ -63,7 +63,7 @@ def kind_of(key: str) -> KeyKind:
 
 def documented(kind: KeyKind, field: str) -> bool:
     """Whether ``field`` is in the table; upper-case parts of its names are variables."""
-    patterns = [re.sub(r"SIDE|RANK|ID|NAME", r".+", re.escape(name)) for name in kind.fields if name != "..."]
+    patterns = [re.sub(r"SIDE|RANK|ID|NAME|KEY", r".+", re.escape(name)) for name in kind.fields if name != "..."]
     return any(re.fullmatch(pattern, field) for pattern in patterns)
 
 
@@ -71,6 +71,16 @@ def register(client: TensorBusClient, batch: str, tensor: torch.Tensor) -> Calla
     return lambda: client.register_tensors(batch, {"w": tensor}, pair_name="weights")
 
 
+@pytest.fixture
+def members(sides: tuple[TensorBusClient, TensorBusClient]) -> Iterator[groups.Members]:
+    """The only replica of a group, in its first step."""
+    found = groups.Members("dp", replica="replica-0", timeout=SECONDS)
+    assert found.begin().size == 1
+    yield found
+    found.leave()
+
+
+@pytest.mark.usefixtures("members")
 def test_the_key_table_tells_what_a_run_leaves(sides: tuple[TensorBusClient, TensorBusClient]) -> None:
     one, two = sides
     store = redis.Redis.from_url(embedded_url(Settings.from_env()), decode_responses=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from etha.errors import ConfigError, PeerLostError, ProtocolError
+from etha.store.groups import Entrance
 from etha.store.keys import TABLE
 from etha.store.records import PairView, RankHolder
 from etha.store.registry import Store
@@ -373,6 +374,9 @@ async def test_every_key_has_a_lease_and_readable_text(store: Store, others: lis
     await store.batches.put_manifest("cd34", {"layer.weight": '{"shape": [1]}'})
     for side in ("trainer", "inference"):
         await store.batches.enroll("w", "b", 1, side, 0, '{"manifest": "cd34"}', expected=2)
+    entrance = Entrance(group="g", replica="r", rank=0, world=1, asked="1")
+    await store.groups.enter(entrance, here(), wants=True)
+    await store.groups.put("g", 1, {"0": b"address"})
     client = store._session.connection._client
     found = [key async for key in client.scan_iter(match=store.keys.prefix + "*")]
     shapes = {"^" + re.sub(r"[A-Z]+", "[^:]+", kind.pattern) + "$": kind for kind in TABLE}
