@@ -199,6 +199,7 @@ class Walk:
             assert late.epoch > roster.epoch or all(state.of(name).does != "dead" for name in held)
 
 
+@pytest.mark.slow
 def test_every_order_of_events_of_three_members() -> None:
     """Three trainers start, vote, fail, are late, die and start again. docs/groups.md has the counts."""
     assert Walk(most=2, deaths=1, steps=1).run() == 5_953

@@ -151,6 +151,7 @@ def walk(ballots: dict[tuple[int, int], Ballot], victim: tuple[int, int] | None)
 YES, NO = Ballot(), Ballot(nays=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("no", "victim", "states"), [(None, None, 7_539), (None, (0, 0), 15_078), ((0, 0), (0, 1), 15_078)]
 )

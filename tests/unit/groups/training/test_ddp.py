@@ -107,6 +107,7 @@ def test_a_static_graph_is_refused() -> None:
         DistributedDataParallel(model(), process_group=EchoGroup(), static_graph=True)
 
 
+@pytest.mark.slow
 def test_a_plain_ddp_over_the_group_is_found_and_named() -> None:
     group, other = EchoGroup(), EchoGroup()
     ours = DistributedDataParallel(model(), process_group=group)
@@ -229,6 +230,7 @@ def test_kinds_of_the_tests_group_are_those_of_ddp() -> None:
     assert {call.kind for call in group.calls} <= {Kind.ALLREDUCE, Kind.BROADCAST}
 
 
+@pytest.mark.slow
 def test_a_managed_group_logs_why_the_calls_of_a_plain_ddp_do_not_match(caplog: pytest.LogCaptureFixture) -> None:
     class One:
         timeout = 60.0
