@@ -22,7 +22,14 @@ from etha.bus.process import start_time
 from etha.client.agent_process import ensure_agent
 from etha.client.loop_thread import LoopMembership
 from etha.config import Settings, agent_path
-from etha.errors import AgentLostError, AgentUnavailableError, EthaError, GroupLostError, GroupTimeoutError
+from etha.errors import (
+    AgentLostError,
+    AgentUnavailableError,
+    EthaError,
+    GroupError,
+    GroupLostError,
+    GroupTimeoutError,
+)
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
@@ -239,10 +246,10 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
         return False
 
     def append(self, key: str, value: Any) -> None:
-        raise NotImplementedError("the store of an epoch does not append")
+        raise GroupError(f"{key}: the store of an epoch does not append; use set, add or compare_set")
 
     def num_keys(self) -> int:
-        raise NotImplementedError("the store of an epoch does not count its keys")
+        raise GroupError("the store of an epoch does not count its keys; use check")
 
     def has_extended_api(self) -> bool:
         return False

@@ -148,11 +148,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._set_members(config.rank, config.world_size)
 
     def _configure(self, config: GroupConfig) -> None:
-        raise NotImplementedError(f"{type(self).__name__} cannot be configured")
+        raise GroupError(f"{type(self).__name__} cannot be configured: use a concrete group, such as ProcessGroupEtha")
 
     def _issue(self, call: GroupCall) -> Any:
         """Begin a call; returns its work."""
-        raise NotImplementedError(f"{type(self).__name__} makes no calls")
+        raise GroupError(f"{type(self).__name__} makes no calls: use a concrete group, such as ProcessGroupEtha")
 
     def abort(self) -> None:
         """End the group at once: calls that run end with `GroupAbortedError`, other members' with `GroupLostError`."""

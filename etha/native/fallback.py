@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from etha.errors import GroupError
 from etha.native.structs import (
     ALL,
     BELL,
@@ -125,7 +126,7 @@ class PythonLibrary:
     def __init__(self, machine: str = "") -> None:
         machine = machine or platform.machine()
         if machine not in SYS_FUTEX:
-            raise NotImplementedError(f"groups need the compiled library on {machine}: run python -m etha.native.build")
+            raise GroupError(f"groups need the compiled library on {machine}: run python -m etha.native.build")
         self._number = SYS_FUTEX[machine]
         self._ordered = machine == "x86_64"
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,8 +25,9 @@ class InProcessGroup(ProcessGroup):
         super().__init__(timeout, errors)
         self._formation: Formation | None = None
 
+    @abstractmethod
     def _carrier(self, store: Any, config: GroupConfig, timeout: timedelta) -> Carrier:
-        raise NotImplementedError
+        """A new backend for one forming."""
 
     def _configure(self, config: GroupConfig) -> None:
         self._end("configure was called again")

@@ -10,6 +10,7 @@ members: it counts on all replicas or on none.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from etha.errors import ConfigError
 
 
-class _Periodic:
+class _Periodic(ABC):
     """Counts the steps of an optimizer between entering and leaving, and calls ``_after_step`` after each."""
 
     def __init__(self, members: Any, optimizer: Optimizer, process_group: Any) -> None:
@@ -42,8 +43,9 @@ class _Periodic:
         self._local_step += 1
         self._after_step()
 
+    @abstractmethod
     def _after_step(self) -> None:
-        raise NotImplementedError
+        """Synchronize if it is time to."""
 
 
 class LocalSGD(_Periodic):

@@ -229,3 +229,11 @@ def test_an_output_of_another_size_is_refused() -> None:
     group = EchoGroup(size=3)
     with pytest.raises(GroupMismatchError, match="compiled for another number of members"):
         group.all_gather_single(torch.zeros(4), torch.ones(2))
+
+
+def test_a_group_that_is_not_a_concrete_one_says_what_to_use() -> None:
+    group = ProcessGroup()
+    with pytest.raises(GroupError, match="use a concrete group"):
+        group.configure("127.0.0.1:1/p", "r", 0, 1)
+    with pytest.raises(GroupError, match="use a concrete group"):
+        group.barrier()
