@@ -13,8 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from etha.bus.handshake import WorkerHello
 from etha.bus.link import AgentLink
 from etha.bus.messages import AddValue, GetValues, PutValues, SwapValue
@@ -30,6 +28,7 @@ from etha.errors import (
     GroupLostError,
     GroupTimeoutError,
 )
+from etha.groups.store_client import SimpleStore, as_bytes
 from etha.version import __version__
 
 log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class GroupAgentLink:
                 pause = min(_LONGEST_PAUSE, 2 * pause)
 
 
-class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
+class EpochStore(SimpleStore):
     """A torch Store in which the members of one epoch meet, kept by their agents in Redis for an hour.
 
     ``prefix`` keeps several groups of one epoch apart. ``ended()``: a member of the epoch has ended, so nobody needs to
@@ -189,10 +188,9 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
         *,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__()
+        super().__init__(timeout)
         self._ended = ended
         self._link, self._group, self._epoch, self._prefix = link, group, epoch, prefix
-        self._seconds = timeout
 
     def _ask(self, message: Any, seconds: float) -> Any:
         if self._ended():
@@ -203,11 +201,11 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
         return f"{self._prefix}/{key}"
 
     def set(self, key: str, value: Any) -> None:
-        values = {self._name(key): _bytes(value)}
+        values = {self._name(key): as_bytes(value)}
         self._ask(PutValues(group=self._group, epoch=self._epoch, values=values), self._seconds)
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        found = {self._name(key): _bytes(value) for key, value in zip(keys, values, strict=True)}
+        found = {self._name(key): as_bytes(value) for key, value in zip(keys, values, strict=True)}
         self._ask(PutValues(group=self._group, epoch=self._epoch, values=found), self._seconds)
 
     def get(self, key: str) -> bytes:
@@ -237,7 +235,7 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         name = self._name(key)
         message = SwapValue(
-            group=self._group, epoch=self._epoch, name=name, expected=_bytes(expected), desired=_bytes(desired)
+            group=self._group, epoch=self._epoch, name=name, expected=as_bytes(expected), desired=as_bytes(desired)
         )
         value: bytes = self._ask(message, self._seconds).values[name]
         return value
@@ -250,20 +248,3 @@ class EpochStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def num_keys(self) -> int:
         raise GroupError("the store of an epoch does not count its keys; use check")
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> EpochStore:
-        return self
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._seconds)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-
-
-def _bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,11 +1,11 @@
-"""Clients of the store over which the members of one forming find each other."""
+"""Stores over which the members of one forming find each other: a client of torch's, and the base of Etha's own."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from etha.errors import GroupError
 
@@ -28,3 +28,29 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Any:
         timeout=timeout,
     )
     return PrefixStore(prefix, store)
+
+
+class SimpleStore(Store):
+    """Base of a torch Store in Python: a timeout of ``_seconds``, and none of torch's extensions."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def clone(self) -> Any:
+        return self
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+
+def as_bytes(value: Any) -> bytes:
+    """A value as stores keep it: text, bytes, or a list of numbers, as torch's C++ gives it."""
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -7,19 +7,16 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from etha.groups.baby.messages import AskStore, StoreReply, only, receive, send
+from etha.groups.store_client import SimpleStore, as_bytes
 
-_Store: Any = torch._C._distributed_c10d.Store
 
-
-class RemoteStore(_Store):  # type: ignore[misc]
+class RemoteStore(SimpleStore):
     """The trainer's store, in the child."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
-        super().__init__()
-        self._connection, self._seconds, self._lock = connection, seconds, threading.Lock()
+        super().__init__(seconds)
+        self._connection, self._lock = connection, threading.Lock()
 
     def _ask(self, operation: str, *keys: str, **more: Any) -> StoreReply:
         with self._lock:
@@ -30,7 +27,7 @@ class RemoteStore(_Store):  # type: ignore[misc]
         return reply
 
     def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, values=(_bytes(value),))
+        self._ask("set", key, values=(as_bytes(value),))
 
     def get(self, key: str) -> bytes:
         return self._ask("get", key, seconds=self._seconds).values[0]
@@ -45,23 +42,10 @@ class RemoteStore(_Store):  # type: ignore[misc]
         return self._ask("add", key, amount=amount).number
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._ask("compare_set", key, values=(_bytes(expected), _bytes(desired))).values[0]
+        return self._ask("compare_set", key, values=(as_bytes(expected), as_bytes(desired))).values[0]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete_key", key).number)
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    def clone(self) -> RemoteStore:
-        return self
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._seconds)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
 
 
 def serve_store(connection: socket.socket, store: Any) -> None:
@@ -91,20 +75,16 @@ def _perform(store: Any, asked: AskStore) -> StoreReply:
             store.set(keys[0], asked.values[0])
         case "get" | "wait":
             store.wait(keys, timedelta(seconds=asked.seconds or 1.0))
-            return StoreReply(values=() if asked.operation == "wait" else (_bytes(store.get(keys[0])),))
+            return StoreReply(values=() if asked.operation == "wait" else (as_bytes(store.get(keys[0])),))
         case "check":
             return StoreReply(number=bool(store.check(keys)))
         case "add":
             return StoreReply(number=int(store.add(keys[0], asked.amount)))
         case "compare_set":
             expected, desired = (value.decode() for value in asked.values)
-            return StoreReply(values=(_bytes(store.compare_set(keys[0], expected, desired)),))
+            return StoreReply(values=(as_bytes(store.compare_set(keys[0], expected, desired)),))
         case "delete_key":
             return StoreReply(number=bool(store.delete_key(keys[0])))
         case _:
             return StoreReply(error=f"a store has no {asked.operation}")
     return StoreReply()
-
-
-def _bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
