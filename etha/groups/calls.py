@@ -455,6 +455,9 @@ def _check_tensors(call: GroupCall, devices: Sequence[str]) -> None:
             raise GroupError(f"{call.method}: tensors on {first.device} and on {tensor.device} in one call")
         if tensor.layout != torch.strided:
             raise GroupError(f"{call.method}: tensors must be dense, one has layout {tensor.layout}")
+    for tensor in call.outputs:
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise GroupError(f"{call.method}: an output was expanded, so its elements share memory: give a copy of it")
     if devices and first.device.type not in devices:
         served = " and ".join(devices)
         raise GroupError(f"{call.method}: a tensor is on {first.device}, this group serves {served} tensors")

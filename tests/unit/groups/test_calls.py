@@ -214,3 +214,11 @@ def test_defaults_of_reductions_are_their_input() -> None:
     output = torch.full((1,), 9.0)
     built("scatter", [output], [], rooted(dist.ScatterOptions(), 0)).fill_defaults(1)
     assert output.tolist() == [0]
+
+
+def test_an_expanded_output_is_refused() -> None:
+    """Found when the result was copied back, it would end the group for all members."""
+    expanded = torch.ones(1).expand(4)
+    with pytest.raises(GroupError, match="was expanded"):
+        normalize("broadcast", ([expanded],), rank=0, size=1)
+    normalize("allgather", ([[torch.empty(4)]], [expanded]), rank=0, size=1)
