@@ -301,7 +301,8 @@ class RedisConnection:
             async with self._reviving, asyncio.timeout_at(None if deadline == math.inf else deadline):
                 await self._revive()
         except (EthaError, TimeoutError) as error:
-            log.warning("the Redis server at %s could not be started again: %s", redact(self.url), error)
+            why = str(error) or "not before the deadline of the call that needed it"
+            log.warning("the Redis server at %s could not be started again: %s", redact(self.url), why)
 
     async def script(self, name: str, keys: Sequence[str], request: dict[str, Any], timeout: float) -> Any:
         """Run ``name``.lua. Returns its answer without the envelope, or raises the error that it describes."""

@@ -184,7 +184,7 @@ async def test_an_idle_lane_holds_nothing_of_the_last_job(lane: Lane) -> None:
 async def test_close_aborts_what_is_left() -> None:
     lane = Lane(threads=1)
     gate = threading.Event()
-    first, second = Over(lane, Pieces(3, lambda piece, thread: gate.wait(5) and None)), Over(lane, Pieces(3))
+    first, second = Over(lane, Pieces(3, lambda piece, thread: gate.wait(60) and None)), Over(lane, Pieces(3))
     closing = asyncio.get_running_loop().run_in_executor(None, lane.close)
     assert isinstance(await second.result, RuntimeError)
     gate.set()
