@@ -12,6 +12,8 @@ from rich.text import Text
 from etha.observe.history import of_event
 from etha.printable import in_all_texts, one_line
 
+#: Ranks that the next epoch of a group waits for: so many are named.
+MISSING_SHOWN = 8
 #: Links that an operator must see to, by what they are called in the status.
 BROKEN = ("failed", "missing", "opening")
 
@@ -33,13 +35,24 @@ def whole(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "agents": list(agents.values()),
         "pairs": [pair for one in reports for pair in one["pairs"]],
         "batches": [batch for one in reports for batch in one["batches"]],
+        "groups": _groups(reports),
         "local": reports,
     }
 
 
+def _groups(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All groups, each once, from the agent that knows most of its steps: that of a member."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (line for one in reports for line in one.get("groups", ())):
+        known = found.get(line["group"])
+        if known is None or (line["epoch"], line["step"]) > (known["epoch"], known["step"]):
+            found[line["group"]] = line
+    return list(found.values())
+
+
 def status_tables(found: dict[str, Any]) -> Group:
-    """This host's agents, all that Redis knows, pairs and batches, one table each, and which links are not as they
-    should be. The JSON has what is left out here."""
+    """This host's agents, all that Redis knows, pairs, batches and elastic groups, one table each, and which links are
+    not as they should be. The JSON has what is left out here."""
     found = in_all_texts(one_line, found)
     reports = [one["agent"] for one in found.get("local", [found])]
     batch = ["pair", "batch", "state", "seq", "version", "bytes", "transport", "waiting_for", "last_error"]
@@ -50,12 +63,15 @@ def status_tables(found: dict[str, Any]) -> Group:
     known: list[Table | Text] = []
     if len(agents) > len(reports):
         known = [agents_table(agents, reports), *map(Text, linked_lines(agents))]
+    groups = [group_line(line) for line in found.get("groups", ())]
+    columns = ["group", "state", "epoch", "step", "members", "waits for"]
     return Group(
         dict_table("agents of this host", reports, agent),
         *known,
         dict_table("pairs", [pair_line(pair) for pair in found["pairs"]], ["pair", "state", "epoch", "sides", "error"]),
         dict_table("batches", found["batches"], batch),
-        *(Text(f"pairs as they were last known: {why}") for why in stale),
+        *([dict_table("elastic groups", groups, columns)] if groups else []),
+        *(Text(f"pairs and groups as they were last known: {why}") for why in stale),
     )
 
 
@@ -109,6 +125,40 @@ def pair_line(pair: dict[str, Any]) -> dict[str, Any]:
     missing = [_missing(side, ranks, pair) for side, ranks in pair.get("waiting_for", {}).items()]
     text = f"waits {pair['waits']:.0f} s" + (f" for {' and '.join(missing)}" if missing else "")
     return {**pair, "error": f"{text}. {pair['hint']}" if pair.get("hint") else text}
+
+
+def group_line(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's row: its members in the order of their ranks, those that join, and whom the next epoch waits for."""
+    members = [
+        f"{one['rank']}: {_replica(one, group)}{'' if one['counts'] else ', behind'}" for one in group["members"]
+    ]
+    members += [f"joins: {_replica(one, group)}" for one in group["joining"]]
+    missing = [
+        f"rank {one['rank']} of {one['replica']}"
+        + (", which has not come" if one["pid"] is None else f", pid {one['pid']} on {one['host']}")
+        for one in group["waiting_for"]
+    ]
+    if len(missing) > MISSING_SHOWN:
+        missing = [*missing[:MISSING_SHOWN], f"and {len(missing) - MISSING_SHOWN} more ranks"]
+    if group["complete"] and group["complete"] < group["min_replicas"]:
+        missing.append(f"at least {group['min_replicas']} replicas, {group['complete']} of them there")
+    if missing and group["waits"] is not None:
+        missing[0] = f"{group['waits']:.0f} s for {missing[0]}"
+    state = f"{group['state']}, has lost a replica" if group["broken"] else group["state"]
+    return {**group, "state": state, "members": members, "waits for": missing}
+
+
+def _replica(one: dict[str, Any], group: dict[str, Any]) -> str:
+    """A replica with its processes, host by host. Its step only if that is not the group's."""
+    hosts: dict[str, list[str]] = {}
+    for rank in one["ranks"]:
+        hosts.setdefault(rank["host"], []).append(str(rank["pid"]))
+    where = "; ".join(
+        f"{'pid' if len(pids) == 1 else 'pids'} {', '.join(pids)} on {host}" for host, pids in hosts.items()
+    )
+    text = f"{one['replica']}, {where}"
+    text += "" if one["served"] else ", agent silent"
+    return text if one["step"] == group["step"] else f"{text}, step {one['step']}"
 
 
 def _missing(side: str, ranks: list[int], pair: dict[str, Any]) -> str:

@@ -56,6 +56,7 @@ from etha.bus.messages import (
     GetRecords,
     GetStatus,
     GetValues,
+    GroupProgress,
     InitPair,
     LetGo,
     Ok,
@@ -483,6 +484,8 @@ class Agent:
                 self.groups.enter(session, request, message)
             case DepartGroup() as message:
                 self.groups.depart(session, request, message)
+            case GroupProgress() as message:
+                self.groups.take_progress(session, request, message)
             case PutValues() | GetValues() | AddValue() | SwapValue() as message:
                 self.groups.values(session, request, message)
             case LetGo(all=True):
@@ -507,12 +510,14 @@ class Agent:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
 
     async def _status(self, peer: Peer, request_id: int) -> None:
-        stale, _, seen = await asyncio.gather(
+        stale, _, seen, groups = await asyncio.gather(
             self.rendezvous.refresh(),
             self.transfers.stragglers.refresh(self.registrations.registered_batches()),
             self._seen(),
+            self.groups.shown(PATIENCE),
         )
-        peer.reply(request_id, Status(report=report(self, stale, seen, await self.rendezvous.hints())))
+        stale = stale or groups.stale
+        peer.reply(request_id, Status(report=report(self, stale, seen, await self.rendezvous.hints(), groups.lines)))
 
     async def _seen(self) -> list[tuple[AgentRecord, float | None]]:
         """The agents that Redis knows, and the seconds since they renewed their leases.

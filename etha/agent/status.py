@@ -43,11 +43,13 @@ def report(
     stale: str = "",
     seen: Sequence[tuple[AgentRecord, float | None]] = (),
     hints: Mapping[str, str] | None = None,
+    groups: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...]}, of numbers, texts and lists only.
+    """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...], "groups": [...]}, plain data only.
 
-    ``stale``: why the pairs could not be read again and may be outdated; "" if they were. ``seen``: the agents that
-    Redis knows or knew, and the seconds since each has renewed its lease. ``hints``: by pair, others that may be meant.
+    ``stale``: why the pairs and groups could not be read again and may be outdated; "" if they were. ``seen``: the
+    agents that Redis knows or knew, and the seconds since each has renewed its lease. ``hints``: by pair, others that
+    may be meant. ``groups``: the lines of elastic groups.
     """
     waits, hints = agent.rendezvous.waits(), hints or {}
     return {
@@ -89,6 +91,7 @@ def report(
             for machine, ended in agent.rendezvous.shown()
         ],
         "batches": [line for registration in agent.registrations.known.values() for line in _batch(registration)],
+        "groups": [dict(line) for line in groups],
     }
 
 

@@ -2,9 +2,9 @@
 
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
-                      EnterGroup DepartGroup PutValues GetValues AddValue SwapValue
+                      EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost, BatchLost, Progress, GroupChanging
+    agent -> worker, unasked   PairLost, BatchLost, Progress, GroupChanging, AskGroupProgress
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
@@ -369,6 +369,24 @@ class GroupChanging(StrictStruct, frozen=True, kw_only=True):
     group: Text
     epoch: int
     broken: bool
+
+
+@message("ask_group_progress")
+class AskGroupProgress(StrictStruct, frozen=True, kw_only=True):
+    """Push: somebody looks at the status. The worker says with GroupProgress how far it is."""
+
+    group: Text
+
+
+@message("group_progress")
+class GroupProgress(StrictStruct, frozen=True, kw_only=True):
+    """How many steps this worker has committed, as a member of ``epoch``. -> Ok."""
+
+    group: Text
+    replica: Text
+    rank: int
+    epoch: int
+    step: int
 
 
 @message("depart_group")

@@ -22,7 +22,7 @@ STATUS_SECONDS = 5.0
 STOP_SECONDS = 40.0
 #: Number of events that --watch shows.
 EVENTS_SHOWN = 10
-NOTHING: dict[str, Any] = {"agent": None, "agents": [], "pairs": [], "batches": []}
+NOTHING: dict[str, Any] = {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": []}
 
 
 def agent(
@@ -61,6 +61,9 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="again every second, with events, until Ctrl-C")] = False,
 ) -> None:
     """Show this host's agents, their pairs and batches, versions, last transfers and who waits for whom.
+
+    Also the namespace's elastic groups: epoch, step, members with their hosts and processes, and whom the next epoch
+    waits for. A member of another host is shown at the step at which the epoch formed, if no member is on this host.
 
     With --watch also what happens in the namespace: who came, joined, registered, left, and why. It waits for agents
     where none is running. Without --watch that is the error agent_unavailable, and nothing on standard output, also if

@@ -21,6 +21,7 @@ CHECKS: tuple[tuple[str, Callable[[Settings], str]], ...] = (
     ("other processes' memory", machine.check_process_memory),
     ("agents that run here", machine.check_agents_reach),
     ("pidfd", machine.check_pidfd),
+    ("process groups", machine.check_native),
     ("Redis", machine.check_redis),
     ("uvloop", machine.check_uvloop),
 )

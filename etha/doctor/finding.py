@@ -17,7 +17,7 @@ class Failing(Exception):
 
 
 class Noteworthy(Exception):
-    """Works for this host alone. ``mend`` says what other hosts need."""
+    """Works, but for this host alone or slower than it could. ``mend`` says what to do about that."""
 
     def __init__(self, message: str, mend: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "ok", "note" (it works here, but not for other hosts) or "fails"."""
+        """ "ok", "note" (it works, but not for other hosts, or slowly) or "fails"."""
         return "fails" if not self.ok else "note" if self.mend else "ok"
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from etha import native
 from etha.addresses import redact
 from etha.agent_session import look
 from etha.bus.process import Credentials, is_stopped
-from etha.config import Settings
-from etha.doctor.finding import Failing
-from etha.errors import ConfigError, EthaError
+from etha.config import Settings, native_allowed
+from etha.doctor.finding import Failing, Noteworthy
+from etha.errors import ConfigError, EthaError, GroupError
 from etha.memory.pages import sealed_memfd
 from etha.memory.process import ProcessMemory, allow_reading, start_time
 from etha.memory.reach import ReachError
@@ -163,6 +164,21 @@ def _read_parent(answer: Callable[[bytes], None], pid: int, started: int, addres
         answer(str(error).encode())
         return
     answer(mine.tobytes())
+
+
+def check_native(settings: Settings) -> str:
+    """Which library carries out the calls of process groups: the compiled one, or Python, and why."""
+    why = native.why_python()
+    if not why:
+        return "compiled"
+    text, mend = f"Python, which is slower: {why}", "run python -m etha.native.build on a machine with a C compiler"
+    try:
+        native.PythonLibrary()
+    except GroupError as error:
+        raise Failing(f"{error.message}; {why}", mend) from None
+    if not native_allowed():
+        return text
+    raise Noteworthy(text, mend)
 
 
 def check_pidfd(settings: Settings) -> str:

@@ -7,6 +7,7 @@ new agent hears which ranks this process holds. Groups go on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -67,6 +68,16 @@ class GroupAgentLink:
         Raises what the agent answers, GroupTimeoutError, or AgentUnavailableError if no agent can be reached.
         """
         return self._membership.loop_thread.call(self._call(message, timeout))
+
+    def say(self, message: Any) -> None:
+        """Answer what the agent has asked by a push; on the loop's thread. If the agent ends meanwhile, nobody asks."""
+
+        async def said() -> None:
+            if self._link is not None and not self._closed:
+                with contextlib.suppress(EthaError):
+                    await self._link.request(message, timeout=_CONNECT)
+
+        self._membership.loop_thread.spawn(said())
 
     def close(self) -> None:
         """Say goodbye; the ranks of this process end. Idempotent."""

@@ -25,7 +25,16 @@ from typing import Any, Protocol
 
 import torch
 
-from etha.bus.messages import DepartGroup, EnterGroup, GroupChanging, GroupFormed, GroupNoted, GroupSeat
+from etha.bus.messages import (
+    AskGroupProgress,
+    DepartGroup,
+    EnterGroup,
+    GroupChanging,
+    GroupFormed,
+    GroupNoted,
+    GroupProgress,
+    GroupSeat,
+)
 from etha.bus.process import check_not_forked, start_time
 from etha.client.arguments.world import RankInfo
 from etha.config import LaunchEnv, Settings, check_name
@@ -503,6 +512,10 @@ class Members:
     # ---- what the agent says, on the loop's thread -------------------------------------------------
 
     def _pushed(self, push: Any) -> None:
+        if isinstance(push, AskGroupProgress) and push.group == self.name:
+            self._link.say(
+                GroupProgress(group=self.name, replica=self.replica, rank=self.rank, epoch=self._epoch, step=self._step)
+            )
         if not isinstance(push, GroupChanging) or push.group != self.name:
             return
         self._heard = max(self._heard, push.epoch)

@@ -56,6 +56,7 @@ __all__ = [
     "open_library",
     "ring_length",
     "run_arguments",
+    "why_python",
 ]
 
 log = logging.getLogger(__name__)
@@ -123,21 +124,38 @@ class CompiledLibrary:
 
 def open_library(path: Path) -> CompiledLibrary | None:
     """The compiled library at ``path``. None if there is none; also with a warning if it is of another source or does
-    not load. What is of another source is not loaded, because its structs may be others."""
+    not load."""
+    found = _opened(path)
+    if isinstance(found, CompiledLibrary):
+        return found
+    if path.exists():
+        log.warning("groups run in Python: %s", found)
+    return None
+
+
+def why_python() -> str:
+    """Why ``load()`` gives Python, with what mends it; "" if it gives the compiled library."""
+    from etha.native.build import LIBRARY
+
+    if not native_allowed():
+        return "ETHA_NATIVE=0 asks for it"
+    found = _opened(LIBRARY)
+    return found if isinstance(found, str) else ""
+
+
+def _opened(path: Path) -> CompiledLibrary | str:
+    """The library, or why it cannot be used. One of another source is not loaded, because its structs may be others."""
     from etha.native.build import is_current  # here, because `python -m etha.native.build` imports this package first
 
+    cure = "run python -m etha.native.build"
     if not path.exists():
-        return None
+        return f"{path} is not there, because the machine that installed Etha had no C compiler: {cure} where one is"
     if not is_current(path):
-        log.warning(
-            "%s is of another version of executor.c, groups run in Python: run python -m etha.native.build", path
-        )
-        return None
+        return f"{path} is of another version of executor.c: {cure}"
     try:
         return CompiledLibrary(path)
     except (OSError, AttributeError) as error:
-        log.warning("%s cannot be loaded, groups run in Python: %s", path, error)
-        return None
+        return f"{path} cannot be loaded ({error}): {cure} on this machine"
 
 
 @cache

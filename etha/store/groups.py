@@ -16,6 +16,7 @@ from typing import Any
 from etha.config import MAX_WORLD, check_name
 from etha.errors import ConfigError
 from etha.store.connect import Client, ScriptRefused
+from etha.store.group_view import GroupView
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.process import alive
 from etha.store.reading import FieldReader
@@ -134,6 +135,34 @@ class GroupRecords:
             return GroupState.from_redis(key, known) if "state" in known else None
 
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
+
+    async def views(self, *, timeout: float | None = None) -> list[GroupView]:
+        """Every group of the namespace that has replicas, with all that Redis knows of it."""
+        limit = self._session.limit(timeout)
+
+        async def read(client: Client) -> list[GroupView]:
+            found = []
+            for name in sorted(await client.smembers(self._keys.groups)):
+                key = self._keys.group(name)
+                values = await client.hgetall(key)
+                names = GroupView.replica_names(key, values) if "state" in values else ()
+                pipe = client.pipeline(transaction=False)
+                for replica in names:
+                    pipe.hgetall(self._keys.replica(name, replica))
+                pipe.time()
+                *replicas, clock = await pipe.execute()
+                held = dict(zip(names, replicas, strict=True))
+                if any(held.values()):
+                    now = int(clock[0]) * 1000 + int(clock[1]) // 1000
+                    found.append(GroupView.read(key, name, values, held, now))
+            agents = sorted({member.holder.agent for view in found for member in view.ranks()})
+            pipe = client.pipeline(transaction=False)
+            for agent in agents:
+                pipe.exists(self._keys.agent(agent))
+            served = dict(zip(agents, await pipe.execute(), strict=True)) if agents else {}
+            return [view.silenced({agent for agent, there in served.items() if not there}) for view in found]
+
+        return await self._session.connection.call(f"read {self._keys.groups}", read, limit)
 
     async def names(self, *, timeout: float | None = None) -> list[str]:
         """Names of the namespace's groups."""

@@ -400,6 +400,8 @@ def markdown() -> str:
         "",
         "```sh",
         "redis-cli hgetall 'etha:{default}:pair:weights'",
+        "redis-cli hgetall 'etha:{default}:group:dp'              # an elastic group: state, epoch, members, retired",
+        "redis-cli hgetall 'etha:{default}:group:dp:replica-0'    # one replica of it: its ranks and their processes",
         "redis-cli -s $ETHA_RUNTIME_DIR/redis.sock xrevrange 'etha:{default}:events' + - COUNT 10   # embedded server",
         "```",
         "",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,3 +200,35 @@ def test_votes_of_all_ranks_of_a_replica_are_equal(job: Replicas) -> None:
     job.end(*ranks[:2])
     votes = [{(log.epoch, log.step, log.committed) for log in one.logs} for one in ranks[:2]]
     assert votes[0] == votes[1]
+
+
+def status(directory: Path, *words: str) -> str:
+    """What ``etha status`` prints about this job."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ETHA_")}
+    env |= {"ETHA_RUNTIME_DIR": str(directory), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "etha", "status", *words]
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_status_shows_the_group_with_epoch_members_and_step_and_who_is_missing(job: Replicas, directory: Path) -> None:
+    ranks = {(name, rank): job.start(name, rank=rank, world=2, pause=0.01) for name in "ab" for rank in (0, 1)}
+    step = [one.until(sized(2)) for one in ranks.values()][-1].step
+    [line] = json.loads(status(directory, "--json"))["groups"]
+    assert (line["group"], line["state"], line["world_size"], line["waiting_for"]) == ("dp", "formed", 2, [])
+    assert line["step"] >= step, "the step is the one of now, not the one at which the epoch has formed"
+    for one in ranks.values():
+        one.until(lambda log: log.step > line["step"])
+    [later] = json.loads(status(directory, "--json"))["groups"]
+    assert later["epoch"] == line["epoch"] and later["step"] > line["step"]
+    assert {one["rank"] for one in later["members"]} == {0, 1} and all(one["counts"] for one in later["members"])
+    found = {(one["replica"], rank["rank"]): rank["pid"] for one in later["members"] for rank in one["ranks"]}
+    assert found == {place: one.pid for place, one in ranks.items()}
+    new = job.start("c", rank=0, world=2)
+    waits: list[dict[str, Any]] = []
+    while not waits:
+        waits = json.loads(status(directory, "--json"))["groups"][0]["waiting_for"]
+    assert waits == [{"replica": "c", "rank": 1, "host": "", "pid": None}]
+    table = status(directory)
+    assert "elastic groups" in table and "rank 1 of c, which has not come" in table and f"pid {new.pid} on" in table
+    job.end(*ranks.values())
+    job.check()

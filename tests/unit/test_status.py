@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etha.status import events_table, linked_lines, status_tables, whole
+from etha.status import events_table, group_line, linked_lines, status_tables, whole
 
 
 def link(state: str, device: str = "cpu", trouble: str = "") -> dict[str, Any]:
@@ -126,3 +126,60 @@ def test_watched_events_say_what_etha_events_says() -> None:
     shown = capture.get()
     assert "weights/policy" in shown and "4 transfers of batch 'policy'" in shown and "epoch 3 is formed" in shown
     assert not any(raw in shown for raw in ("1795428523", "kind", "device cpu", "\x1b[2J"))
+
+
+def group(**more: Any) -> dict[str, Any]:
+    member = {"rank": 0, "replica": "a", "step": 7, "counts": True, "served": True}
+    line = {
+        "group": "dp",
+        "state": "changing",
+        "epoch": 3,
+        "step": 7,
+        "world_size": 2,
+        "broken": False,
+        "members": [{**member, "ranks": [{"rank": n, "host": f"n{n // 2}", "pid": 10 + n} for n in range(3)]}],
+        "joining": [],
+        "waits": 12.4,
+        "waiting_for": [{"replica": "a", "rank": 0, "host": "n0", "pid": 10}],
+        "min_replicas": 1,
+        "complete": 1,
+    }
+    return {**line, **more}
+
+
+def test_a_group_shows_its_members_by_host_and_whom_the_next_epoch_waits_for() -> None:
+    late = {"rank": 1, "replica": "b", "step": 3, "counts": False, "served": False}
+    new = {"replica": "c", "step": 0, "served": True, "ranks": [{"rank": 0, "host": "n9", "pid": 90}]}
+    lines = group_line(
+        group(
+            members=[*group()["members"], {**late, "ranks": [{"rank": 0, "host": "n8", "pid": 80}]}],
+            joining=[new],
+            waiting_for=[*group()["waiting_for"], {"replica": "c", "rank": 1, "host": "", "pid": None}],
+        )
+    )
+    assert lines["members"] == [
+        "0: a, pids 10, 11 on n0; pid 12 on n1",
+        "1: b, pid 80 on n8, agent silent, step 3, behind",
+        "joins: c, pid 90 on n9, step 0",
+    ]
+    assert lines["waits for"] == ["12 s for rank 0 of a, pid 10 on n0", "rank 1 of c, which has not come"]
+    shown = text_of({**report("cpu", known("a", link("self"))), "groups": [group()]})
+    assert "elastic groups" in shown and "12 s for rank 0 of a, pid 10 on n0" in shown
+
+
+def test_a_group_says_that_too_few_replicas_are_there_and_that_one_is_lost() -> None:
+    line = group_line(group(waiting_for=[], min_replicas=3, complete=1, state="formed", broken=True))
+    assert line["waits for"] == ["12 s for at least 3 replicas, 1 of them there"]
+    assert line["state"] == "formed, has lost a replica"
+
+
+def test_of_many_ranks_that_are_waited_for_the_first_are_named() -> None:
+    missing = [{"replica": "b", "rank": n, "host": "", "pid": None} for n in range(20)]
+    shown = group_line(group(waiting_for=missing))["waits for"]
+    assert len(shown) == 9 and shown[-1] == "and 12 more ranks"
+
+
+def test_a_group_is_shown_once_from_the_agent_that_knows_most_of_its_steps() -> None:
+    reports = [{**report("cpu"), "groups": [group(step=step)]} for step in (7, 9, 8)]
+    assert [line["step"] for line in whole(reports)["groups"]] == [9]
+    assert "elastic groups" not in text_of(whole([report("cpu"), report("cuda-1")]))

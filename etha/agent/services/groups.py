@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
@@ -20,12 +20,14 @@ from etha.agent.runtime.tasks import Spawn, outage
 from etha.bus.codec import Request
 from etha.bus.messages import (
     AddValue,
+    AskGroupProgress,
     DepartGroup,
     EnterGroup,
     GetValues,
     GroupChanging,
     GroupFormed,
     GroupNoted,
+    GroupProgress,
     GroupSeat,
     Ok,
     PutValues,
@@ -43,7 +45,18 @@ log = logging.getLogger(__name__)
 #: Seconds to take a wish back when its call has ended. The worker gets its error after that.
 _TAKEN_BACK = 0.5
 
+#: Seconds that a status waits for workers to say how far they are. Of one that is late it has the last that it said.
+_PROGRESS = 0.3
+
 _Key = tuple[str, str, int]  # group, replica, rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownGroups:
+    """A line of each group for ``etha status``. ``stale``: why they could not be read again and may be outdated."""
+
+    lines: tuple[dict[str, Any], ...] = ()
+    stale: str = ""
 
 
 @dataclass(slots=True)
@@ -55,6 +68,9 @@ class _Held:
     #: Ends the wait of its open call.
     limit: asyncio.Timeout | None = None
     lost: str = ""
+    #: Epoch and step that it has last said, and who waits for it to say them again.
+    progress: tuple[int, int] = (0, 0)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class GroupService:
@@ -64,6 +80,7 @@ class GroupService:
         self._store, self._calls, self._spawn = store, calls, spawn
         self._held: dict[_Key, _Held] = {}
         self._followed: set[str] = set()
+        self._shown = ShownGroups()
 
     def enter(self, session: WorkerSession, request: Request, message: EnterGroup) -> None:
         """A worker wants to be in the next epoch, or says that it is there."""
@@ -127,7 +144,58 @@ class GroupService:
         """Members of an epoch exchange values."""
         self._answer(session, request, self._exchange(message, request.deadline))
 
+    def take_progress(self, session: WorkerSession, request: Request, message: GroupProgress) -> None:
+        """A worker says how far it is, because it was asked."""
+        held = self._held.get((message.group, message.replica, message.rank))
+        if held is not None and held.session is session:
+            held.progress = (message.epoch, message.step)
+            held.asked.set()
+        session.peer.reply(request.id, Ok())
+
+    async def shown(self, timeout: float) -> ShownGroups:
+        """All groups of the namespace as Redis has them, and how far the members are that this agent's workers are in.
+
+        A trainer writes its step nowhere, so workers are asked. If Redis does not answer, the lines are the last ones.
+        """
+        stale, _ = await asyncio.gather(self._read_shown(timeout), self._ask_progress())
+        lines = [self._with_progress(line) for line in self._shown.lines]
+        return ShownGroups(lines=tuple(lines), stale=stale)
+
     # ---- inside -------------------------------------------------------------------------------
+
+    def _with_progress(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A group's line with the steps since its epoch has formed. All members that count have as many, and one that
+        was behind counts after the epoch's first step."""
+        steps = {
+            key[1]: held.progress[1]
+            for key, held in self._held.items()
+            if key[0] == line["group"] and held.progress[0] == line["epoch"]
+        }
+        top = max([line["step"], *(steps.get(one["replica"], 0) for one in line["members"])])
+        members = []
+        for one in line["members"]:
+            counts = one["counts"] or top > line["step"]
+            members.append({**one, "counts": counts, "step": top if counts else one["step"]})
+        return {**line, "step": top, "members": members}
+
+    async def _read_shown(self, timeout: float) -> str:
+        try:
+            self._shown = ShownGroups(
+                lines=tuple(view.line() for view in await self._store.groups.views(timeout=timeout))
+            )
+        except EthaError as error:
+            return error.message
+        return ""
+
+    async def _ask_progress(self) -> None:
+        asked = list(self._held.items())
+        for key, held in asked:
+            held.asked.clear()
+            held.session.peer.push(AskGroupProgress(group=key[0]))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PROGRESS):
+                for _, held in asked:
+                    await held.asked.wait()
 
     def _answer(self, session: WorkerSession, request: Request, work: Coroutine[Any, Any, Any]) -> None:
         """Answer a request with what ``work`` returns, or with its error."""

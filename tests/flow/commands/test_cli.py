@@ -90,10 +90,10 @@ def test_status_without_an_agent_says_so_and_starts_nothing(runtime: Path) -> No
 def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: Path) -> None:
     with fresh_agent() as process:
         found = json.loads(etha("status", "--json").stdout)
-        assert set(found) == {"agent", "agents", "pairs", "batches"}
+        assert set(found) == {"agent", "agents", "pairs", "batches", "groups"}
         assert found["agent"]["pid"] == process.pid
         assert found["agent"]["device"] == "cpu"
-        assert found["pairs"] == found["batches"] == []
+        assert found["pairs"] == found["batches"] == found["groups"] == []
         tables = etha("status").stdout
         assert str(process.pid) in tables and "batches" in tables
         assert "encrypted" in tables and re.search(r"\bno\b", tables)
@@ -286,7 +286,7 @@ def test_status_imports_no_torch(runtime: Path) -> None:
     with agent():
         shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert shown.returncode == 0, shown.stderr
-    assert set(json.loads(shown.stdout)) == {"agent", "agents", "pairs", "batches"}
+    assert set(json.loads(shown.stdout)) == {"agent", "agents", "pairs", "batches", "groups"}
 
 
 def form(pair: str) -> None:

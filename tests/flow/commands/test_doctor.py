@@ -312,3 +312,16 @@ def test_a_url_that_cannot_be_read_is_to_be_corrected_and_not_to_be_started(sett
     found = {one.name: one for one in examine(replace(settings, redis_url="foo://x"), between_hosts=True)}
     assert found["Redis"].mend == "correct the URL foo://x: redis://HOST:PORT or unix:///PATH"
     assert found["Redis from elsewhere"].verdict == "fails"
+
+
+def test_the_doctor_says_which_library_process_groups_run_on(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = tmp_path / "executor.so"
+    monkeypatch.setattr("etha.native.build.LIBRARY", missing)
+    [line] = [one for one in examine(settings) if one.name == "process groups"]
+    assert line.verdict == "note" and f"Python, which is slower: {missing} is not there" in line.text
+    assert "python -m etha.native.build" in line.mend
+    monkeypatch.setenv("ETHA_NATIVE", "0")
+    [line] = [one for one in examine(settings) if one.name == "process groups"]
+    assert line.verdict == "ok" and line.text.endswith("ETHA_NATIVE=0 asks for it")

@@ -251,3 +251,46 @@ async def test_the_scripts_do_what_the_rule_says(store: Store, server: Server, s
             state = await store.groups.state("g")
             if state is not None:
                 assert (state.state, state.epoch) == (roster.state, roster.epoch), (turn, act, roster)
+
+
+async def test_a_group_is_seen_with_its_members_steps_and_whom_the_next_epoch_waits_for(store: Store) -> None:
+    assert await store.groups.views() == []
+    await enter(store, "x", 1, step=4, last=0)
+    await enter(store, "y", 2, 0)
+    [view] = await store.groups.views()
+    line = view.line()
+    assert (line["group"], line["state"], line["epoch"], line["step"]) == ("g", "changing", 1, 4)
+    assert [(one["replica"], one["rank"], one["step"], one["counts"]) for one in line["members"]] == [("x", 0, 4, True)]
+    assert line["members"][0]["ranks"] == [{"rank": 0, "host": "far", "pid": 1001}]
+    assert [one["replica"] for one in line["joining"]] == ["y"]
+    assert line["waiting_for"] == [{"replica": "x", "rank": 0, "host": "far", "pid": 1001}]
+    assert line["waits"] >= 0 and view.waits is not None
+    await enter(store, "x", 1, epoch=1, last=1, step=5)
+    [view] = await store.groups.views()
+    line = view.line()
+    assert (line["state"], line["epoch"], line["step"], line["waits"]) == ("formed", 2, 5, None)
+    assert [(one["replica"], one["counts"]) for one in line["members"]] == [("x", True), ("y", False)]
+    assert line["joining"] == line["waiting_for"] == []
+    for number, replica in enumerate("xy", 1):
+        await store.groups.depart("g", replica, 0, process(number), "died")
+    assert await store.groups.views() == [], "a group without replicas is not shown"
+
+
+async def test_a_rank_that_nobody_has_come_for_is_waited_for_by_name(store: Store) -> None:
+    await enter(store, "x", 1, 0, world=2, least=2)
+    [view] = await store.groups.views()
+    line = view.line()
+    assert line["waiting_for"] == [{"replica": "x", "rank": 1, "host": "", "pid": None}]
+    assert (line["min_replicas"], line["complete"], line["world_size"]) == (2, 0, 2)
+
+
+async def test_a_replica_whose_agent_is_silent_is_shown_as_not_served(server: Server) -> None:
+    namespace = fresh_namespace()
+    async with agent(server.url, namespace, "a") as store:
+        async with agent(server.url, namespace, "b") as other:
+            await enter(other, "y", 2, agent="b")
+            [view] = await store.groups.views()
+            assert view.line()["members"][0]["served"]
+            await other.agents.withdraw()
+        [view] = await store.groups.views()
+        assert not view.line()["members"][0]["served"]

@@ -39,6 +39,7 @@ def test_a_library_of_another_source_is_refused_with_one_line(
             assert native.load().name == native.load().name == "python"
     finally:
         native.load.cache_clear()
+    assert native.why_python() == f"{old} is of another version of executor.c: run python -m etha.native.build"
     assert "another version of executor.c" in caplog.text and len(caplog.records) == 1
 
 
@@ -63,6 +64,7 @@ def test_the_environment_can_ask_for_python(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(native.load(), PythonLibrary)
     finally:
         native.load.cache_clear()
+    assert native.why_python() == "ETHA_NATIVE=0 asks for it"
     assert native_allowed({}) and native_allowed({"ETHA_NATIVE": "1"})
     with pytest.raises(ConfigError, match="ETHA_NATIVE='yes' is neither 0 nor 1"):
         native_allowed({"ETHA_NATIVE": "yes"})

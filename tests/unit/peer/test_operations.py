@@ -24,7 +24,8 @@ BUS = {
     "moved", "offered", "ok", "pair_formed", "pair_lost", "picture", "probe", "probed", "progress", "records",
     "register", "registered", "released", "status",
     "supersede", "transfer", "wait_offer", "welcome",
-    "add_value", "depart_group", "enter_group", "get_values", "group_changing", "group_formed", "group_noted",
+    "add_value", "ask_group_progress", "depart_group", "enter_group", "get_values", "group_changing", "group_formed",
+    "group_noted", "group_progress",
     "put_values", "swap_value", "values",
 }  # fmt: skip
 #: Between agents: about a pair or a batch, and about the link itself.
