@@ -154,6 +154,7 @@ PURE_FILES = {
     "demo/options.py",
     "groups/schedule.py",
     "groups/vote.py",
+    "groups/recovery/values.py",
     "groups/membership.py",
     "groups/descriptor.py",
     "groups/simulator.py",

@@ -19,7 +19,7 @@ from etha.bus.link import AgentLink
 from etha.bus.messages import AddValue, GetValues, PutValues, SwapValue
 from etha.bus.process import start_time
 from etha.client.agent_process import ensure_agent
-from etha.client.loop_thread import LoopMembership
+from etha.client.loop_thread import LoopMembership, LoopThread
 from etha.config import Settings, agent_path
 from etha.errors import (
     AgentLostError,
@@ -61,6 +61,11 @@ class GroupAgentLink:
         self._opening = asyncio.Lock()
         self._closed = False
         self._pid = os.getpid()
+
+    @property
+    def loop_thread(self) -> LoopThread:
+        """The thread of this process's clients, while this link is open."""
+        return self._membership.loop_thread
 
     def call(self, message: Any, timeout: float) -> Any:
         """Ask the agent and wait for its answer; over several agents if one ends meanwhile.

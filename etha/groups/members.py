@@ -23,7 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from etha.bus.messages import (
     AskGroupProgress,
@@ -38,10 +40,20 @@ from etha.bus.messages import (
 from etha.bus.process import check_not_forked, start_time
 from etha.client.arguments.world import RankInfo
 from etha.config import LaunchEnv, Settings, check_name
-from etha.errors import ConfigError, EthaError, GroupError, GroupLostError, GroupTimeoutError
+from etha.errors import (
+    ConfigError,
+    EthaError,
+    GroupError,
+    GroupLostError,
+    GroupTimeoutError,
+    LayoutError,
+    ProtocolError,
+    RegistrationError,
+)
 from etha.groups.agent_link import EpochStore, GroupAgentLink
 from etha.groups.managed import carrier
-from etha.groups.state import MemberState
+from etha.groups.recovery.handover import Place, StateHandover, pair_name
+from etha.groups.recovery.state import MOST_BYTES, MemberState, StateFrame
 from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
 
 log = logging.getLogger(__name__)
@@ -74,6 +86,8 @@ class ConfigurableGroup(Protocol):
 
     def configure(self, store_addr: Any, replica_id: str, rank: int, world_size: int, quorum_id: int, /) -> None: ...
     def allreduce(self, tensors: list[torch.Tensor], /) -> Any: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
     def errored(self) -> Exception | None: ...
@@ -86,6 +100,7 @@ class ManagedGroup(Protocol):
     def enter_epoch(self, store: EpochStore, replica: str, rank: int, members: int, epoch: int) -> None: ...
     def set_participants(self, count: int) -> None: ...
     def break_off(self) -> None: ...
+    def abort(self) -> None: ...
     def step_error(self) -> Exception | None: ...
     def shutdown(self) -> None: ...
 
@@ -153,6 +168,12 @@ class Members:
         #: A member that is behind counts the steps of the others, until it has their state.
         self._target = (0, 0)
         self._configuring: int | None = None
+        #: The group inside this replica is that of the epoch.
+        self._inside_stands = False
+        #: Loads in which this rank takes part now.
+        self._handovers: set[StateHandover] = set()
+        #: Rank in torch's world -> rank in the replica; None without such a world.
+        self._torch_ranks: dict[int, int] | None = None
         self._suspects: tuple[str, ...] = ()
         self._unmet: tuple[str, ...] = ()
         self._asked: EnterGroup | None = None
@@ -161,10 +182,11 @@ class Members:
         self._across = make(timeout)
         self._inside = make(timeout) if self.world_size > 1 else None
         self._words = torch.zeros(2, dtype=torch.int64)
+        self._settings, self._redis_url, self._agent = settings, redis_url, agent or settings.agent
         self._link = GroupAgentLink(
             settings,
             redis_url=redis_url,
-            agent=agent or settings.agent,
+            agent=self._agent,
             on_push=self._pushed,
             attend=self._attendance,
             heard=self._noted,
@@ -240,6 +262,7 @@ class Members:
         if self._left or os.getpid() != self._pid:
             return
         self._left = True
+        self._end_handovers("this member leaves")
         try:
             self._link.call(DepartGroup(group=self.name, replica=self.replica, rank=self.rank), 5.0)
         except EthaError as error:
@@ -283,8 +306,9 @@ class Members:
 
         ``extra``: (get, set) for what is neither model nor optimizer: scheduler, RNG, data position; ``get`` returns
         numbers, text, bytes, tensors, and lists, tuples and dicts of these. All replicas name the same, before the
-        first ``begin()``, and shard it alike: each rank loads from the same rank of another replica. Replicas that
-        begin together without any state of the group load the first one's, so that all begin with the same weights.
+        first ``begin()``. They may shard DTensors differently. A tensor that is plain at both is each rank's own, from
+        the same rank of the other replica. Replicas that begin together without any state of the group load the first
+        one's, so that all begin with the same weights.
         """
         if self._epoch:
             raise GroupError("members.state() after begin(): call it before the first begin()")
@@ -300,6 +324,7 @@ class Members:
 
     def _change(self, deadline: float) -> None:
         """Enter epochs until one stands."""
+        self._end_handovers("the epoch has changed")
         while True:
             left = deadline - time.monotonic()
             self._must_change = True
@@ -339,7 +364,8 @@ class Members:
         return formed
 
     def _form(self, formed: GroupFormed, deadline: float) -> bool:
-        """Form the process groups of an epoch. False if that failed, so that the members must meet again."""
+        """Form the process groups of an epoch, and load if this member is behind. False if that failed, so that the
+        members must meet again; then all ranks of this replica say so."""
         self._configuring = formed.epoch
         before = {seat.replica for seat in self._seats}
         names = [seat.replica for seat in formed.seats]
@@ -351,46 +377,175 @@ class Members:
         if self._half_loaded and mine.counts:
             raise self._end("it has loaded half a state, and nobody is left who has the other half")
         loads = _loads(formed.seats) if self._state is not None else []
-        if mine.counts and all(target != self._mine for _, target in loads):
+        newcomer = any(target == self._mine for _, target in loads)
+        self._target = (formed.seats[0].step, formed.seats[0].committed)
+        if mine.counts and not newcomer:
             self._last = formed.epoch
+        self._inside_stands = False
+        failed: GroupError | None = None
         try:
             self._configure(formed, deadline)
-            self._set_size(sum(seat.counts for seat in formed.seats))
-            self._target = (formed.seats[0].step, formed.seats[0].committed)
-            if self._state is not None and loads:
+            if loads:
+                self._find_torch_ranks()
+            if self._state is not None:
                 self._hand_over(self._state, loads)
         except GroupError as error:
-            log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, error)
-            self._blame(error, names)
-            if time.monotonic() >= deadline:
-                raise
-            return False
+            failed = error
+        except Exception:  # the other ranks of this replica must not go on without this one
+            self._agree(False)
+            self._break_off()
+            raise
+        except BaseException:
+            self._break_off()
+            if self._inside is not None:
+                self._inside.abort()
+            raise
         finally:
             self._configuring = None
-        return True
+        if not self._agree(failed is None):
+            failed = failed or GroupLostError("another rank of this replica has failed", epoch=formed.epoch)
+        if failed is None:
+            if newcomer:
+                self._half_loaded, self._behind, self._recovered = False, False, True
+                self._step, self._batches = self._target
+                self._last = formed.epoch
+            # A newcomer watches its first step: the others do not know yet whether it has everything.
+            self._set_size(sum(seat.counts for seat in formed.seats))
+            return True
+        log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, failed)
+        self._break_off()  # nobody needs to wait for this member
+        self._blame(failed, names)
+        if time.monotonic() >= deadline:
+            raise failed
+        return False
 
-    def _hand_over(self, state: MemberState, pairs: list[tuple[int, int]]) -> None:
-        """Let members that are behind load. All ranks of the epoch agree that this has worked, or form another one."""
-        loads = False
+    def _agree(self, fine: bool) -> bool:
+        """Whether all ranks of this replica are ready for the epoch; else all of them enter another one."""
+        if self._inside is None or not self._inside_stands:
+            return fine
         try:
-            for source, target in pairs:
-                if target == self._mine:
-                    loads = self._half_loaded = True
-                    counts = state.receive(self._across, source)
-                    self._target = (counts["step"], counts["batches_committed"])
-                elif source == self._mine:
-                    state.send(self._across, target, self.state_dict())
-        except BaseException:
-            self._across.abort()  # nobody needs to wait for this member
+            return self._add(self._inside, Ballot(nays=int(not fine))).nays == 0
+        except GroupError as error:
+            log.warning("group %s: a rank of this replica was lost: %s", self.name, error)
+            return False
+
+    def _break_off(self) -> None:
+        """End the groups across the replicas, so that the others do not wait for this rank."""
+        for group in (self._across, *self._managed()):
+            group.abort()
+
+    # ---- loading a state -------------------------------------------------------------------------
+
+    def _hand_over(self, state: MemberState, loads: list[tuple[int, int]]) -> None:
+        """Serve members that are behind, or load. Raises GroupError if the members have to meet again for it."""
+        for source, target in loads:
+            if source == self._mine:
+                self._serve(state, target)
+            elif target == self._mine:
+                self._load(state, source)
+
+    def _serve(self, state: MemberState, target: int) -> None:
+        """Let ``target`` have the state as it is now. Returns as soon as it may change."""
+        frame, tensors = state.take(self._step, self._batches)
+        self._send_bytes(frame.packed(), target)
+        sharded = set(msgspec.msgpack.decode(self._receive_bytes(target), type=list[str]))
+        handover = self._new_handover(target, sends=True)
+        loop_thread = self._link.loop_thread
+        try:
+            loop_thread.call(handover.open(tensors, sharded))
+            loop_thread.call(handover.begin_send(handover.mark()))
+        except EthaError as error:
+            # The newcomer hears it by the pair, and ends this epoch. The state here is as good as before.
+            log.warning("group %s: %s cannot load from here: %s", self.name, self._seats[target].replica, error)
+        finally:
+            loop_thread.spawn(self._finish(handover))
+
+    def _load(self, state: MemberState, source: int) -> None:
+        """Load from ``source``: everything, on all ranks of this replica, or nothing."""
+        failed: Exception | None = None
+        landing = None
+        try:
+            frame = StateFrame.unpacked(self._receive_bytes(source))
+            landing = state.expect(frame)
+        except Exception as error:
+            failed = error
+        if not self._agree(failed is None) or landing is None:
+            raise failed or GroupLostError("another rank of this replica cannot load", epoch=self._epoch)
+        self._send_bytes(msgspec.msgpack.encode(landing.sharded), source)
+        there = {part.name for part in frame.parts if part.sharded}
+        handover = self._new_handover(self._mine, sends=False)
+        loop_thread = self._link.loop_thread
+        try:
+            loop_thread.call(handover.open(landing.tensors, there))
+            loop_thread.call(handover.receive(handover.mark()))
+        except (ConfigError, LayoutError, RegistrationError):
+            raise  # another source has nothing else
+        except GroupError:
             raise
-        decided = self._vote(Ballot(changes=0))
-        if not decided.committed:
-            raise GroupLostError("a member was lost while newcomers loaded their state", epoch=self._epoch)
-        if loads:
-            self._half_loaded, self._behind, self._recovered = False, False, True
-            self._last = self._epoch
-            self._step, self._batches = self._target
-        self._set_size(len(self._seats))
+        except EthaError as error:
+            text = f"the state of {self._seats[source].replica} has not arrived: {error.message}"
+            raise GroupLostError(text, epoch=self._epoch) from error
+        finally:
+            loop_thread.call(self._finish(handover))
+        self._half_loaded = True
+        state.load(landing)
+        self._target = (frame.step, frame.batches_committed)
+
+    def _new_handover(self, target: int, *, sends: bool) -> StateHandover:
+        place = Place(
+            settings=self._settings,
+            redis_url=self._redis_url,
+            agent=self._agent,
+            rank=self.rank,
+            world=self.world_size,
+            ranks=self._torch_ranks,
+            timeout=self.timeout,
+        )
+        handover = StateHandover(place, pair=pair_name(self.name, self._epoch, target), sends=sends)
+        self._handovers.add(handover)
+        if self._broken >= self._epoch:
+            handover.give_up("a member of the epoch has ended")
+        return handover
+
+    def _end_handovers(self, why: str) -> None:
+        """From any thread: no state of an older epoch is sent any more."""
+        if self._handovers:
+            self._link.loop_thread.call(self._all_given_up(why))
+
+    async def _all_given_up(self, why: str) -> None:
+        self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        for handover in tuple(self._handovers):
+            handover.give_up(why)
+
+    async def _finish(self, handover: StateHandover) -> None:
+        try:
+            await handover.finish()
+        finally:
+            self._handovers.discard(handover)
+
+    def _find_torch_ranks(self) -> None:
+        """Learn the ranks of this replica in torch's world, which the meshes of DTensors name. On all its ranks."""
+        if dist.is_available() and dist.is_initialized():
+            ranks = torch.zeros(self.world_size, dtype=torch.int64)
+            ranks[self.rank] = dist.get_rank()
+            if self._inside is not None:
+                self._inside.allreduce([ranks]).wait()
+            self._torch_ranks = {int(one): number for number, one in enumerate(ranks)}
+
+    def _send_bytes(self, data: bytes, rank: int) -> None:
+        self._across.send([torch.tensor([len(data)])], rank, 0).wait()
+        self._across.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], rank, 0).wait()
+
+    def _receive_bytes(self, rank: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._across.recv([length], rank, 0).wait()
+        if not 0 < int(length) <= MOST_BYTES + 4:
+            raise ProtocolError(f"rank {rank} announces a state of {int(length)} bytes")
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._across.recv([data], rank, 0).wait()
+        return bytes(data.numpy())
 
     def _configure(self, formed: GroupFormed, deadline: float) -> None:
         epoch, size = formed.epoch, len(formed.seats)
@@ -404,6 +559,7 @@ class Members:
             if self._inside is not None:
                 store = self._store(epoch, f"replica/{self.replica}", seconds, everywhere=True)
                 self._inside.configure(store, self.replica, self.rank, self.world_size, epoch)
+                self._inside_stands = True
             for number, managed in enumerate(self._managed()):
                 managed.enter_epoch(self._store(epoch, f"group/{number}", seconds), *place)
         finally:
@@ -524,6 +680,7 @@ class Members:
         self._broken = push.epoch
         if self._configuring is not None:
             self._across.abort()
+        self._give_up("a member of the epoch has ended")
         for group in self._managed():
             group.break_off()
 

@@ -117,7 +117,12 @@ def test_a_newcomer_loads_weights_optimizer_and_data_position(job: Replicas) -> 
         one.until(sized(2))
     again = job.start("a", body=learn)
     joined = again.until(sized(3))
-    assert joined.total == 1.0, "it has recovered"
+    first_step = again.logs[0]
+    assert first_step.total == 1.0, "it has recovered"
+    assert first_step.committed and (first_step.rank, first_step.size) == (2, 2), (
+        "no step is lost; it watches the first"
+    )
+    assert joined.step == first_step.step + 1
     for one in (b, c):
         one.until(lambda log: log.committed and log.step > joined.step + 5)
     job.end(b, c, again)
