@@ -86,6 +86,11 @@ class ProcessMemory:
             self.close()
             raise
 
+    @property
+    def pidfd(self) -> int:
+        """The descriptor of the process; -1 after close()."""
+        return self._pidfd
+
     def close(self) -> None:
         """Release the process. Idempotent. No lane may be using it any more."""
         if self._pidfd >= 0:

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+import etha
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 from etha.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from etha.groups.baby import nursery
@@ -85,6 +87,81 @@ def test_calls_that_are_not_waited_for_run_in_order(two: Ranks) -> None:
         works.append(group.all_gather_single(gathered, tensor))
         works[-1].get_future().wait()
         assert gathered.tolist() == [32.0] * 2000
+
+    two.run(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_allreduce_is_right_in_every_piece(two: Ranks, dtype: torch.dtype) -> None:
+    """Private tensors, mapped ones and strided ones, of which many share a piece and one has several."""
+
+    def call(rank: int, group: Any) -> None:
+        lengths = [3, 2_500_000, 0, 700_001, 1, 1_600_000]
+        made = [etha.empty((n,), dtype=dtype) if i % 2 else torch.empty(n, dtype=dtype) for i, n in enumerate(lengths)]
+        tensors = [*made, torch.empty(1000, 900, dtype=dtype).t()]
+        for i, tensor in enumerate(tensors):
+            values = torch.arange(tensor.numel()).remainder(61).add(i + 1).mul(rank + 1)
+            tensor.copy_(values.view(tensor.shape))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        group.allreduce_coalesced(tensors).wait()
+        assert addresses == [tensor.data_ptr() for tensor in tensors]
+        for i, tensor in enumerate(tensors):
+            expected = torch.arange(tensor.numel()).remainder(61).add(i + 1).mul(3)
+            assert torch.equal(tensor, expected.view(tensor.shape).to(dtype)), i
+
+    two.run(call)
+
+
+def test_tensors_of_etha_empty_are_worked_on_where_they_lie_and_inputs_stay_as_they_are(two: Ranks) -> None:
+    def made(*values: float) -> torch.Tensor:
+        return etha.empty((1000 * len(values),)).copy_(torch.tensor(values).repeat_interleave(1000))
+
+    def call(rank: int, group: Any) -> None:
+        opts = dist.ReduceOptions()
+        reduced, scattered, given = made(rank + 1.0), made(0.0), made(1.0 + rank, 3.0 + rank)
+        opts.rootRank = 1
+        group.reduce([reduced], opts).wait()
+        assert reduced.unique().tolist() == [[1.0], [3.0]][rank]
+        group.reduce_scatter_single(scattered, given).wait()
+        assert scattered.unique().tolist() == [[3.0], [7.0]][rank] and torch.equal(given, made(1.0 + rank, 3.0 + rank))
+        gathered, own = made(0.0, 0.0), made(5.0 + rank)
+        for _ in range(2):
+            group.all_gather_single(gathered, own).wait()
+            assert torch.equal(gathered, made(5.0, 6.0)) and torch.equal(own, made(5.0 + rank))
+            own.add_(0.0)
+        exchanged = made(0.0, 0.0)
+        group.all_to_all_single(exchanged, given, [1000, 1000], [1000, 1000]).wait()
+        assert torch.equal(exchanged, made(1.0 + 2 * rank, 2.0 + 2 * rank))
+        assert torch.equal(given, made(1.0 + rank, 3.0 + rank))
+
+    two.run(call)
+
+
+def test_answers_are_heard_by_those_who_wait_and_by_those_who_do_not(two: Ranks) -> None:
+    """One thread waits for a late call while others wait for early ones, and futures are heard without a wait."""
+
+    def call(rank: int, group: Any) -> None:
+        for _ in range(50):
+            works = [group.allreduce([torch.ones(4)]) for _ in range(6)]
+            done = [work.get_future() for work in works[:2]]
+            waiters = [threading.Thread(target=work.wait) for work in (works[5], works[2], works[3])]
+            for waiter in waiters:
+                waiter.start()
+            for future in done:
+                future.wait()
+            for waiter in waiters:
+                waiter.join()
+            assert works[4].wait() and all(work.is_success() for work in works)
+
+    two.run(call)
+
+
+def test_a_callback_may_call_the_group_and_wait(two: Ranks) -> None:
+    def call(rank: int, group: Any) -> None:
+        again = torch.ones(3)
+        work = group.allreduce([torch.ones(2)])
+        inner = work.get_future().then(lambda _: group.allreduce([again]).wait())
+        assert work.wait() and inner.wait() and again.tolist() == [2.0] * 3
 
     two.run(call)
 
@@ -258,7 +335,8 @@ def test_a_nursery_that_is_lost_is_replaced(two: Ranks, sent: signal.Signals) ->
 
 def test_a_fork_of_the_trainer_holds_none_of_its_sockets(two: Ranks) -> None:
     """Otherwise a DataLoader's worker would keep the connections of a trainer open that has died."""
-    links = [group._link._socket.fileno() for group in two.groups]
+    lanes = [lane for group in two.groups for lane in (group._link._control, group._link._calls)]
+    links = [lane.ours.fileno() for lane in lanes]
     pid = os.fork()
     if pid == 0:
         os._exit(sum(Path(f"/proc/self/fd/{fd}").exists() for fd in links))

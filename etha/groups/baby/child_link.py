@@ -1,7 +1,10 @@
 """The trainer's end of one child: sends calls, hears of their ends and of the child's, and kills it.
 
-Whatever goes wrong, the child is killed and gone before anybody hears of the error, so nothing writes into the
-trainer's tensors afterwards.
+    control: the group's forming, point-to-point calls     trainer, thread "child" <---> child's main thread
+    calls: collectives                                     trainer, who waits       <---> child's thread "calls"
+
+Who waits for a collective reads its answer, and the thread "child" reads what nobody waits for. Whatever goes wrong,
+the child is killed and gone before anybody hears of the error, so nothing writes into the trainer's tensors afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +39,7 @@ from etha.groups.baby.messages import (
     ChildFormed,
     ConfigureChild,
     MakeCall,
+    Message,
     SharedTensor,
     pair,
     receive,
@@ -44,8 +49,10 @@ from etha.groups.baby.nursery import Nursery, fork_child, hold
 from etha.groups.baby.remote_store import serve_store
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
+from etha.groups.host.places import MOST_TENSORS, OwnPlaces
 from etha.groups.inprocess.formation import AGAIN
 from etha.groups.inprocess.staging import writing
+from etha.groups.schedule import POINT_TO_POINT
 from etha.groups.work import GroupWork
 from etha.memory.process import Beacon, start_time
 
@@ -58,14 +65,19 @@ _DEATH = 10.0
 
 
 class BabyWork(GroupWork):
-    """A call that a child carries out. ``copies``: contiguous stand-ins of outputs that are not contiguous."""
+    """A call that a child carries out. ``copies``: contiguous stand-ins of outputs that are not contiguous.
+
+    ``answered``: its answer has been read, and whoever read it is about to end the call.
+    """
 
     def __init__(self, call: GroupCall, link: ChildLink, seconds: float) -> None:
-        super().__init__(call)
+        alone = call.kind in POINT_TO_POINT
+        super().__init__(call, None if alone else lambda timeout: link.read_until_done(self, timeout))
         self._link = link
         self.deadline = time.monotonic() + seconds
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.kept: list[Tensor] = []
+        self.answered = False
 
     def expire(self, timeout: timedelta) -> None:
         text = f"{self.call.describe()} timed out after {timeout.total_seconds():g} seconds of wait(); {AGAIN}"
@@ -74,6 +86,48 @@ class BabyWork(GroupWork):
 
     def interrupt(self) -> None:
         self._link.fail(GroupAbortedError(f"a wait for {self.call.describe()} was interrupted; {AGAIN}"))
+
+
+class _Lane:
+    """One socket to the child, and the messages that wait for room in it."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = pair()
+        self.waiting: deque[tuple[Message, tuple[int, ...]]] = deque()
+
+    def put(self, message: Message, fds: tuple[int, ...] = ()) -> bool:
+        """Send a message, or keep it until there is room: a child that is stopped must not block the caller.
+
+        Returns whether it was sent. ``fds`` are closed when it is.
+        """
+        self.waiting.append((message, fds))
+        return len(self.waiting) == 1 and self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits as long as there is room; whether all is sent. If the child is no more, its pidfd says so."""
+        while self.waiting:
+            message, fds = self.waiting[0]
+            try:
+                send(self.ours, message, fds, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                log.debug("a child takes no messages any more")
+            self.waiting.popleft()
+            _close_all(fds)
+        return True
+
+    def shutdown(self) -> None:
+        """End all reads, also where a forked process holds the other end."""
+        with contextlib.suppress(OSError):
+            self.ours.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.ours.close()
+        self.theirs.close()
+        while self.waiting:
+            _close_all(self.waiting.popleft()[1])
 
 
 class ChildLink:
@@ -88,10 +142,14 @@ class ChildLink:
         self._dead = threading.Event()
         self._formed = threading.Event()
         self._pending: dict[int, BabyWork] = {}
-        self._outgoing: deque[tuple[MakeCall, tuple[int, ...]]] = deque()
         self._number = 0
         self._until = math.inf
-        self._socket, self._childs = pair()
+        self._control, self._calls = _Lane(), _Lane()
+        #: Who holds this reads the lane of collectives; nobody keeps it while a call's callbacks run.
+        self._reading = threading.Lock()
+        self._listens, self._watching = True, threading.Lock()
+        self._poll = select.epoll()
+        self._places = OwnPlaces()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pidfd = -1
         self._nursery: Nursery | None = None
@@ -121,17 +179,18 @@ class ChildLink:
 
     def _fork(self, until: float) -> None:
         try:
-            self._nursery, self.pid = fork_child(self._childs, until)
+            self._nursery, self.pid = fork_child(self._control.theirs, until)
             self._pidfd = os.pidfd_open(self.pid)
         finally:
-            self._childs.close()
+            self._control.theirs.close()
         threading.Thread(target=self._listen, name="etha-group-child", daemon=True).start()
 
     def _ask_to_configure(self, until: float) -> None:
-        config, store, fds = self.config, self.config.store, ()
-        theirs = None
+        config, store = self.config, self.config.store
+        fds = [self._calls.theirs]
         if not isinstance(store, str):
             ours, theirs = pair()
+            fds.append(theirs)
             threading.Thread(target=serve_store, args=(ours, store), name="etha-group-store", daemon=True).start()
         message = ConfigureChild(
             group=self._group,
@@ -146,12 +205,12 @@ class ChildLink:
             token=self._beacon.token,
         )
         try:
-            send(self._socket, message, fds if theirs is None else (theirs.fileno(),))
+            send(self._control.ours, message, tuple(each.fileno() for each in fds))
         except OSError:
             self.fail(self._lost("ended before it was configured"))
         finally:
-            if theirs is not None:
-                theirs.close()
+            for each in fds:
+                each.close()
 
     # ---- calls -------------------------------------------------------------------------------
 
@@ -165,7 +224,9 @@ class ChildLink:
             if self.error is None:
                 self._number += 1
                 self._pending[self._number] = work
-                self._send(*self._message(self._number, work, seconds))
+                lane = self._control if call.kind in POINT_TO_POINT else self._calls
+                if not lane.put(*self._message(self._number, work, seconds)):
+                    os.eventfd_write(self._wake, 1)
                 if work.deadline < self._until:
                     self._until = work.deadline
                     os.eventfd_write(self._wake, 1)
@@ -200,8 +261,9 @@ class ChildLink:
         changed = {id(tensor) for tensor in call.outputs} if mapped.changes_outputs(call, self.config.rank) else set()
         fds: tuple[int, ...] = ()
         if self.reach:
+            maps = call.kind not in POINT_TO_POINT and len(tensors) <= MOST_TENSORS
             places = [
-                _place(stand_in, stand_in.data_ptr())
+                _place(stand_in, stand_in.data_ptr(), (self._places.find([stand_in]) if maps else None) or (b"",))
                 for key, tensor in tensors.items()
                 for stand_in in [_contiguous(tensor, work, written=key in changed)]
             ]
@@ -223,6 +285,7 @@ class ChildLink:
             root=call.root,
             tag=call.tag,
             seconds=seconds,
+            until=work.deadline,
             tensors=tuple(places),
             inputs=tuple(index[id(tensor)] for tensor in call.inputs),
             outputs=tuple(index[id(tensor)] for tensor in call.outputs),
@@ -230,38 +293,65 @@ class ChildLink:
         )
         return message, fds
 
-    def _send(self, message: MakeCall, fds: tuple[int, ...]) -> None:
-        """At once, or by the thread when there is room: a child that is stopped must not block the caller."""
-        self._outgoing.append((message, fds))
-        if len(self._outgoing) == 1 and not self._send_first():
-            os.eventfd_write(self._wake, 1)
+    def read_until_done(self, work: BabyWork, timeout: timedelta | None) -> None:
+        """Read answers on the waiting thread until the call has ended, its timeout has passed, or another one reads."""
+        until = time.monotonic() + timeout.total_seconds() if timeout else None
+        while not work.is_completed() and self.error is None and self._reading.acquire(blocking=False):
+            try:
+                if work.answered:
+                    return
+                self._watch_calls(listens=False)
+                message = self._read_answer(until)
+            finally:
+                self._watch_calls(listens=True)
+                self._reading.release()
+            if message is None:
+                return
+            self._heard(message)
 
-    def _send_first(self) -> bool:
-        """Whether the first message that waits could be sent; if the child is no more, its pidfd says so."""
-        message, fds = self._outgoing[0]
+    def _read_answer(self, until: float | None) -> Message | None:
+        ours = self._calls.ours
         try:
-            send(self._socket, message, fds, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+            if until is not None:
+                watch = select.poll()
+                watch.register(ours, select.POLLIN)
+                if not watch.poll(max(0.0, until - time.monotonic()) * 1000):
+                    return None
+            return self._receive(self._calls)
         except OSError:
-            log.debug("child %d takes no messages any more", self.pid)
-        self._outgoing.popleft()
-        for fd in fds:
-            os.close(fd)
-        return True
+            return None  # the link has ended: whoever ends it ends the calls
+
+    def _receive(self, lane: _Lane, flags: int = 0) -> Message | None:
+        """The next message. Whoever reads collectives' answers holds ``_reading``."""
+        got = receive(lane.ours, flags)
+        if got is None:
+            return None
+        message = got[0]
+        if isinstance(message, CallDone):
+            work = self._pending.get(message.number)
+            if work is not None:
+                work.answered = True
+        return message
+
+    def _watch_calls(self, *, listens: bool) -> None:
+        """Whether the thread that listens reads the lane of collectives."""
+        with self._watching:
+            self._listens = listens
+            if not self._poll.closed:
+                with contextlib.suppress(OSError):
+                    self._poll.modify(self._calls.ours, _events(self._calls, listens))
 
     # ---- the thread that listens -------------------------------------------------------------
 
     def _listen(self) -> None:
-        with select.epoll() as poll:
-            for fd in (self._pidfd, self._wake):
-                poll.register(fd, select.EPOLLIN)
-            poll.register(self._socket, select.EPOLLIN)
-            while self.error is None:
-                poll.modify(self._socket, select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
-                seconds = self._until + _GRACE - time.monotonic()
-                ready = dict(poll.poll(None if seconds == math.inf else max(0.0, seconds)))
-                self._handle(ready)
+        poll, control = self._poll, self._control.ours
+        for fd in (self._pidfd, self._wake, control, self._calls.ours):
+            poll.register(fd, select.EPOLLIN)
+        while self.error is None:
+            poll.modify(control, _events(self._control, True))
+            self._watch_calls(listens=self._listens)
+            seconds = self._until + _GRACE - time.monotonic()
+            self._handle(dict(poll.poll(None if seconds == math.inf else max(0.0, seconds))))
         self._dead.wait(_DEATH)
         self._close()
 
@@ -269,34 +359,41 @@ class ChildLink:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        events = ready.get(self._socket.fileno(), 0)
-        if events & select.EPOLLIN:
-            self._hear()
-        if events & select.EPOLLOUT:
-            self._send_rest()
+        for lane in (self._control, self._calls):
+            events = ready.get(lane.ours.fileno(), 0)
+            if events & select.EPOLLIN:
+                self._hear(lane)
+            if events & select.EPOLLOUT:
+                with self._lock:
+                    lane.flush()
         if self._pidfd in ready:
-            self._drain()
+            # What a child said before it died still counts.
+            while self.error is None and (self._hear(self._control) or self._hear(self._calls, seconds=1.0)):
+                continue
             self.fail(self._lost("died"))
         self._check_deadlines()
 
-    def _drain(self) -> None:
-        """What a child said before it died still counts."""
-        while self.error is None and select.select([self._socket], [], [], 0)[0] and self._hear():
-            continue
-
-    def _hear(self) -> bool:
-        try:
-            got = receive(self._socket)
-        except OSError:
-            got = None
-        if got is None:
+    def _hear(self, lane: _Lane, seconds: float = 0.0) -> bool:
+        """Whether a message was read, if nobody else reads the lane for so long."""
+        if lane is self._calls and not self._reading.acquire(timeout=seconds):
             return False
-        message = got[0]
+        try:
+            message = self._receive(lane, socket.MSG_DONTWAIT)
+        except OSError:
+            message = None
+        finally:
+            if lane is self._calls:
+                self._reading.release()
+        if message is None:
+            return False
+        self._heard(message)
+        return True
+
+    def _heard(self, message: Message) -> None:
         if isinstance(message, ChildFormed):
             self._hear_formed(message)
         elif isinstance(message, CallDone):
             self._hear_done(message)
-        return True
 
     def _hear_formed(self, message: ChildFormed) -> None:
         if message.error is None:
@@ -327,11 +424,6 @@ class ChildLink:
         work.call.root = message.root
         work.finish()
 
-    def _send_rest(self) -> None:
-        with self._lock:
-            while self._outgoing and self._send_first():
-                continue
-
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         if now < self._until + _GRACE:
@@ -356,6 +448,7 @@ class ChildLink:
             works = list(self._pending.values())
             self._pending.clear()
         self._kill()
+        self._calls.shutdown()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
         self._dead.set()  # from here on the thread may close the descriptors
@@ -381,24 +474,33 @@ class ChildLink:
         return GroupLostError(text, ranks=(self.config.rank,), reason=reason, epoch=self.config.quorum_id)
 
     def _close(self) -> None:
-        with self._lock:
-            self._socket.close()
-            waiting = [fd for _, fds in self._outgoing for fd in fds]
-            self._outgoing.clear()
-            for fd in (self._wake, self._pidfd, *waiting):
-                if fd >= 0:
-                    os.close(fd)
+        # Who still reads has been woken by the end of the socket.
+        with self._reading, self._lock, self._watching:
+            self._control.close()
+            self._calls.close()
+            self._poll.close()
+            _close_all((self._wake, self._pidfd))
             self._wake = self._pidfd = -1
 
     def forget(self) -> None:
         """In a forked process: close the descriptors."""
-        self._lock = threading.Lock()
-        self._childs.close()
+        self._lock, self._reading, self._watching = threading.Lock(), threading.Lock(), threading.Lock()
         self._close()
 
 
-def _place(tensor: Tensor, address: int) -> SharedTensor:
-    return SharedTensor(address=address, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+def _close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _events(lane: _Lane, listens: bool) -> int:
+    return (select.EPOLLIN if listens else 0) | (select.EPOLLOUT if lane.waiting else 0)
+
+
+def _place(tensor: Tensor, address: int, found: tuple[Any, ...] = (b"",)) -> SharedTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SharedTensor(address=address, dtype=dtype, shape=tuple(tensor.shape), segment=found[0])
 
 
 def _is_plain(tensor: Tensor) -> bool:

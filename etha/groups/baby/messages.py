@@ -43,7 +43,10 @@ class NurseryReply(StrictStruct, frozen=True, kw_only=True, tag="nursery"):
 
 
 class ConfigureChild(StrictStruct, frozen=True, kw_only=True, tag="configure"):
-    """Form the group. ``group`` names the class whose backend is used; an empty ``store`` is served by the trainer."""
+    """Form the group. ``group`` names the class whose backend is used; an empty ``store`` is served by the trainer.
+
+    Beside it: the socket for collectives, and the one of a store that the trainer serves.
+    """
 
     group: Text
     store: Text
@@ -58,15 +61,19 @@ class ConfigureChild(StrictStruct, frozen=True, kw_only=True, tag="configure"):
 
 
 class SharedTensor(StrictStruct, frozen=True, kw_only=True, array_like=True):
-    """A contiguous tensor in the trainer's memory, or at an offset of the memfd beside the call."""
+    """A contiguous tensor in the trainer's memory, or at an offset of the memfd beside the call.
+
+    ``segment`` says where it lies in memory that the child can map (see `host.places`); empty if it does not.
+    """
 
     address: int
     dtype: Text
     shape: Items[int]
+    segment: Blob = b""
 
 
 class MakeCall(StrictStruct, frozen=True, kw_only=True, tag="call"):
-    """A call in normal form. ``inputs`` and ``outputs`` are indices into ``tensors``."""
+    """A call in normal form. ``inputs`` and ``outputs`` are indices into ``tensors``; ``until``: CLOCK_MONOTONIC."""
 
     number: int
     kind: int
@@ -76,6 +83,7 @@ class MakeCall(StrictStruct, frozen=True, kw_only=True, tag="call"):
     root: int
     tag: int
     seconds: float
+    until: float
     tensors: Items[SharedTensor]
     inputs: Items[int]
     outputs: Items[int]
@@ -149,9 +157,9 @@ def send(connection: socket.socket, message: Message, fds: tuple[int, ...] = (),
             os.close(spill)
 
 
-def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors; None if the other end is gone."""
-    data, rights, _, _ = connection.recvmsg(_INLINE + 1, _ROOM, socket.MSG_CMSG_CLOEXEC)
+def receive(connection: socket.socket, flags: int = 0) -> tuple[Message, list[int]] | None:
+    """The next message and its descriptors; None if the other end is gone. BlockingIOError as ``flags`` say."""
+    data, rights, _, _ = connection.recvmsg(_INLINE + 1, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for _, _, raw in rights:
         fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])

@@ -77,14 +77,14 @@ def _perform(store: Any, asked: AskStore) -> StoreReply:
             store.wait(keys, timedelta(seconds=asked.seconds or 1.0))
             return StoreReply(values=() if asked.operation == "wait" else (as_bytes(store.get(keys[0])),))
         case "check":
-            return StoreReply(number=bool(store.check(keys)))
+            return StoreReply(number=int(store.check(keys)))
         case "add":
             return StoreReply(number=int(store.add(keys[0], asked.amount)))
         case "compare_set":
             expected, desired = (value.decode() for value in asked.values)
             return StoreReply(values=(as_bytes(store.compare_set(keys[0], expected, desired)),))
         case "delete_key":
-            return StoreReply(number=bool(store.delete_key(keys[0])))
+            return StoreReply(number=int(store.delete_key(keys[0])))
         case _:
             return StoreReply(error=f"a store has no {asked.operation}")
     return StoreReply()

@@ -138,11 +138,15 @@ class Formation:
         try:
             self._form()
             while self.error is None:
-                work = self._calls.get()
+                work = self._next()
                 if work is not None:
                     self._carry(work)
         finally:
             self._thread_ended()
+
+    def _next(self) -> FormationWork | None:
+        """The next collective, when it has been made; None if there may be none any more."""
+        return self._calls.get()
 
     def _form(self) -> None:
         config, seconds = self.config, self.timeout.total_seconds()

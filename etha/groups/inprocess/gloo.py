@@ -1,8 +1,12 @@
-"""Gloo in the trainer's process. Before each call the members compare what they call, because Gloo would abort."""
+"""Gloo in the trainer's process. Before each call the members compare what they call, because Gloo would abort.
+
+What they say about a call has room for a small call's bytes, so that such a call is this one exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +22,10 @@ from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack
 from etha.groups.schedule import Kind
 
 _c10d: Any = torch._C._distributed_c10d
+#: Bytes of a small call of each member; all members together exchange at most _ROOM_OF_ALL more than they need.
+_ROOM, _ROOM_OF_ALL = 4096, 1 << 16
+#: Pieces of a large call that are under way at once: two in Gloo's threads, and one that is read or written.
+PIECES_AT_ONCE = 3
 
 
 class GlooCarrier:
@@ -29,13 +37,21 @@ class GlooCarrier:
     def __init__(self, store: Any, config: GroupConfig, timeout: timedelta) -> None:
         self._rank, self._size = config.rank, config.world_size
         self._backend: Any = _c10d.ProcessGroupGloo(store, config.rank, config.world_size, timeout)
+        self._said = descriptor.slot_bytes(self._size)
+        self._room = min(_ROOM, _ROOM_OF_ALL // self._size // 64 * 64)
+        # Collectives run one after the other, so one set of buffers serves them all.
+        self._mine = torch.zeros(self._said + self._room, dtype=torch.uint8)
+        self._slots = list(torch.zeros(self._size, self._said + self._room, dtype=torch.uint8))
 
     def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         """Compare the call with the others', then carry it out in staging; returns what writes its outputs."""
         if call.kind in (Kind.SEND, Kind.RECV, Kind.RECV_ANY):
             return self._message(call, deadline)
-        self._compare(call, deadline)
         with torch.no_grad():
+            small = self._small(call, deadline)
+            if small is not None:
+                return small
+            self._compare(call, deadline)
             carry: dict[Kind, Callable[[GroupCall, float], Callable[[], None]]] = {
                 Kind.ALLREDUCE: self._allreduce,
                 Kind.REDUCE: self._reduce,
@@ -51,11 +67,15 @@ class GlooCarrier:
 
     # ---- what the members call ---------------------------------------------------------------
 
-    def _compare(self, call: GroupCall, deadline: float) -> None:
-        mine = tensor_of(_slot(call, self._size))
-        slots = [torch.empty_like(mine) for _ in range(self._size)]
-        self._wait(self._backend.allgather([slots], [mine], _options(_c10d.AllgatherOptions, deadline)), deadline)
-        raw = [slot.numpy().tobytes() for slot in slots]
+    def _compare(self, call: GroupCall, deadline: float, payload: Tensor | None = None) -> list[Tensor]:
+        """Compare what the members call; returns the bytes that each of them gave beside it."""
+        mine, said = self._mine, self._said
+        mine[:said].copy_(tensor_of(_slot(call, self._size)))
+        if payload is not None:
+            mine[said : said + payload.numel()].copy_(payload)
+        options = _options(_c10d.AllgatherOptions, deadline)
+        self._wait(self._backend.allgather([self._slots], [mine], options), deadline)
+        raw = [slot[:said].numpy().tobytes() for slot in self._slots]
         if len({slot[: descriptor.COMMON] for slot in raw}) > 1:
             raise _mismatch({rank: descriptor.decode(slot[: descriptor.COMMON]) for rank, slot in enumerate(raw)})
         if call.kind is Kind.ALLTOALL and (wrong := descriptor.wrong_splits(raw)):
@@ -64,6 +84,75 @@ class GlooCarrier:
                 calls[sender] = f"all_to_all that gives {gives} elements to rank {receiver}"
                 calls[receiver] = f"all_to_all that takes {takes} elements from rank {sender}"
             raise _mismatch(calls)
+        return [slot[said:] for slot in self._slots]
+
+    def _small(self, call: GroupCall, deadline: float) -> Callable[[], None] | None:
+        """Carry out a call whose bytes fit beside what is said about it; None if they do not."""
+        match call.kind:
+            case Kind.ALLREDUCE | Kind.REDUCE:
+                reduction = self._reduction(call)
+                nbytes = sum(tensor.numel() for tensor in call.inputs) * reduction.dtype.itemsize
+                if nbytes > self._room:
+                    return None
+                given = self._compare(call, deadline, reduction.stage(call.inputs).view(torch.uint8))
+                if call.kind is Kind.REDUCE and self._rank != call.root:
+                    return _nothing
+                flat = reduction.fold([each[:nbytes].view(reduction.dtype) for each in given])
+                return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
+            case Kind.BROADCAST:
+                if size_of(call.inputs) > self._room:
+                    return None
+                given = self._compare(call, deadline, pack(call.inputs, owned=True))
+                return _nothing if self._rank == call.root else _unpacking(given[call.root], call.outputs)
+            case Kind.ALLGATHER:
+                n = self._size
+                if max(size_of(call.outputs[rank::n]) for rank in range(n)) > self._room:
+                    return None
+                given = self._compare(call, deadline, pack(call.inputs, owned=True))
+
+                def write() -> None:
+                    for rank, each in enumerate(given):
+                        unpack(each, call.outputs[rank::n])
+
+                return _writer(call.outputs, write)
+            case _:
+                return None
+
+    def reduce_pieces(
+        self, call: GroupCall, pieces: Iterable[tuple[Tensor, Callable[[], None]]], deadline: float
+    ) -> None:
+        """Carry out an ALLREDUCE piece by piece, several at once.
+
+        A piece is a tensor, into which the result goes, and what is done with it then. The next one is asked for when
+        fewer than PIECES_AT_ONCE are under way. All members cut alike.
+        """
+        running: deque[tuple[Any, Callable[[], None]]] = deque()
+
+        def finish() -> None:
+            work, then = running.popleft()
+            self._wait(work, deadline)
+            then()
+
+        with torch.no_grad():
+            self._compare(call, deadline)
+            for tensor, store in pieces:
+                reduction, flat = self._staged(call, [tensor])
+                options = _options(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
+
+                def then(
+                    reduction: StagedReduction = reduction,
+                    flat: Tensor = flat,
+                    tensor: Tensor = tensor,
+                    store: Callable[[], None] = store,
+                ) -> None:
+                    reduction.write(flat, [tensor])
+                    store()
+
+                running.append((self._backend.allreduce([flat], options), then))
+                if len(running) == PIECES_AT_ONCE:
+                    finish()
+            while running:
+                finish()
 
     def _message(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         """A message: the sender says what comes, the receiver what it expects, and then it comes."""
@@ -211,6 +300,10 @@ def _writer(tensors: Sequence[Tensor], write: Callable[[], None]) -> Callable[[]
             write()
 
     return run
+
+
+def _unpacking(packed: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
+    return _writer(tensors, lambda: unpack(packed, tensors))
 
 
 def _options(kind: Any, deadline: float, **fields: Any) -> Any:
