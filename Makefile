@@ -24,7 +24,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft vllm test-vllm test-vllm-models clean
+.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -44,6 +44,10 @@ $(LIBRARY): etha/native/executor.c etha/native/build.py $(STAMP)
 
 demo: install
 	@$(PRIVATE) $(BIN)/etha demo $(DEMO)
+
+# Replicas that are killed at random and come back (examples/elastic_hsdp); ELASTIC=--help
+elastic: install
+	@$(PRIVATE) $(BIN)/python examples/elastic_hsdp/launch.py $(ELASTIC)
 
 lint: install
 	$(BIN)/ruff check .
