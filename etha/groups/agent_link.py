@@ -54,7 +54,7 @@ class GroupAgentLink:
         attend: Callable[[], list[Any]],
         heard: Callable[[Any], None],
     ) -> None:
-        self._settings, self._redis, self._agent = settings, settings.redis_of(redis_url), agent
+        self._settings, self.redis_url, self._agent = settings, settings.redis_of(redis_url), agent
         self._on_push, self._attend, self._heard = on_push, attend, heard
         self._membership = LoopMembership(self)
         self._link: AgentLink | None = None
@@ -142,7 +142,7 @@ class GroupAgentLink:
         hello = WorkerHello(
             version=__version__,
             namespace=settings.namespace,
-            redis=self._redis,
+            redis=self.redis_url,
             host=settings.host_id,
             pid=os.getpid(),
             start=start_time(),
@@ -158,7 +158,7 @@ class GroupAgentLink:
             path = await ensure_agent(
                 settings,
                 "cpu",
-                redis_url=self._redis,
+                redis_url=self.redis_url,
                 namespace=settings.namespace,
                 timeout=max(0.0, deadline - loop.time()),
                 patient=again,
@@ -207,6 +207,11 @@ class EpochStore(SimpleStore):
         super().__init__(timeout)
         self._ended = ended
         self._link, self._group, self._epoch, self._prefix = link, group, epoch, prefix
+
+    @property
+    def redis_url(self) -> str | None:
+        """Where the members' Redis is; None for the embedded one, which serves this host only."""
+        return self._link.redis_url
 
     def _ask(self, message: Any, seconds: float) -> Any:
         if self._ended():

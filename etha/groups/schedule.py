@@ -3,8 +3,8 @@
 A call of all members becomes one program per rank. A rank writes only into its own windows and tensors. It *posts* a
 phase when its part is in place and *waits* until others have posted it. A round fills one window; rounds alternate.
 
-Between hosts the same programs hold: a window becomes the payload of a stream, POST its header, WAIT its arrival. Each
-host's ranks reduce their slices first, then one rank per host exchanges the sums, in the order of the lowest ranks.
+Between hosts the same programs hold. What a rank will read of a window of another host is sent to it right before the
+POST for which it waits, and arrives in its mirror of that window; see native/streams.c.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -58,12 +58,13 @@ class Variant(enum.Enum):
 
 
 #: What one step does, as plain numbers, because a program has hundreds of steps and is built while its caller waits.
-COPY, REDUCE, POST, WAIT, MATCH = (
+COPY, REDUCE, POST, WAIT, MATCH, SEND = (
     StepKind.COPY.value,
     StepKind.REDUCE.value,
     StepKind.POST.value,
     StepKind.WAIT.value,
     StepKind.MATCH.value,
+    StepKind.SEND.value,
 )
 #: A window's parts begin at multiples of this, so that no two ranks write to one line of the cache.
 LINE = 64
@@ -99,7 +100,8 @@ class CallStep(NamedTuple):
 
     COPY: `amount` bytes. REDUCE: `amount` elements of each of `sources`, (space, offset) in rank order; the destination
     may be one of the sources. POST and WAIT: `amount` is the phase, from 1; WAIT: `src_space` is a rank or ALL.
-    MATCH compares all members' descriptors. `round` counts window changes from 0; only the simulator reads it.
+    MATCH compares all members' descriptors. SEND: `amount` bytes of a window go to `peer`, a rank of another host.
+    `round` counts window changes from 0; only the simulator reads it.
     """
 
     kind: int
@@ -110,6 +112,7 @@ class CallStep(NamedTuple):
     amount: int = 0
     sources: tuple[tuple[int, int], ...] = ()
     round: int = -1
+    peer: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,8 @@ class CallProgram:
     spaces: Spaces
     phases: int
     rounds: int
+    #: The other ranks, in the order in which this one reads from them.
+    others: tuple[int, ...] = ()
     _compiled: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = field(default=None, repr=False)
 
     def compile(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -174,9 +179,8 @@ class CallProgram:
                 if step.sources:
                     src = len(sources)
                     sources += [(space, 0, offset) for space, offset in step.sources]
-                rows.append(
-                    (step.kind, len(step.sources), step.dst_space, step.src_space, step.dst, src, step.amount),
-                )
+                n = step.peer if step.kind == SEND else len(step.sources)
+                rows.append((step.kind, n, step.dst_space, step.src_space, step.dst, src, step.amount))
             steps, table = np.array(rows, dtype=STEP), np.array(sources, dtype=SOURCE)
             steps.flags.writeable = table.flags.writeable = False
             self._compiled = (steps, table)
@@ -187,11 +191,81 @@ class CallProgram:
 
 
 @lru_cache(maxsize=KEPT_PROGRAMS)
-def program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant) -> CallProgram:
+def program(
+    shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant, hosts: tuple[int, ...] = ()
+) -> CallProgram:
     """The program of one rank. WINDOWS and IN_PLACE programs run after `match_program`, in a phase count of their own.
 
-    Raises ValueError for a shape that no call can have, and for SMALL if a rank stages more than a window holds.
+    `hosts`: the number of each rank's host; () if all are on one. Raises ValueError for a shape that no call can have,
+    for SMALL if a rank stages more than a window holds, and for IN_PLACE over several hosts.
     """
+    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant)
+    if len(set(hosts)) <= 1:
+        return own
+    if variant is Variant.IN_PLACE:
+        raise ValueError("ranks of several hosts cannot read each other's tensors in place")
+    sends: dict[int, list[CallStep]] = {}
+    for peer in own.others:
+        if hosts[peer] != hosts[rank]:
+            other = _program(
+                shape_of(shape, peer, size), rank=peer, size=size, window_bytes=window_bytes, variant=variant
+            )
+            for phase, window, offset, count, number in _reads(other, rank, shape.itemsize):
+                space = own.spaces.window(rank, window)
+                step = CallStep(SEND, space, space, offset, offset, count, (), number, peer)
+                sends.setdefault(phase, []).append(step)
+    steps: list[CallStep] = []
+    for step in own.steps:
+        if step.kind == POST:
+            steps += sends.get(step.amount, ())
+        steps.append(step)
+    return CallProgram(steps=steps, spaces=own.spaces, phases=own.phases, rounds=own.rounds, others=own.others)
+
+
+def _reads(program: CallProgram, rank: int, itemsize: int) -> list[tuple[int, int, int, int, int]]:
+    """What a program reads of a rank's windows: (phase that the rank has posted then, window, offset, bytes, round)."""
+    known = 0
+    found: set[tuple[int, int, int, int, int]] = set()
+    windows = {program.spaces.window(rank, w): w for w in (0, 1)}
+    for step in program.steps:
+        if step.kind == WAIT and step.src_space in (rank, ALL):
+            known = step.amount
+        elif step.kind == COPY and step.src_space in windows:
+            found.add((known, step.round, windows[step.src_space], step.src, step.amount))
+        elif step.kind == REDUCE:
+            for space, offset in step.sources:
+                if space in windows:
+                    found.add((known, step.round, windows[space], offset, step.amount * itemsize))
+    merged: list[list[int]] = []
+    for each in sorted(found):
+        last = merged[-1] if merged else None
+        if last is not None and last[:3] == list(each[:3]) and each[3] <= last[3] + last[4]:
+            last[4] = max(last[4], each[3] + each[4] - last[3])
+        else:
+            merged.append(list(each))
+    return [(phase, window, offset, count, number) for phase, number, window, offset, count in merged]
+
+
+def shape_of(shape: CallShape, rank: int, size: int) -> CallShape:
+    """The shape that the call has on another rank; `matrix` of an ALLTOALL is needed."""
+    kind, inputs, outputs = shape.kind, shape.inputs, shape.outputs
+    if kind is Kind.ALLGATHER:
+        inputs = outputs[rank::size]
+    elif kind is Kind.REDUCE_SCATTER:
+        outputs = inputs[rank::size]
+    elif kind is Kind.ALLTOALL:
+        matrix = _matrix(shape)
+        inputs, outputs = matrix[rank], tuple(row[rank] for row in matrix)
+    elif kind is Kind.GATHER:
+        outputs = inputs * size if rank == shape.root else ()
+    elif kind is Kind.SCATTER:
+        inputs = outputs * size if rank == shape.root else ()
+    return replace(shape, inputs=inputs, outputs=outputs)
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant) -> CallProgram:
+    """The program of one rank as if all were on one host."""
     _check(shape, rank, size, window_bytes, variant)
     b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL)
     if size == 1:
@@ -322,7 +396,13 @@ class _Builder:
             self.copy(own, at + place - lo, self.spaces.input(tensor), offset, count)
 
     def finish(self) -> CallProgram:
-        return CallProgram(steps=self.steps, spaces=self.spaces, phases=self.phase, rounds=self.rounds)
+        return CallProgram(
+            steps=self.steps,
+            spaces=self.spaces,
+            phases=self.phase,
+            rounds=self.rounds,
+            others=tuple(self.others),
+        )
 
 
 def _round_up(count: int) -> int:

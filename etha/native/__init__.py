@@ -31,6 +31,9 @@ from etha.native.structs import (
     RunArguments,
     RunResult,
     StepKind,
+    StreamEnd,
+    StreamsStruct,
+    StreamTable,
     ring_length,
     run_arguments,
 )
@@ -52,6 +55,8 @@ __all__ = [
     "RunArguments",
     "RunResult",
     "StepKind",
+    "StreamEnd",
+    "StreamTable",
     "load",
     "open_library",
     "ring_length",
@@ -88,6 +93,12 @@ class CompiledLibrary:
         self._kick.argtypes, self._kick.restype = [ctypes.POINTER(ProgressArguments)], None
         self._claim = library.etha_claim_cause
         self._claim.argtypes, self._claim.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.c_uint64
+        library.etha_stream_bytes.restype = ctypes.c_uint64
+        self._stream_bytes = int(library.etha_stream_bytes())
+        self._serve = library.etha_serve_streams
+        self._serve.argtypes, self._serve.restype = [ctypes.POINTER(StreamsStruct)], None
+        self._wake = library.etha_wake_streams
+        self._wake.argtypes, self._wake.restype = [ctypes.c_void_p], None
 
     @property
     def source(self) -> str:
@@ -120,6 +131,35 @@ class CompiledLibrary:
 
     def kick(self, links: RingLinks) -> None:
         self._kick(ctypes.byref(links.struct))
+
+    def open_streams(self, table: StreamTable) -> None:
+        table.private = np.zeros((table.memory.size, self._stream_bytes), dtype=np.uint8)
+        for rank in range(table.memory.size):
+            words = table.private[rank, :8].view(np.int32)
+            words[0], words[1] = table.sockets.get(rank, -1), table.deaths.get(rank, -1)
+        table.struct.streams = table.private.ctypes.data
+        table.memory.streams = table
+        table.memory.struct.streams = ctypes.addressof(table.struct)
+
+    def serve_streams(self, table: StreamTable) -> None:
+        self._serve(ctypes.byref(table.struct))
+
+    def close_streams(self, table: StreamTable) -> None:
+        table.struct.closing = 1
+        self._wake(table.memory.address)
+
+    def tell_cause(self, table: StreamTable) -> None:
+        table.struct.cause_ready = 1
+        self._wake(table.memory.address)
+
+    def stream_end(self, table: StreamTable, rank: int) -> tuple[StreamEnd, int]:
+        words = table.private[rank, 8:16].view(np.uint32)
+        return StreamEnd(int(words[0])), int(words[1])
+
+    def open_sockets(self, table: StreamTable) -> list[int]:
+        """The sockets that are open, for a forked child to close."""
+        found = [int(row[:4].view(np.int32)[0]) for row in table.private]
+        return [fd for fd in found if fd >= 0]
 
 
 def open_library(path: Path) -> CompiledLibrary | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,14 @@ class BuildError(Exception):
 
 def source_hash(source: Path) -> str:
     """What a library says of itself, to be compared with the source beside it and the way to compile it."""
-    return hashlib.sha256(source.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    parts = [source.read_bytes(), *(path.read_bytes() for path in included(source)), " ".join(FLAGS).encode()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def included(source: Path) -> list[Path]:
+    """The files of ours that ``source`` includes."""
+    names = re.findall(rb'^#include "([^"]+)"', source.read_bytes(), re.MULTILINE)
+    return [source.with_name(name.decode()) for name in names]
 
 
 def is_current(library: Path, source: Path = SOURCE_FILE) -> bool:

@@ -1,8 +1,8 @@
 /* Executes the steps of one call of a process group without the interpreter: copies, reductions, and waiting for others.
  *
- * Members are processes of one host. Each has a memfd that all of them map; its first page holds words by which members
- * wait for each other (below). A member writes its own tensors, its own memfd, and of other memfds the bell and the tail
- * of a ring only.
+ * Each member has a memfd that all members of its host map; its first page holds words by which members wait for each other
+ * (below). A member writes its own tensors, its own memfd, and of other memfds the bell and the tail of a ring only. Of a
+ * member of another host this process has a mirror (streams.c), which is used like a memfd.
  *
  * Memory ordering. `posted` is stored with release and loaded with acquire, so whoever sees phase p sees all bytes that
  * were written before p was posted. Sleeping is an eventcount: the sleeper adds itself to `sleeping`, then has a full
@@ -49,7 +49,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { DONE = 0, AGAIN = 1, TIMEOUT = 2, STOPPED = 3, GAVE_UP = 4, MISMATCH = 5, INVALID = 6 };
-enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5 };
+enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5, SEND_BYTES = 6 };
 enum { SUM = 1, AVG = 2, PREMUL_SUM = 3, PRODUCT = 4, MIN = 5, MAX = 6, BAND = 7, BOR = 8, BXOR = 9 };
 enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I64 = 9, BOOL = 10 };
 #define ALL 0xFFFFFFFFu
@@ -72,6 +72,8 @@ enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I6
 typedef struct { uint32_t kind, n, dst_space, src_space; uint64_t dst, src, count; } step;
 typedef struct { uint32_t space, pad; uint64_t offset; } source;
 
+typedef struct etha_streams etha_streams; /* streams.c */
+
 typedef struct {
     uint32_t rank, size;
     uint8_t **pages;
@@ -79,6 +81,7 @@ typedef struct {
     _Atomic uint32_t *stop;
     uint64_t ring_offset, ring_bytes;
     uint32_t spin_us, pad;
+    etha_streams *streams; /* NULL if all members are processes of this host */
 } etha_group;
 
 typedef struct {
@@ -127,10 +130,13 @@ static void ring_if_asleep(uint8_t *page) {
     if (atomic_load_explicit(half(page, SLEEPING), memory_order_relaxed)) etha_ring(page);
 }
 
+static void wake_streams(const etha_group *group);
+
 static void ring_others(const etha_group *group) {
     atomic_thread_fence(memory_order_seq_cst); /* the poster's half of the eventcount */
     for (uint32_t r = 0; r < group->size; r++)
         if (r != group->rank) ring_if_asleep(group->pages[r]);
+    if (group->streams) wake_streams(group);
 }
 
 /* Say that this member takes no further part in this call and later ones. The first call that it names counts. */
@@ -531,6 +537,8 @@ static int run_copy(etha_run_args *a, const step *s) {
 
 /* ---- a call ---- */
 
+static int run_send(etha_run_args *a, const step *s, limits *l);
+
 static int run_step(etha_run_args *a, const step *s, limits *l) {
     switch (s->kind) {
     case COPY: return run_copy(a, s);
@@ -538,6 +546,7 @@ static int run_step(etha_run_args *a, const step *s, limits *l) {
     case POST: run_post(a, s); return DONE;
     case WAIT: return run_wait(a, s, l);
     case MATCH: return run_match(a);
+    case SEND_BYTES: return run_send(a, s, l);
     default: return INVALID;
     }
 }
@@ -778,6 +787,7 @@ static void ring_touched(etha_progress_args *a) {
             a->links[r].touched = 0;
             ring_if_asleep(a->group->pages[r]);
         }
+    if (a->group->streams) wake_streams(a->group);
 }
 
 static int is_impossible(etha_progress_args *a, const message *m) {
@@ -834,3 +844,5 @@ void etha_kick(etha_progress_args *a) {
     atomic_store(&a->kick, 1);
     etha_ring(a->group->pages[a->group->rank]);
 }
+
+#include "streams.c"

@@ -44,6 +44,8 @@ from etha.native.structs import (
     RunArguments,
     RunResult,
     StepKind,
+    StreamEnd,
+    StreamTable,
 )
 
 #: Number of the system call futex by machine.
@@ -223,6 +225,26 @@ class PythonLibrary:
     def _has_given_up(self, page: int, call_number: int) -> bool:
         at = _u64(page + GAVE_UP)
         return at != 0 and at - 1 <= call_number
+
+    # ---- streams ----
+
+    def open_streams(self, table: StreamTable) -> None:
+        raise GroupError("groups of several hosts need the compiled library: run python -m etha.native.build")
+
+    def serve_streams(self, table: StreamTable) -> None:
+        raise NotImplementedError
+
+    def close_streams(self, table: StreamTable) -> None:
+        raise NotImplementedError
+
+    def tell_cause(self, table: StreamTable) -> None:
+        raise NotImplementedError
+
+    def open_sockets(self, table: StreamTable) -> list[int]:
+        raise NotImplementedError
+
+    def stream_end(self, table: StreamTable, rank: int) -> tuple[StreamEnd, int]:
+        raise NotImplementedError
 
     # ---- steps ----
 

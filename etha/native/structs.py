@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 import struct
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 #: COPY: ``count`` bytes from ``src_space + src`` to ``dst_space + dst``. REDUCE: ``count`` elements of ``n`` sources,
 #: from index ``src`` of the source table, in that order, into the destination, which may be one of the sources exactly.
 #: POST: the own phase becomes ``phase_base + count``. WAIT: until rank ``src_space`` (``ALL``: everybody) has posted
-#: that phase. MATCH: compare the descriptors of all members.
+#: that phase. MATCH: compare the descriptors of all members. SEND: ``count`` bytes from ``src_space + src`` go to rank
+#: ``n``, a member of another host, as those at ``dst_space + dst`` in the own memfd.
 STEP = np.dtype(
     [
         ("kind", "<u4"),
@@ -98,6 +100,7 @@ class StepKind(enum.IntEnum):
     POST = 3
     WAIT = 4
     MATCH = 5
+    SEND = 6
 
 
 class ReduceCode(enum.IntEnum):
@@ -158,7 +161,9 @@ class GroupStruct(ctypes.Structure):
         ("ring_bytes", ctypes.c_uint64),
         ("spin_us", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
+        ("streams", ctypes.c_void_p),
     )
+    streams: int | None
 
 
 class GroupMemory:
@@ -195,6 +200,82 @@ class GroupMemory:
             spin_us=spin_us,
         )
         self.address = ctypes.addressof(self.struct)
+        #: Those to members of other hosts, if there are any.
+        self.streams: StreamTable | None = None
+
+
+class StreamEnd(enum.IntEnum):
+    """Why a stream has ended: the other side closed it, an error of the socket, no word for three beats, a frame that
+    makes no sense, or this side has closed it."""
+
+    OPEN = 0
+    END_OF_STREAM = 1
+    BROKEN = 2
+    SILENT = 3
+    NONSENSE = 4
+    LEFT = 5
+
+
+class StreamsStruct(ctypes.Structure):
+    """``etha_streams`` of streams.c; made by ``StreamTable``."""
+
+    _fields_ = (
+        ("group", ctypes.c_void_p),
+        ("streams", ctypes.c_void_p),
+        ("far", ctypes.c_void_p),
+        ("wake_fd", ctypes.c_int32),
+        ("claim_fd", ctypes.c_int32),
+        ("asleep", ctypes.c_uint32),
+        ("cause_ready", ctypes.c_uint32),
+        ("closing", ctypes.c_uint32),
+        ("beat_ms", ctypes.c_uint32),
+        ("cause_offset", ctypes.c_uint64),
+        ("cause_bytes", ctypes.c_uint64),
+    )
+    asleep: int
+    cause_ready: int
+    closing: int
+
+
+class StreamTable:
+    """A member's streams: one connected TCP socket for each member of another host.
+
+    ``sockets`` and ``deaths``, by rank: descriptors of sockets, which the library closes, and of eventfds that become
+    readable when a stream has ended. ``library.open_streams`` completes it.
+    """
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        sockets: dict[int, int],
+        deaths: dict[int, int],
+        *,
+        cause_offset: int,
+        cause_bytes: int,
+        beat_ms: int = 1000,
+    ) -> None:
+        self.memory, self.sockets, self.deaths = memory, sockets, deaths
+        self.far = np.zeros(memory.size, dtype=np.uint8)
+        self.far[list(sockets)] = 1
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        #: Becomes readable when rank 0 has said whose cause was the first.
+        self.claim_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.struct = StreamsStruct(
+            group=memory.address,
+            far=self.far.ctypes.data,
+            wake_fd=self.wake_fd,
+            claim_fd=self.claim_fd,
+            beat_ms=beat_ms,
+            cause_offset=cause_offset,
+            cause_bytes=cause_bytes,
+        )
+        #: What the library keeps.
+        self.private: Any = None
+
+    def close(self) -> None:
+        """Close what is no socket. Nobody serves or wakes the streams any more."""
+        os.close(self.wake_fd)
+        os.close(self.claim_fd)
 
 
 class RunArguments(ctypes.Structure):
@@ -362,6 +443,24 @@ class NativeLibrary(Protocol):
     def progress(self, links: RingLinks, messages: NDArray[np.void], *, slice_ms: int = 0) -> RunResult:
         """Move messages (``MESSAGE``) until at least one that was pending has ended: DONE, its status says how.
         AGAIN: a signal, a kick, or the slice is over; STOPPED: the stop word."""
+
+    def open_streams(self, table: StreamTable) -> None:
+        """From now on what is posted, and all other words, goes to the members of other hosts, too."""
+
+    def serve_streams(self, table: StreamTable) -> None:
+        """Send and receive until ``close_streams``; a thread of its own calls it."""
+
+    def close_streams(self, table: StreamTable) -> None:
+        """Have ``serve_streams`` return once the others know the last words, or after one beat."""
+
+    def tell_cause(self, table: StreamTable) -> None:
+        """The own cause stands in the own memfd: all members of other hosts get it."""
+
+    def open_sockets(self, table: StreamTable) -> list[int]:
+        """The sockets that are open, for a forked child to close."""
+
+    def stream_end(self, table: StreamTable, rank: int) -> tuple[StreamEnd, int]:
+        """Why the stream to a rank has ended, and the error's number."""
 
     def kick(self, links: RingLinks) -> None:
         """Have a ``progress`` of another thread return AGAIN, because there are more messages."""

@@ -27,6 +27,8 @@ class Member:
     size: int
     address: str
     pipe: Connection
+    #: The number of its host. Members with another number are reached over TCP, as if they were elsewhere.
+    host: int = 0
 
     def configured(self, prefix: str = "first", **options: Any) -> Any:
         """A ProcessGroupEtha of all members."""
@@ -51,6 +53,11 @@ def _run(body: Callable[..., Any], member: Member, args: tuple[Any, ...]) -> Non
     # A shell that starts the tests in the background has them ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the members are more than the cores
+    if member.host:
+        from etha.groups.host import meeting
+
+        real = meeting.host_identity()
+        meeting.host_identity = lambda: f"{real}-{member.host}"
     try:
         member.pipe.send(("done", body(member, *args)))
     except BaseException:
@@ -104,14 +111,18 @@ class Team:
 
 
 @contextlib.contextmanager
-def team(size: int, body: Callable[..., Any], *args: Any) -> Iterator[Team]:
-    """Start ``size`` members that run ``body(member, *args)``; what is left of them is killed at the end."""
+def team(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...] = ()) -> Iterator[Team]:
+    """Start ``size`` members that run ``body(member, *args)``; what is left of them is killed at the end.
+
+    ``hosts``: the number of each member's host; one if it is empty.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = Team(size=size, address=f"127.0.0.1:{store.port}")
     try:
         for rank in range(size):
             here, there = CONTEXT.Pipe()
-            member = Member(rank=rank, size=size, address=running.address, pipe=there)
+            host = hosts[rank] if hosts else 0
+            member = Member(rank=rank, size=size, address=running.address, pipe=there, host=host)
             process = CONTEXT.Process(target=_run, args=(body, member, args), daemon=True)
             process.start()
             there.close()
@@ -128,7 +139,7 @@ def team(size: int, body: Callable[..., Any], *args: Any) -> Iterator[Team]:
             pipe.close()
 
 
-def together(size: int, body: Callable[..., Any], *args: Any) -> dict[int, Any]:
+def together(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...] = ()) -> dict[int, Any]:
     """Run ``body(member, *args)`` in ``size`` processes; what each returned, by rank."""
-    with team(size, body, *args) as running:
+    with team(size, body, *args, hosts=hosts) as running:
         return running.results()

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -33,22 +34,26 @@ from etha.groups.host.meeting import GroupPeer
 from etha.groups.host.messages import Messages
 from etha.groups.host.monitor import DeathMonitor
 from etha.groups.host.places import OwnPlaces, PeerPlaces
+from etha.groups.host.streams import Streams
 from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
 from etha.groups.schedule import (
     POINT_TO_POINT,
     REDUCTIONS,
     ROUND_BYTES,
+    SEND,
     SMALL_BYTES,
     CallProgram,
     CallShape,
+    CallStep,
     Kind,
+    Spaces,
     Variant,
     is_small,
     match_program,
     program,
 )
 from etha.groups.work import GroupWork
-from etha.native.structs import FLAGS_AT
+from etha.native.structs import CLAIM, FLAGS_AT
 
 #: A run on the main thread comes back this often, because only there Python can act on a signal.
 _SLICE_MS = 50
@@ -117,9 +122,11 @@ class Engine:
         timeout: float,
         epoch: int | None = None,
         name: str = "",
+        hosts: tuple[int, ...] = (),
         on_error: Callable[[GroupError], None] = lambda error: None,
     ) -> None:
-        """Takes ``block`` and ``peers`` over; ``close()`` ends them. ``timeout``: seconds for each call."""
+        """Takes ``block`` and ``peers`` over; ``close()`` ends them. ``timeout``: seconds for each call. ``hosts``: the
+        number of each rank's host."""
         self.rank, self.size, self.epoch, self.name = rank, len(peers) + 1, epoch, name
         self.timeout = timeout
         self.error: GroupError | None = None
@@ -128,6 +135,9 @@ class Engine:
         self._blocks = [block if r == rank else peers[r].block for r in range(self.size)]
         self._layout = block.layout
         self._library = native.load()
+        far = {r: peer.stream for r, peer in peers.items() if peer.stream is not None}
+        #: The number of each rank's host; () if all are on one.
+        self._hosts = hosts if far else ()
         self._memory = native.GroupMemory(
             rank=rank,
             pages=[b.address for b in self._blocks],
@@ -157,8 +167,21 @@ class Engine:
         self._running = -1
         self._own_places = OwnPlaces()
         #: False once a member could not map another's segment, because it cannot next time, either.
-        self._in_place = True
-        self._places = {peer.rank: PeerPlaces(peer.pidfd) for peer in peers.values()}
+        self._in_place = not far
+        self._places = {} if far else {peer.rank: PeerPlaces(peer.pidfd) for peer in peers.values()}
+        self._streams = (
+            Streams(
+                self._library,
+                self._memory,
+                {r: sock.detach() for r, sock in far.items()},
+                {r: peers[r].pidfd for r in far},
+                cause_offset=CAUSE_OFFSET,
+                cause_bytes=CAUSE_BYTES,
+            )
+            if far
+            else None
+        )
+        self._far = frozenset(far)
         self._messages = Messages(self, self._library, self._memory)
         #: The last phase of the running call, once that is known.
         self._last_phase: int | None = None
@@ -203,6 +226,7 @@ class Engine:
             common = descriptor.encode(Kind.BARRIER, extra=0 if self.epoch is None else self.epoch + 1)
             data = descriptor.encode_slot(common, 0)
             self._block.descriptor(0)[: len(data)] = data
+            self._send_descriptor(deadline_ns, "configure")
             self._run(match_program(self.size), [], deadline_ns, f"configure for epoch {self.epoch}")
 
     def abort(self, why: str) -> None:
@@ -225,6 +249,8 @@ class Engine:
 
     def given_up(self, what: str, rank: int) -> GroupError:
         """End the group because ``rank`` has, in the words of its cause if it left one."""
+        if rank in self._far and (cause := self._cause_of(rank)) is not None:
+            return self.fail(cause)
         text = f"{what} ended because rank {rank}{self._named(rank)} gave it up"
         return self.fail(Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="gave up"))
 
@@ -240,12 +266,12 @@ class Engine:
         with self._lock:
             if self.error is not None:
                 return self.error
-            first = self._claim(cause)
+            running = self._running
+            number = running if running >= 0 and stop else self._next if running < 0 else running + 1
+            first = self._claim(cause, number)
             if cause.kind == "aborted":
                 first = cause  # the caller knows what it did
             self.error = error = causes.error_of(first, self.rank, self.epoch)
-            running = self._running
-            number = running if running >= 0 and stop else self._next if running < 0 else running + 1
             if stop:
                 self._library.stop(self._memory, _STOP)
             self._library.give_up(self._memory, number)
@@ -267,6 +293,8 @@ class Engine:
             if self._thread is not threading.current_thread():
                 self._thread.join()
         self._messages.close()
+        if self._streams is not None:
+            self._streams.close()
         if self._monitor is not None:
             self._monitor.close()
         with self._turn:
@@ -337,10 +365,18 @@ class Engine:
     def _on_death(self, rank: int) -> None:
         peer = self._peers[rank]
         text = f"rank {rank}{self._named(rank)}, process {peer.pid}, died"
+        if rank in self._far and self._streams is not None:
+            if (cause := self._cause_of(rank)) is not None:  # it has said why before
+                self.fail(cause, stop=self._is_needed(rank))
+                return
+            text = f"rank {rank}{self._named(rank)} on another host is lost: {self._streams.describe_end(rank)}"
+        cause = Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="died")
+        self.fail(cause, stop=self._is_needed(rank))
+
+    def _is_needed(self, rank: int) -> bool:
+        """False for a member that has done all of its part in the running call: if it ends, the call loses nothing."""
         last = self._last_phase if self._running >= 0 else None
-        # A member that has done all of its part in the running call and then ended takes nothing from it.
-        done = last is not None and self._posted(rank) >= last
-        self.fail(Cause(kind="lost", by=self.rank, text=text, ranks=(rank,), reason="died"), stop=not done)
+        return last is None or self._posted(rank) < last
 
     # -- one call ----------------------------------------------------------------------------------------------------
 
@@ -359,6 +395,7 @@ class Engine:
         )
         native_dtype = 0 if first is None else _DTYPES.get(first.dtype, 0)
         self._describe(item, shape, first, tensors.inputs)
+        self._send_descriptor(deadline_ns, call)
         op = 0 if call.op is None else native.ReduceCode[call.op.name]
         factor = 1.0 if call.factor is None else float(call.factor)
         if call.kind in REDUCTIONS and not native_dtype:
@@ -380,7 +417,7 @@ class Engine:
             if call.kind is Kind.ALLTOALL:
                 slots = [bytes(block.descriptor(item.number)) for block in self._blocks]
                 shape = replace(shape, matrix=descriptor.split_matrix(slots))
-        steps = program(shape, rank=self.rank, size=self.size, window_bytes=window, variant=variant)
+        steps = program(shape, rank=self.rank, size=self.size, window_bytes=window, variant=variant, hosts=self._hosts)
         addresses, brief = tensors.addresses, variant is Variant.SMALL
         self._run(steps, addresses, deadline_ns, call, peers, dtype=native_dtype, op=op, factor=factor, brief=brief)
         tensors.copy_back()
@@ -440,6 +477,14 @@ class Engine:
             splits = descriptor.encode_splits(shape.inputs, shape.outputs)
         data = descriptor.encode_slot(common, item.number, flags=self._offer(item, shape, used), splits=splits)
         self._block.descriptor(item.number)[: len(data)] = data
+
+    def _send_descriptor(self, deadline_ns: int, call: GroupCall | str) -> None:
+        """Send what this member says about the call to other hosts, before the phase that announces it."""
+        if self._far:
+            number = max(self._running, 0)
+            stride, slot = self._layout.descriptor_stride, self._layout.descriptors
+            at = self._block.address + slot + number % 2 * stride
+            self._run(_descriptor_program(tuple(self._far), stride), [at], deadline_ns, call, more=True)
 
     def _offer(self, item: _Item, shape: CallShape, used: list[Tensor]) -> int:
         """Say where the inputs lie, if others can read them there; the flags of the call's descriptor."""
@@ -521,21 +566,42 @@ class Engine:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _claim(self, cause: Cause) -> Cause:
-        """Claim the group's first cause; the cause that was first."""
+    def _claim(self, cause: Cause, number: int) -> Cause:
+        """Claim the group's first cause; the cause that was first. ``number``: the call that is given up."""
         data = causes.encode(cause, CAUSE_BYTES - 4)
         view = self._block.view
         view[CAUSE_OFFSET : CAUSE_OFFSET + 4 + len(data)] = len(data).to_bytes(4, "little") + data
+        if self._streams is not None:
+            self._streams.tell_cause()
+            if 0 in self._far:
+                return self._ask_first(cause, number)
         for _ in range(_CLAIM_TRIES):
             by = self._library.claim_cause(self._blocks[0].address, self.rank)
             if by is not None:
                 break
         else:
             return cause
-        if by == self.rank:
+        if self._streams is not None:
+            self._streams.tell_cause()  # of rank 0: now it is known whose cause is the first
+        return cause if by == self.rank else self._cause_of(by) or cause
+
+    def _ask_first(self, cause: Cause, number: int) -> Cause:
+        """The first cause in the words of rank 0, which is on another host; the own one if it cannot say."""
+        assert self._streams is not None
+        self._library.give_up(self._memory, number)  # before the answer, because others wait for this member
+        if cause.kind != "aborted":
+            self._streams.wait_for_claim()
+        by = int.from_bytes(self._blocks[0].view[CLAIM : CLAIM + 8], "little") - 1
+        if by == self.rank or not 0 <= by < self.size:
             return cause
-        found = self._blocks[by].view
+        return self._cause_of(by) or cause
+
+    def _cause_of(self, rank: int) -> Cause | None:
+        """The cause that a member has written into its block; None if there is none."""
+        found = self._blocks[rank].view
         length = int.from_bytes(found[CAUSE_OFFSET : CAUSE_OFFSET + 4], "little")
+        if not length:
+            return None
         return causes.decode(bytes(found[CAUSE_OFFSET + 4 : CAUSE_OFFSET + 4 + min(length, CAUSE_BYTES - 4)]))
 
     def _posted(self, rank: int) -> int:
@@ -553,8 +619,21 @@ class Engine:
             os.close(peer.pidfd)
             peer.block.disown()
         self._block.disown()
+        if self._streams is not None:
+            self._streams.disown()
         if self._monitor is not None:
             self._monitor.disown()
+
+
+@lru_cache(maxsize=64)
+def _descriptor_program(peers: tuple[int, ...], nbytes: int) -> CallProgram:
+    """Sends what lies in space 0 to some ranks."""
+    return CallProgram(
+        steps=[CallStep(SEND, amount=nbytes, peer=peer) for peer in peers],
+        spaces=Spaces(inputs=1, outputs=0, size=0, peer_inputs=0),
+        phases=0,
+        rounds=0,
+    )
 
 
 class _Contiguous:

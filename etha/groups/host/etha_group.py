@@ -1,4 +1,4 @@
-"""`ProcessGroupEtha`: a process group over memory that its members map from each other at each configure."""
+"""`ProcessGroupEtha`: a process group over mapped memory inside a host and TCP between hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from etha.groups.work import GroupWork
 
 
 class ProcessGroupEtha(ProcessGroup):
-    """A group of processes of one host whose calls go through mapped memory, without a server and without sockets.
+    """A group of processes whose calls go through memory that they map inside a host, and over TCP between hosts.
 
     ``timeout``: seconds for each call and for ``configure``. ``errors``: as in the base class. ``window``: bytes of
     each of a member's two windows; all members give the same.
@@ -57,7 +57,7 @@ class ProcessGroupEtha(ProcessGroup):
         layout = BlockLayout(size=config.world_size, window=self._window)
         fd, block = new_block(layout)
         try:
-            peers = meet(
+            peers, hosts = meet(
                 store,
                 rank=config.rank,
                 layout=layout,
@@ -79,6 +79,7 @@ class ProcessGroupEtha(ProcessGroup):
             timeout=self._timeout.total_seconds(),
             epoch=config.quorum_id,
             name=config.replica_id,
+            hosts=hosts,
         )
         try:
             engine.meet(deadline.ns)

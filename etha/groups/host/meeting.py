@@ -1,11 +1,14 @@
-"""How the members of an epoch meet on one host: addresses through a store, descriptors through Unix sockets.
+"""How the members of an epoch meet: addresses through a store, descriptors through Unix sockets, streams between hosts.
 
     every rank  ->  store: its record (rank, size, host, address of its socket, a token)
-    every rank  ->  the sockets of all lower ranks: hello (its rank, their token), its memfd, its pidfd
+    every rank  ->  the sockets of all lower ranks of its host: hello (its rank, their token), its memfd, its pidfd
                 <-  welcome, memfd, pidfd
+    every rank  ->  the TCP ports of all lower ranks of other hosts: hello;  <-  welcome; this connection is the stream
 
-Sockets serve the meeting only and are closed at its end. Nobody learns of a death from them, because a forked child of
-a dead trainer can hold them open for seconds; a pidfd becomes readable at once.
+Unix sockets serve the meeting only and are closed at its end. Nobody learns of a death from them, because a forked
+child of a dead trainer can hold them open for seconds; a pidfd becomes readable at once. A member listens on a TCP port
+only if members of other hosts will call, and no longer than the meeting lasts. Whoever does not know its token is
+refused.
 
 Every rank reads the records in the order of ranks and compares each with its own, so a rank that was configured with
 another size is found even though it waits for somebody who will never come.
@@ -13,10 +16,12 @@ another size is found even though it waits for somebody who will never come.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,11 +33,19 @@ from typing import Any, Protocol
 
 import msgspec
 
+from etha.addresses import format_address, parse_address
 from etha.errors import EthaError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
-from etha.groups.host.windows import BlockLayout, SharedBlock
+from etha.groups.host import endpoints
+from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
+#: What members of two hosts say first: a word that names this language and its version, the speaker's rank, and the
+#: token of whom it speaks to.
+_FAR_HELLO = struct.Struct("<8sI32s")
+_LANGUAGE = b"ETHAGRP1"
+#: Callers from other hosts that may have said nothing yet; if there are more, the oldest is dropped.
+_MOST_STRANGERS = 64
 
 
 class MeetingStore(Protocol):
@@ -67,24 +80,37 @@ class MemberHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPeer:
-    """Another member of the group: its mapped block, and a descriptor that becomes readable when its process ends."""
+    """Another member of the group: its block, and a descriptor that becomes readable when its process ends."""
 
     rank: int
     name: str
     pid: int
     block: SharedBlock
     pidfd: int
+    #: A member of another host: the connection to it. Its block is a mirror then, and its pidfd an eventfd that becomes
+    #: readable when the connection has ended.
+    stream: socket.socket | None = None
 
     def close(self) -> None:
-        """Unmap the block and close the descriptor."""
+        """Unmap the block and close the descriptors."""
         os.close(self.pidfd)
         self.block.close()
+        if self.stream is not None:
+            self.stream.close()
 
 
 def host_identity() -> str:
     """Equal for processes that can share memory and reach each other's abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def _far_hello(rank: int, token: str) -> bytes:
+    return _FAR_HELLO.pack(_LANGUAGE, rank, token.encode())
+
+
+def _is_far_hello(data: bytes, rank: int, token: str) -> bool:
+    return hmac.compare_digest(data, _far_hello(rank, token))
 
 
 class MeetingDeadline:
@@ -114,8 +140,8 @@ def meet(
     name: str,
     deadline: MeetingDeadline,
     aborted: Callable[[], bool] = lambda: False,
-) -> dict[int, GroupPeer]:
-    """Meet all other ranks; returns them by rank.
+) -> tuple[dict[int, GroupPeer], tuple[int, ...]]:
+    """Meet all other ranks; returns them by rank, and the number of each rank's host.
 
     ``aborted`` is asked whenever something happened on the way. GroupTimeoutError names the ranks that did not come,
     GroupMismatchError the ranks that were configured otherwise, GroupLostError a rank that died on the way.
@@ -175,6 +201,8 @@ class _Meeting:
         self._peers: dict[int, GroupPeer] = {}
         self._records: dict[int, MemberRecord] = {}
         self._done = False
+        #: For members of other hosts, once it is known that there are any.
+        self._port: socket.socket | None = None
         with ExitStack() as stack:
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             token = secrets.token_hex(16)
@@ -196,16 +224,23 @@ class _Meeting:
             )
             self._stack = stack.pop_all()
 
-    def run(self) -> dict[int, GroupPeer]:
+    def run(self) -> tuple[dict[int, GroupPeer], tuple[int, ...]]:
         self._ask(self._publish)
         for other in range(self._layout.size):
             if other != self._rank:
                 self._records[other] = self._record(other)
+        far = {r for r, record in self._records.items() if record.host != self._own.host}
+        if any(other > self._rank for other in far):
+            self._open_port()
         for other in range(self._rank):
-            self._call_on(self._records[other])
+            if other in far:
+                self._call_far(self._records[other])
+            else:
+                self._call_on(self._records[other])
         self._receive_calls()
         self._done = True
-        return self._peers
+        names = [(self._own if r == self._rank else self._records[r]).host for r in range(self._layout.size)]
+        return self._peers, tuple(names.index(name) for name in names)
 
     def close(self) -> None:
         self._stack.close()
@@ -228,17 +263,22 @@ class _Meeting:
                 calls={self._rank: f"configure(rank={self._rank}, world_size={self._layout.size})"},
             )
 
-    def _record(self, other: int) -> MemberRecord:
+    def _read(self, key: str) -> bytes:
+        """A value of the store once it is there; empty if the deadline passes."""
+
         def read() -> bytes:
             try:
-                self._store.wait([str(other)], timedelta(seconds=max(0.001, self._deadline.left)))
+                self._store.wait([key], timedelta(seconds=max(0.001, self._deadline.left)))
             except Exception:
                 if not self._deadline.left:
                     return b""
                 raise
-            return bytes(self._store.get(str(other)))
+            return bytes(self._store.get(key))
 
-        found = self._ask(read)
+        return self._ask(read)  # type: ignore[no-any-return]
+
+    def _record(self, other: int) -> MemberRecord:
+        found = self._read(str(other))
         if not found:
             missing = [r for r in range(self._layout.size) if r != self._rank and r not in self._records]
             raise GroupTimeoutError(
@@ -250,11 +290,6 @@ class _Meeting:
             raise GroupMismatchError(
                 f"rank {other} was configured with world size {record.size}, rank {self._rank} with {self._own.size}",
                 calls={r.rank: f"configure(rank={r.rank}, world_size={r.size})" for r in (self._own, record)},
-            )
-        if record.host != self._own.host:
-            raise GroupError(
-                f"rank {other} ({record.name!r}) runs on another host or in another network namespace: "
-                "the members of this kind of group share memory"
             )
         return record
 
@@ -280,9 +315,12 @@ class _Meeting:
         """Meet all higher ranks."""
         waiting = set(range(self._rank + 1, self._layout.size))
         with selectors.DefaultSelector() as selector:
-            self._listener.setblocking(False)
-            selector.register(self._listener, selectors.EVENT_READ)
+            for listener in (self._listener, self._port):
+                if listener is not None:
+                    listener.setblocking(False)
+                    selector.register(listener, selectors.EVENT_READ)
             callers: set[socket.socket] = set()
+            strangers: dict[socket.socket, bytes] = {}  # what they have said so far, the oldest first
             try:
                 while waiting:
                     if not (ready := selector.select(self._deadline.left)) and not self._deadline.left:
@@ -290,6 +328,12 @@ class _Meeting:
                     if self._aborted():
                         raise GroupError("configure was ended by abort() or shutdown()")
                     for key, _ in ready:
+                        if key.fileobj is self._port:
+                            self._accept_stranger(selector, strangers)
+                            continue
+                        if key.fileobj in strangers:
+                            waiting.discard(self._hear_stranger(selector, strangers, key.fileobj))
+                            continue
                         if key.fileobj is self._listener:
                             caller, _address = self._listener.accept()
                             caller.settimeout(1.0)
@@ -302,8 +346,116 @@ class _Meeting:
                         with caller:
                             waiting.discard(self._welcome(caller))
             finally:
-                for caller in callers:
+                for caller in (*callers, *strangers):
                     caller.close()
+
+    # -- members of other hosts --------------------------------------------------------------------------------------
+
+    def _open_port(self) -> None:
+        self._port, host, port = endpoints.listen(self._store, self._layout.size)
+        self._stack.callback(self._port.close)
+        self._ask(lambda: self._store.set(f"{self._rank}/tcp", format_address(host, port)))
+
+    def _call_far(self, record: MemberRecord) -> None:
+        """Meet a lower rank of another host."""
+        place = self._read(f"{record.rank}/tcp").decode()
+        if not place:
+            raise self._late([record.rank])
+        host, port = parse_address(place, 65535)
+        if not (left := self._deadline.left):
+            raise self._late([record.rank])
+        try:
+            sock = socket.create_connection((host, port), timeout=left)
+        except OSError as error:
+            raise GroupError(
+                f"rank {record.rank} ({record.name!r}) of another host cannot be reached at {place}: {error}; "
+                f"ETHA_LISTEN=HOST:0 on its host names the address by which others reach it"
+            ) from None
+        try:
+            sock.sendall(_far_hello(self._rank, record.token))
+            answer = b""
+            while len(answer) < _FAR_HELLO.size:
+                sock.settimeout(max(0.001, self._deadline.left))
+                more = sock.recv(_FAR_HELLO.size - len(answer))
+                if not more:
+                    raise self._lost(record, None)
+                answer += more
+            if not _is_far_hello(answer, record.rank, self._own.token):
+                raise GroupError(f"what answers at {place} is not rank {record.rank} of this group")
+            self._admit_far(record, sock)
+        except TimeoutError:
+            sock.close()
+            raise self._late([record.rank]) from None
+        except OSError as error:
+            sock.close()
+            raise self._lost(record, error) from None
+        except BaseException:
+            sock.close()
+            raise
+
+    def _accept_stranger(self, selector: selectors.BaseSelector, strangers: dict[socket.socket, bytes]) -> None:
+        assert self._port is not None
+        try:
+            stranger, _address = self._port.accept()
+        except OSError:
+            return  # it has hung up already
+        stranger.setblocking(False)
+        strangers[stranger] = b""
+        selector.register(stranger, selectors.EVENT_READ)
+        if len(strangers) > self._layout.size + _MOST_STRANGERS:
+            first = next(iter(strangers))
+            selector.unregister(first)
+            del strangers[first]
+            first.close()
+
+    def _hear_stranger(
+        self, selector: selectors.BaseSelector, strangers: dict[socket.socket, bytes], caller: socket.socket
+    ) -> int:
+        """Take what a caller says; the rank that was met, or -1."""
+        try:
+            said = caller.recv(_FAR_HELLO.size - len(strangers[caller]))
+        except BlockingIOError:
+            return -1
+        except OSError:
+            said = b""
+        whole = strangers[caller] = strangers[caller] + said
+        if said and len(whole) < _FAR_HELLO.size:
+            return -1
+        selector.unregister(caller)
+        del strangers[caller]
+        rank = _FAR_HELLO.unpack(whole)[1] if len(whole) == _FAR_HELLO.size else -1
+        record = self._records.get(rank)
+        if (
+            record is None
+            or rank in self._peers
+            or record.host == self._own.host
+            or not _is_far_hello(whole, rank, self._own.token)
+        ):
+            caller.close()
+            return -1
+        try:
+            caller.sendall(_far_hello(self._rank, record.token))  # fits into the empty buffer of a new connection
+            self._admit_far(record, caller)
+        except OSError as error:
+            caller.close()
+            raise self._lost(record, error) from None
+        return record.rank
+
+    def _admit_far(self, record: MemberRecord, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fd, mirror = new_block(self._layout)
+        os.close(fd)
+        try:
+            ended = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError:
+            mirror.close()
+            raise
+        self._peers[record.rank] = GroupPeer(
+            rank=record.rank, name=record.name, pid=record.pid, block=mirror, pidfd=ended, stream=sock
+        )
+
+    # -- members of this host ----------------------------------------------------------------------------------------
 
     def _welcome(self, caller: socket.socket) -> int:
         """Answer whoever calls; the rank that was met, or -1 for somebody who is none of ours."""
@@ -315,7 +467,7 @@ class _Meeting:
             return -1
         hello, fds = answer
         record = self._records.get(hello.rank)
-        if record is None or hello.token != self._own.token or hello.rank in self._peers:
+        if record is None or not hmac.compare_digest(hello.token, self._own.token) or hello.rank in self._peers:
             for fd in fds:
                 os.close(fd)
             return -1

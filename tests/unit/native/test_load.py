@@ -15,7 +15,17 @@ from etha import native
 from etha.config import native_allowed
 from etha.errors import ConfigError, GroupError
 from etha.native import GroupMemory, PythonLibrary, RingLinks, open_library, structs
-from etha.native.build import FLAGS, LIBRARY, SOURCE_FILE, BuildError, build, find_compiler, is_current, source_hash
+from etha.native.build import (
+    FLAGS,
+    LIBRARY,
+    SOURCE_FILE,
+    BuildError,
+    build,
+    find_compiler,
+    included,
+    is_current,
+    source_hash,
+)
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler (cc) on the path")
 
@@ -92,7 +102,8 @@ def test_without_a_compiler_nothing_is_built(tmp_path: Path, monkeypatch: pytest
 def test_a_build_by_hand_says_that_there_is_no_compiler(tmp_path: Path) -> None:
     copied = tmp_path / "build.py"
     shutil.copy(Path(structs.__file__).with_name("build.py"), copied)
-    shutil.copy(SOURCE_FILE, tmp_path)
+    for source in (SOURCE_FILE, *included(SOURCE_FILE)):
+        shutil.copy(source, tmp_path)
     done = subprocess.run([sys.executable, copied], env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0 and "no C compiler" in done.stderr
 
@@ -109,6 +120,7 @@ def test_structs_are_as_long_in_c_as_in_python(tmp_path: Path) -> None:
         "etha_group": ctypes.sizeof(structs.GroupStruct),
         "etha_run_args": ctypes.sizeof(structs.RunArguments),
         "etha_progress_args": ctypes.sizeof(structs.ProgressArguments),
+        "etha_streams": ctypes.sizeof(structs.StreamsStruct),
     }
     checks = "".join(f'_Static_assert(sizeof({name}) == {size}, "{name}");' for name, size in names.items())
     program = tmp_path / "sizes.c"
