@@ -136,6 +136,13 @@ faults: install
 	done; \
 	$(BIN)/python -m pytest $(DEATHS) -m "not proof" --ways local,tcp,three $(PYTEST)
 
+# The table "Faults" of docs/groups.md: every event at every phase of every kind of call of process groups, 20 times each.
+# ETHA_FAULT_TURNS=1 plays each once; GROUPS="etha and KILL" chooses.
+.PHONY: faults-groups
+faults-groups: install
+	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/groups/faults -m faults --seconds \
+		$(if $(GROUPS),-k "$(GROUPS)") $(PYTEST)
+
 # 2,100 transfers over three ways, atomic and not, some 315 of them disturbed: cancelled, out of time, a client or an
 # agent gone. ETHA_CHAOS_TURNS=2000 has 12,000.
 chaos: install
