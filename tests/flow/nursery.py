@@ -166,7 +166,8 @@ def _serve(listener: socket.socket) -> list[str]:
                 return _become(request, fds)
             else:
                 os.waitpid(child, 0)
-                asker.send(b"forked")
+                with contextlib.suppress(BrokenPipeError):  # who asked may have been killed meanwhile
+                    asker.send(b"forked")
             for fd in fds:
                 os.close(fd)
 

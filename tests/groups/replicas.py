@@ -160,7 +160,7 @@ class Rank:
     process: BaseProcess
     pipe: Connection
     every: list[Rank]
-    logs: list[StepLog] = field(default_factory=list)
+    logs: list[Any] = field(default_factory=list)
     end: tuple[str, str] | None = None
 
     @property
@@ -182,12 +182,12 @@ class Rank:
             message = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             message = ("killed", "")
-        if isinstance(message, StepLog):
-            self.logs.append(message)
-        else:
+        if isinstance(message, tuple):
             self.end = message
+        else:
+            self.logs.append(message)
 
-    def until(self, wanted: Callable[[StepLog], bool], timeout: float = 60.0) -> StepLog:
+    def until(self, wanted: Callable[[Any], bool], timeout: float = 60.0) -> Any:
         """The next step for which ``wanted``."""
         deadline, seen = time.monotonic() + timeout, len(self.logs)
         while True:
