@@ -24,7 +24,9 @@ local mine = r and r.ranks[rank]
 local same = mine and process(mine) == process(me)
 local function open_launch(launch)
   serial = serial + 1
-  r = {launch = launch or ('auto-' .. int(serial)), since = serial, not_before = 0, pause = 0, ranks = {}}
+  -- A Redis that has lost its data counts from the beginning, so the number alone may be that of a launch that has ended.
+  local own = string.format('auto-%d-%d-%d', serial, me.pid, me.start)
+  r = {launch = launch or own, since = serial, not_before = 0, pause = 0, ranks = {}}
   replicas[replica], mine = r, nil
 end
 local text = req.launch and retired_text(replica, req.launch)

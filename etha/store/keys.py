@@ -243,7 +243,7 @@ TABLE: tuple[KeyKind, ...] = (
         lease=HISTORY_LEASE,
         kept=_CHANGED,
         fields={
-            "launch": "id of this life of the replica, `auto-NUMBER` if it was given none",
+            "launch": "id of this life of the replica; `auto-NUMBER-PID-START` of its first process if it has no other",
             "since": "which launch of the group it is; ranks that are equal otherwise go to the first",
             "not_before": "ms since 1970 before which it enters no epoch, because it could not reach an older member",
             "pause": "ms of its last such pause",
