@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.flow.endurance.footprint import Footprint
-from tests.groups.team import Member, together
+from tests.groups.team import Member, team
 
 KINDS = ["ProcessGroupEtha", "ProcessGroupGloo", "ProcessGroupBabyGloo"]
 #: Configures before the first count, and what RSS and private memory may grow by afterwards, in KiB: allocators keep
@@ -80,7 +80,9 @@ def counted(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(kind: str, times: int) -> None:
-    for rank, found in together(2, configures, kind, times).items():
+    with team(2, configures, kind, times) as running:
+        results = running.results(timeout=60 + times)
+    for rank, found in results.items():
         print(f"\n{kind}, rank {rank}, {times} configures: {found}")
         for name, (before, after) in found.items():
             slack = SLACK if name in ("rss", "private") else 0

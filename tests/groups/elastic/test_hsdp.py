@@ -23,8 +23,9 @@ from tests.groups.elastic.job import ElasticJob, elastic_job
 from tests.groups.elastic.trainer import SHARDS, one_process, train_sharded
 
 NAMES = "abc"
-#: How often `make soak-groups` loses a replica.
+#: How often `make soak-groups` loses a replica, and the seed of its choices.
 LOSSES = int(os.environ.get("ETHA_GROUP_LOSSES", "50"))
+SEED = int(os.environ.get("ETHA_GROUP_SEED", "7"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,4 +106,4 @@ def test_replicas_that_are_lost_and_come_again_train_as_one_process(job: Elastic
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_fifty_losses(job: ElasticJob) -> None:
-    play(job, LOSSES, seed=int(os.environ.get("ETHA_GROUP_SEED", "7")))
+    play(job, LOSSES, seed=SEED)
