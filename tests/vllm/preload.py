@@ -7,6 +7,9 @@ import sys
 from tests.vllm import cpu_paths
 
 cpu_paths.take()
+# Linux lets a process use AMX only once it has asked. vLLM leaves that to whichever kernel of oneDNN or torch comes
+# first, but one that was forked with those loaded may reach vLLM's own attention before them: SIGILL. Forks inherit it.
+importlib.import_module("torch").cpu._init_amx()
 for name in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
