@@ -17,6 +17,8 @@ from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
 #: Bytes of a message that fit a packet.
 _INLINE = 1 << 15
 _MAX_FDS = 4
+# Plain numbers, because adding flags of Python's enums takes longer than the system call.
+_NO_SIGNAL, _CLOEXEC = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC)
 _ROOM = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
 
@@ -151,7 +153,7 @@ def send(connection: socket.socket, message: Message, fds: tuple[int, ...] = (),
             os.write(spill, data) if len(data) < 1 << 30 else None
             data, fds = b"", (spill, *fds)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        connection.sendmsg([b"\1" if spill >= 0 else b"\0", data], rights, flags | socket.MSG_NOSIGNAL)
+        connection.sendmsg([b"\1" if spill >= 0 else b"\0", data], rights, int(flags) | _NO_SIGNAL)
     finally:
         if spill >= 0:
             os.close(spill)
@@ -159,7 +161,7 @@ def send(connection: socket.socket, message: Message, fds: tuple[int, ...] = (),
 
 def receive(connection: socket.socket, flags: int = 0) -> tuple[Message, list[int]] | None:
     """The next message and its descriptors; None if the other end is gone. BlockingIOError as ``flags`` say."""
-    data, rights, _, _ = connection.recvmsg(_INLINE + 1, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+    data, rights, _, _ = connection.recvmsg(_INLINE + 1, _ROOM, int(flags) | _CLOEXEC)
     fds = array.array("i")
     for _, _, raw in rights:
         fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
