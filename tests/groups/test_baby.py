@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import select
 import signal
 import subprocess
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(autouse=True, scope="module")
 def no_nursery_afterwards() -> Iterator[None]:
     yield
-    nursery.prepare().close()
+    nursery.close_all()
 
 
 @pytest.fixture
@@ -44,6 +46,14 @@ def two() -> Iterator[Ranks]:
 def alive(pid: int) -> bool:
     """Whether there is a process, a zombie included."""
     return Path(f"/proc/{pid}").exists()
+
+
+def wait_for_spare() -> nursery.Nursery:
+    until = time.monotonic() + 60
+    while (found := nursery.spare()) is None or found.lost:
+        assert time.monotonic() < until
+        os.sched_yield()
+    return found
 
 
 def barriers(rank: int, group: Any) -> None:
@@ -208,7 +218,7 @@ def test_a_trainer_that_is_killed_takes_its_nursery_and_children_with_it() -> No
         "from etha.groups.baby import nursery\n"
         "group = ProcessGroupBabyGloo(timeout=60)\n"
         "group.configure(HashStore(), 'replica', 0, 1)\n"
-        "print(group.child_pid(), nursery.prepare()._process.pid, flush=True)\n"
+        "print(group.child_pid(), nursery.prepare().pid, flush=True)\n"
         "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
@@ -322,15 +332,16 @@ def test_configure_ends_in_time() -> None:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_nursery_that_is_lost_is_replaced(two: Ranks, sent: signal.Signals) -> None:
     lost = nursery.prepare()
-    assert lost._process is not None
-    os.kill(lost._process.pid, sent)
+    spare = wait_for_spare()
+    os.kill(lost.pid, sent)
     if sent == signal.SIGKILL:
         errors = two.errors(until_it_fails)  # the kernel kills the children too
         assert [type(error) for error in errors] == [GroupLostError] * 2
     two.configure()
     two.run(all_calls)
-    assert nursery.prepare() is not lost
-    lost.close()
+    assert nursery.prepare() is spare
+    assert wait_for_spare() is not spare
+    assert not alive(lost.pid)  # also that which was stopped, once its children are no more
 
 
 def test_a_fork_of_the_trainer_holds_none_of_its_sockets(two: Ranks) -> None:
@@ -346,12 +357,6 @@ def test_a_fork_of_the_trainer_holds_none_of_its_sockets(two: Ranks) -> None:
 
 
 def test_many_configures_leave_nothing() -> None:
-    def counts() -> tuple[int, int, int]:
-        lost = nursery.prepare()
-        assert lost._process is not None
-        children = Path(f"/proc/{lost._process.pid}/task/{lost._process.pid}/children").read_text().split()
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), len(children)
-
     with ranks(lambda: ProcessGroupBabyGloo(timeout=60), 1) as found:
         for _ in range(3):
             found.configure()
@@ -372,15 +377,85 @@ def join_threads() -> None:
             thread.join(30)
 
 
-def test_a_kill_at_any_moment_costs_a_call_and_nothing_else(two: Ranks) -> None:
-    for moment in range(10):
-        group = two.groups[moment % 2]
-        pid = group.child_pid()
-        killer = threading.Timer(moment * 0.002, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+def test_the_death_of_another_members_child_is_heard_without_a_call(two: Ranks) -> None:
+    pid = two.groups[0].child_pid()
+    os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while two.groups[1].errored() is None:
+        assert time.monotonic() < until
+        os.sched_yield()
+    error = two.groups[1].errored()
+    assert isinstance(error, GroupLostError) and error.ranks == (0,) and f"child process {pid} of rank 0" in str(error)
 
-        killer.start()
-        errors = two.errors(until_it_fails)
-        killer.join()
-        assert [type(error) for error in errors] == [GroupLostError] * 2, errors
+
+#: Signals at random moments that the suite sends, and `make soak`.
+_FEW, _MANY = 10, 200
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(_FEW, marks=pytest.mark.slow),
+        pytest.param(_MANY, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_child_that_is_killed_or_stopped_at_any_moment_costs_a_step_and_nothing_else(
+    two: Ranks, moments: int
+) -> None:
+    """The moments lie anywhere in calls of three sizes and between them."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    two.configure()
+    two.groups[0].abort()
+    two.groups[1].abort()
+    join_threads()
+    before = counts()
+    failed, slowest = 0, 0.0
+    for moment in range(moments):
+        sent = draw.choice([signal.SIGKILL, signal.SIGSTOP])
+        for group in two.groups:
+            group.set_timeout(60)
         two.configure()
+        pid = two.groups[moment % 2].child_pid()
+        if sent == signal.SIGSTOP:
+            for group in two.groups:
+                group.set_timeout(0.5)
+        killer = threading.Timer(draw.random() * 0.05, os.kill, (pid, sent))
+        killer.start()
+        start = time.monotonic()
+        errors = two.errors(steps_until_one_fails)
+        slowest = max(slowest, time.monotonic() - start)
+        killer.join()
+        expected = (GroupLostError,) if sent == signal.SIGKILL else (GroupLostError, GroupTimeoutError)
+        assert all(isinstance(error, expected) for error in errors), (moment, sent, errors)
+        assert not alive(pid)
+        errors.clear()  # their tracebacks hold tensors
+        failed += 1
+    print(f"{failed} steps lost after {moments} signals; the slowest ended after {slowest:.2f} s")
+    two.configure()
     two.run(barriers)
+    for group in two.groups:
+        group.abort()
+    join_threads()
+    assert counts() == before
+
+
+def steps_until_one_fails(rank: int, group: Any) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        small, large, mapped = torch.full((4,), 1.0), torch.full((2_000_000,), 1.0), etha.empty((300_000,)).fill_(1.0)
+        works = [group.allreduce([each]) for each in (small, large, mapped)]
+        for work in works:
+            work.wait()
+        assert all(each.eq(2).all() for each in (small, large, mapped))
+
+
+def counts() -> tuple[int, int, int, int]:
+    """Descriptors, threads, memfds and children, zombies included, of this process and its nursery."""
+    gc.collect()
+    fds = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    pid = nursery.prepare().pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    memfds = sum("memfd:" in line for line in fds)
+    return len(fds), threading.active_count(), memfds, len(children)

@@ -24,6 +24,7 @@ from etha.errors import EthaError
 from etha.groups.baby import mapped
 from etha.groups.baby.messages import CallDone, ChildFormed, ConfigureChild, MakeCall, Message, only, receive, send
 from etha.groups.baby.remote_store import RemoteStore
+from etha.groups.baby.siblings import Siblings
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
 from etha.groups.host.places import PeerPlaces
@@ -58,13 +59,15 @@ def serve(connection: socket.socket) -> None:
         quorum_id=asked.quorum_id,
     )
     memory = _memory_of(asked)
-    formation = _ChildFormation(config, timedelta(seconds=asked.seconds), asked.group, calls, memory)
+    siblings = Siblings(config.rank, config.world_size, config.quorum_id)
+    formation = _ChildFormation(config, timedelta(seconds=asked.seconds), asked.group, calls, memory, siblings)
     messages = _Answers(connection)
     try:
         formation.start()
     except EthaError as error:
         messages.send(ChildFormed(error=error.to_wire(), reach=memory is not None))
         return
+    siblings.watch(lambda error: messages.send(CallDone(number=0, root=-1, error=error.to_wire())))
     messages.send(ChildFormed(reach=memory is not None))
     while (got := receive(connection)) is not None:
         call: MakeCall = only(got, MakeCall)
@@ -105,10 +108,13 @@ class _ChildFormation(Formation):
         group: str,
         calls: socket.socket,
         memory: ProcessMemory | None,
+        siblings: Siblings,
     ) -> None:
         def make(store: Any, config: GroupConfig) -> Carrier:
+            siblings.introduce(store)
             inner = carrier_of(group)(store, config, timeout)
             inner.owned = True
+            siblings.meet(store)
             return RemoteCarrier(inner, memory, config.rank)
 
         super().__init__(config, timeout, make)

@@ -35,8 +35,12 @@ class ReapChild(StrictStruct, frozen=True, kw_only=True, tag="reap"):
     pid: int
 
 
+class ForkSpare(StrictStruct, frozen=True, kw_only=True, tag="spare"):
+    """Fork a second nursery that serves the socket beside this message."""
+
+
 class NurseryReply(StrictStruct, frozen=True, kw_only=True, tag="nursery"):
-    """Ready (pid 0), or the child that was forked or reaped."""
+    """Ready (pid 0), or the child that was forked or reaped. 0 for a spare: this machine has none."""
 
     pid: int = 0
 
@@ -103,7 +107,7 @@ class ChildFormed(StrictStruct, frozen=True, kw_only=True, tag="formed"):
 
 
 class CallDone(StrictStruct, frozen=True, kw_only=True, tag="done"):
-    """A call has ended. ``root``: who sent what a receive from anyone got."""
+    """A call has ended. ``root``: who sent what a receive from anyone got. An error of number 0 is the group's."""
 
     number: int
     root: int
@@ -132,7 +136,16 @@ class StoreReply(StrictStruct, frozen=True, kw_only=True, tag="stored"):
 
 
 Message = (
-    ForkChild | ReapChild | NurseryReply | ConfigureChild | MakeCall | ChildFormed | CallDone | AskStore | StoreReply
+    ForkChild
+    | ForkSpare
+    | ReapChild
+    | NurseryReply
+    | ConfigureChild
+    | MakeCall
+    | ChildFormed
+    | CallDone
+    | AskStore
+    | StoreReply
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
