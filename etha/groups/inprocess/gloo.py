@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etha.errors import GroupError, GroupMismatchError
 from etha.groups import descriptor
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
-from etha.groups.inprocess.formation import AGAIN, remaining, tensor_of
+from etha.groups.inprocess.comparison import check_equal, common_of, mismatch, slot_of
+from etha.groups.inprocess.formation import remaining, tensor_of
 from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack, writing
 from etha.groups.schedule import Kind
 
@@ -70,20 +70,12 @@ class GlooCarrier:
     def _compare(self, call: GroupCall, deadline: float, payload: Tensor | None = None) -> list[Tensor]:
         """Compare what the members call; returns the bytes that each of them gave beside it."""
         mine, said = self._mine, self._said
-        mine[:said].copy_(tensor_of(_slot(call, self._size)))
+        mine[:said].copy_(tensor_of(slot_of(call, self._size)))
         if payload is not None:
             mine[said : said + payload.numel()].copy_(payload)
         options = _options(_c10d.AllgatherOptions, deadline)
         self._wait(self._backend.allgather([self._slots], [mine], options), deadline)
-        raw = [slot[:said].numpy().tobytes() for slot in self._slots]
-        if len({slot[: descriptor.COMMON] for slot in raw}) > 1:
-            raise _mismatch({rank: descriptor.decode(slot[: descriptor.COMMON]) for rank, slot in enumerate(raw)})
-        if call.kind is Kind.ALLTOALL and (wrong := descriptor.wrong_splits(raw)):
-            calls = {}
-            for sender, receiver, gives, takes in wrong:
-                calls[sender] = f"all_to_all that gives {gives} elements to rank {receiver}"
-                calls[receiver] = f"all_to_all that takes {takes} elements from rank {sender}"
-            raise _mismatch(calls)
+        check_equal(call, [slot[:said].numpy().tobytes() for slot in self._slots])
         return [slot[said:] for slot in self._slots]
 
     def _small(self, call: GroupCall, deadline: float) -> Callable[[], None] | None:
@@ -158,7 +150,7 @@ class GlooCarrier:
         """A message: the sender says what comes, the receiver what it expects, and then it comes."""
         sends, tag = call.kind is Kind.SEND, call.tag * 4
         tensors = call.inputs if sends else call.outputs
-        mine, theirs = tensor_of(_common(call, Kind.SEND, tensors)), tensor_of(bytes(descriptor.COMMON))
+        mine, theirs = tensor_of(common_of(call, Kind.SEND, tensors)), tensor_of(bytes(descriptor.COMMON))
         if sends:
             self._wait(self._backend.send([mine], call.root, tag), deadline)
             self._wait(self._backend.recv([theirs], call.root, tag + 1), deadline)
@@ -169,7 +161,7 @@ class GlooCarrier:
             own, others = (descriptor.decode(each.numpy().tobytes()) for each in (mine, theirs))
             verbs = ("send", "recv") if sends else ("recv", "send")
             calls = {self._rank: own.replace("send", verbs[0]), call.root: others.replace("send", verbs[1])}
-            raise _mismatch(calls)
+            raise mismatch(calls)
         staging = pack(tensors, owned=self.owned) if sends else torch.empty(size_of(tensors), dtype=torch.uint8)
         if staging.numel():
             move = self._backend.send if sends else self._backend.recv
@@ -311,41 +303,3 @@ def _options(kind: Any, deadline: float, **fields: Any) -> Any:
     for name, value in {"timeout": remaining(deadline), **fields}.items():
         setattr(options, name, value)
     return options
-
-
-def _slot(call: GroupCall, size: int) -> bytes:
-    """What a member says about a collective, of one length for all calls."""
-    match call.kind:
-        case Kind.ALLGATHER | Kind.SCATTER:
-            tensors = call.outputs
-        case Kind.ALLTOALL | Kind.BARRIER:
-            tensors = []
-        case _:
-            tensors = call.inputs
-    splits = b""
-    if call.kind is Kind.ALLTOALL:
-        splits = descriptor.encode_splits(*([len_.numel() for len_ in each] for each in (call.inputs, call.outputs)))
-    slot = descriptor.encode_slot(_common(call, call.kind, tensors), 0, splits=splits)
-    return slot.ljust(descriptor.slot_bytes(size), b"\0")
-
-
-def _common(call: GroupCall, kind: Kind, tensors: Sequence[Tensor]) -> bytes:
-    of = [*call.inputs, *call.outputs]
-    root = call.root if kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER) else -1
-    try:
-        return descriptor.encode(
-            kind,
-            str(of[0].dtype).removeprefix("torch.") if of else "none",
-            call.op.name if call.op is not None else "none",
-            counts=tuple(tensor.numel() for tensor in tensors),
-            root=root,
-            factor=0.0 if call.factor is None else float(call.factor),
-            extra=call.tag,
-        )
-    except ValueError as error:
-        raise GroupError(f"{call.method}: {error}") from error
-
-
-def _mismatch(calls: dict[int, str]) -> GroupMismatchError:
-    text = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
-    return GroupMismatchError(f"the members called different things: {text}; {AGAIN}", calls=calls)

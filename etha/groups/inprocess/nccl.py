@@ -1,8 +1,8 @@
 """`ProcessGroupNCCL`: torch's NCCL in this process, which can be configured again.
 
 NCCL works in the caller's tensors, in the order of CUDA streams, and ``wait`` makes the current stream wait. A
-communicator is aborted as soon as a call fails, which also ends its kernels. Mismatches are not compared before the
-call: NCCL waits, and the timeout ends it.
+communicator is aborted as soon as a call fails, which also ends its kernels. Before each collective the members compare
+it through their store, because NCCL would hang; so a collective begins when all members have made it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch.futures import Future
 
-from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
+from etha.errors import EthaError, GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
 from etha.groups.base import GroupConfig, ProcessGroup
+from etha.groups.calls import GroupCall
+from etha.groups.inprocess.comparison import StoreComparison
 from etha.groups.inprocess.formation import AGAIN
+from etha.groups.schedule import POINT_TO_POINT
 from etha.groups.store_client import create_store_client
 from etha.groups.work import GroupWork
 
@@ -30,6 +33,7 @@ class ProcessGroupNCCL(ProcessGroup):
     _backend: Any = None
     _failure: Exception | None = None
     _epoch: int | None = None
+    _comparison: StoreComparison
 
     def _configure(self, config: GroupConfig) -> None:
         self._abort("configure was called again")
@@ -39,6 +43,7 @@ class ProcessGroupNCCL(ProcessGroup):
         options = _c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         self._failure, self._epoch = None, config.quorum_id
+        self._comparison = StoreComparison(store, config.rank, config.world_size)
         try:
             self._backend = _c10d.ProcessGroupNCCL(store, config.rank, config.world_size, options)
         except RuntimeError as error:
@@ -49,6 +54,8 @@ class ProcessGroupNCCL(ProcessGroup):
         backend = self._backend
         if backend is None and self._failure is None:
             raise GroupError(f"{method}: the {type(self).__name__} is not configured: call configure first")
+        if self._failure is None and call.kind not in POINT_TO_POINT:
+            self._compare(call)
         if self._failure is None:
             try:
                 return _StreamWork(self, getattr(backend, method)(*args), call.describe())
@@ -57,6 +64,14 @@ class ProcessGroupNCCL(ProcessGroup):
         failed = GroupWork(call)
         failed.finish(self._failure)
         return failed
+
+    def _compare(self, call: GroupCall) -> None:
+        try:
+            self._comparison.compare(call, (call.timeout or self._timeout).total_seconds())
+        except EthaError as error:
+            self._fail(error)
+        except RuntimeError as error:
+            self._fail(self._translated(error, call.describe()))
 
     def _translated(self, error: RuntimeError, what: str) -> GroupError:
         reason = " ".join(str(error).split("\n", maxsplit=1)[0].split())

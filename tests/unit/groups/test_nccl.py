@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
+from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 from etha.groups import ProcessGroupNCCL
 from etha.groups.inprocess import nccl
 from etha.groups.work import DummyWork
+
+from .ranks import Ranks, ranks
 
 
 class PlayedWork(DummyWork):
@@ -39,12 +42,13 @@ class Played:
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         if self.refused:
             raise RuntimeError(self.refused)
-        self.aborted = False
+        self.aborted, self.called = False, 0
         self.made.append(self)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> PlayedWork:
         if self.refused:
             raise RuntimeError(self.refused)
+        self.called += 1
         return PlayedWork(tensors, self.error)
 
     def abort(self) -> None:
@@ -93,6 +97,39 @@ def test_a_call_that_the_backend_refuses_fails_in_its_wait(
         work.wait()
     with pytest.raises(GroupLostError, match="configure failed"):
         group.configure(HashStore(), "replica", 0, 1)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(nccl._c10d, "ProcessGroupNCCL", Played, raising=False)
+    monkeypatch.setattr(Played, "made", [])
+    monkeypatch.setattr(ProcessGroupNCCL, "DEVICES", ())
+    with ranks(lambda: ProcessGroupNCCL(timeout=30), 2) as found:
+        yield found
+
+
+def test_a_mismatch_is_found_before_nccl_begins(two: Ranks) -> None:
+    started = [played.called for played in Played.made]
+    errors = two.errors(lambda rank, group: group.allreduce([torch.ones(2 + rank)]).wait())
+    assert [type(error) for error in errors] == [GroupMismatchError] * 2
+    assert errors[0].calls == {0: "allreduce SUM of 2 float32", 1: "allreduce SUM of 3 float32"}  # type: ignore[union-attr]
+    assert [played.called for played in Played.made] == started and all(played.aborted for played in Played.made)
+
+
+def test_a_collective_that_a_member_does_not_make_names_it(two: Ranks) -> None:
+    two.groups[0].set_timeout(0.1)
+    with pytest.raises(GroupTimeoutError, match=r"rank 1 has not made it") as caught:
+        two.groups[0].allreduce([torch.ones(2)]).wait()
+    assert caught.value.waiting_for == (1,)
+
+
+def test_what_was_said_of_calls_is_deleted_from_the_store(two: Ranks) -> None:
+    for _ in range(5):
+        two.run(lambda rank, group: group.allreduce([torch.ones(2)]).wait())
+    # Of each member only what it said of the last call is left.
+    kept = two.store.num_keys()
+    two.run(lambda rank, group: group.allreduce([torch.ones(2)]).wait())
+    assert two.store.num_keys() == kept
 
 
 def test_an_abort_fails_calls_until_configure(group: ProcessGroupNCCL) -> None:
