@@ -75,7 +75,7 @@ EDGES: dict[str, set[str]] = {
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
-    "groups": {"addresses", "errors", "config", "native", "memory", "bus", "client", "version"},
+    "groups": {"addresses", "errors", "config", "native", "memory", "cuda", "bus", "client", "version"},
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +237,37 @@ def nccl_pair(rank: int, unique_id: bytes | None, nbytes: int) -> str:
     right = bool((memory == 5).all())
     library.abort(comm)
     return "ok" if right else "other bytes arrived"
+
+
+def baby_nccl(rank: int, port: int) -> dict[str, Any]:
+    """One of two trainers whose groups run NCCL in a child: calls, a child that is killed, and calls again."""
+    from etha.errors import GroupLostError
+    from etha.groups import ProcessGroupBabyNCCL
+
+    _card()
+    group = ProcessGroupBabyNCCL(timeout=60)
+    wrong, times = [], []
+    for turn in range(2):
+        start = time.perf_counter()
+        group.configure(f"127.0.0.1:{port}/{turn}", "trainer", rank, 2)
+        times.append(time.perf_counter() - start)
+        for dtype in (torch.float32, torch.bfloat16):
+            for length in (1, 1000, 1 << 22):
+                tensor = torch.full((length,), rank + 1.0, dtype=dtype, device="cuda")
+                gathered = torch.zeros(2 * length, dtype=dtype, device="cuda")
+                tensor.mul_(2)
+                group.allreduce([tensor]).wait()
+                group.all_gather_single(gathered, tensor).wait()
+                if not (bool((tensor == 6).all()) and bool((gathered == 6).all())):
+                    wrong.append(f"{dtype} {length}")
+        group.barrier().wait()
+        if turn == 0:
+            if rank == 0:
+                os.kill(group.child_pid(), signal.SIGKILL)
+            try:
+                group.barrier().wait()
+                wrong.append("no error after a child was killed")
+            except GroupLostError:
+                pass
+    group.shutdown()
+    return {"wrong": wrong, "seconds of configure": times}

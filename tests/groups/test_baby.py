@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 import etha
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
-from etha.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from etha.groups import ProcessGroupBabyGloo
 from etha.groups.baby import nursery
 from etha.memory.process import Beacon
 from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced, unusual_tensors
@@ -314,11 +314,6 @@ def test_after_shutdown_calls_raise_what_torchft_raises(two: Ranks) -> None:
         ProcessGroupBabyGloo().barrier()
 
 
-def test_nccl_in_a_child_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(GroupError, match="use ProcessGroupNCCL"):
-        ProcessGroupBabyNCCL().configure(HashStore(), "replica", 0, 1)
-
-
 def test_configure_ends_in_time() -> None:
     group = ProcessGroupBabyGloo(timeout=0.5)
     with pytest.raises(TimeoutError, match=r"timed out after 0.5 seconds"):
@@ -368,7 +363,7 @@ def test_many_configures_leave_nothing() -> None:
             found.run(barriers)
         found.groups[0].abort()
         join_threads()
-        assert counts() == before
+        assert no_more_than(before)
 
 
 def join_threads() -> None:
@@ -438,7 +433,7 @@ def test_a_child_that_is_killed_or_stopped_at_any_moment_costs_a_step_and_nothin
     for group in two.groups:
         group.abort()
     join_threads()
-    assert counts() == before
+    assert no_more_than(before)
 
 
 def steps_until_one_fails(rank: int, group: Any) -> None:
@@ -449,6 +444,12 @@ def steps_until_one_fails(rank: int, group: Any) -> None:
         for work in works:
             work.wait()
         assert all(each.eq(2).all() for each in (small, large, mapped))
+
+
+def no_more_than(before: tuple[int, ...]) -> bool:
+    """Nothing is left: what a nursery of an earlier test has given back meanwhile does not count."""
+    found = counts()
+    return all(now <= then for now, then in zip(found, before, strict=True)) or pytest.fail(f"{before} -> {found}")
 
 
 def counts() -> tuple[int, int, int, int]:

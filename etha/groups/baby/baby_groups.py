@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from etha.cuda.select import driver
 from etha.errors import GroupAbortedError, GroupError
 from etha.groups.baby.child_link import BabyWork, ChildLink
+from etha.groups.baby.device_memory import OfferedMemory
 from etha.groups.baby.nursery import prepare
 from etha.groups.base import GroupConfig, ProcessGroup, Timeout
 from etha.groups.calls import GroupCall
 from etha.groups.inprocess.formation import AGAIN
-from etha.groups.inprocess.torch_groups import InProcessGroup, ProcessGroupGloo
+from etha.groups.inprocess.nccl import ProcessGroupNCCL, require_nccl
+from etha.groups.inprocess.torch_groups import ProcessGroupGloo
 
 
 class _ClosedError(GroupAbortedError, OSError):
@@ -25,7 +28,7 @@ class ProcessGroupBaby(ProcessGroup):
     that hangs or crashes costs the trainer nothing.
     """
 
-    PG_CLASS: ClassVar[type[InProcessGroup]]
+    PG_CLASS: ClassVar[type[ProcessGroup]]
     WORK_CLASS: ClassVar[type[BabyWork]] = BabyWork
 
     def __init__(self, timeout: Timeout = 60.0, errors: Literal["raise", "swallow"] = "raise") -> None:
@@ -37,8 +40,12 @@ class ProcessGroupBaby(ProcessGroup):
     def _configure(self, config: GroupConfig) -> None:
         self._end("configure was called again")
         self._closed = None
-        self._link = ChildLink(self.PG_CLASS.__name__, config, self._timeout, self.WORK_CLASS)
+        self._link = ChildLink(self.PG_CLASS.__name__, config, self._timeout, self.WORK_CLASS, self._offered())
         self._link.start()
+
+    def _offered(self) -> OfferedMemory | None:
+        """How the child reaches tensors that are not the CPU's."""
+        return None
 
     def _issue(self, call: GroupCall) -> BabyWork:
         if self._link is None:
@@ -89,12 +96,21 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
-    """torch's NCCL in a child process, for CUDA tensors. A child has no way to a GPU's tensors yet: it is refused."""
+    """torch's NCCL in a child process, for contiguous CUDA tensors of the GPU that is current at ``configure``.
 
+    The child opens the tensors' memory by CUDA IPC. A call begins when the current stream has come to it, and ``wait``
+    returns when it is done on the device; it blocks the thread.
+    """
+
+    PG_CLASS: ClassVar[Any] = ProcessGroupNCCL
     DEVICES: ClassVar[tuple[str, ...]] = ("cuda",)
 
     def _configure(self, config: GroupConfig) -> None:
-        raise GroupError("a child process has no way to a GPU's tensors yet: use ProcessGroupNCCL in this process")
+        require_nccl()
+        super()._configure(config)
+
+    def _offered(self) -> OfferedMemory:
+        return OfferedMemory(driver())
 
     def getBackendName(self) -> str:
         return "etha-baby-nccl"

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from etha.errors import (
     from_wire,
 )
 from etha.groups.baby import mapped
+from etha.groups.baby.device_memory import OfferedMemory
 from etha.groups.baby.messages import (
     CallDone,
     ChildFormed,
@@ -133,7 +135,14 @@ class _Lane:
 class ChildLink:
     """See the module. ``group`` names the class in etha.groups whose backend the child uses."""
 
-    def __init__(self, group: str, config: GroupConfig, timeout: timedelta, works: type[BabyWork] = BabyWork) -> None:
+    def __init__(
+        self,
+        group: str,
+        config: GroupConfig,
+        timeout: timedelta,
+        works: type[BabyWork] = BabyWork,
+        offered: OfferedMemory | None = None,
+    ) -> None:
         self._group, self.config, self.timeout, self._works = group, config, timeout, works
         self.error: Exception | None = None
         self.pid = 0
@@ -149,7 +158,7 @@ class ChildLink:
         self._reading = threading.Lock()
         self._listens, self._watching = True, threading.Lock()
         self._poll = select.epoll()
-        self._places = OwnPlaces()
+        self._places, self._offered = OwnPlaces(), offered
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pidfd = -1
         self._nursery: Nursery | None = None
@@ -203,6 +212,7 @@ class ChildLink:
             started=start_time(os.getpid()),
             beacon=self._beacon.address,
             token=self._beacon.token,
+            device="" if self._offered is None else self._offered.uuid,
         )
         try:
             send(self._control.ours, message, tuple(each.fileno() for each in fds))
@@ -222,10 +232,11 @@ class ChildLink:
         self._wait_for_earlier(call)
         with self._lock:
             if self.error is None:
+                message, fds = self._message(self._number + 1, work, seconds)
                 self._number += 1
                 self._pending[self._number] = work
                 lane = self._control if call.kind in POINT_TO_POINT else self._calls
-                if not lane.put(*self._message(self._number, work, seconds)):
+                if not lane.put(message, fds):
                     os.eventfd_write(self._wake, 1)
                 if work.deadline < self._until:
                     self._until = work.deadline
@@ -244,6 +255,8 @@ class ChildLink:
 
         The child keeps the order of the calls, but copies are made when a call is issued and when it has ended.
         """
+        if self._offered is not None:
+            return  # such tensors are never copied
         copies = not (self.reach and all(map(_is_plain, (*call.inputs, *call.outputs))))
         with self._lock:
             earlier = [work for work in self._pending.values() if copies or work.copies]
@@ -260,7 +273,14 @@ class ChildLink:
         index = {key: i for i, key in enumerate(tensors)}
         changed = {id(tensor) for tensor in call.outputs} if mapped.changes_outputs(call, self.config.rank) else set()
         fds: tuple[int, ...] = ()
-        if self.reach:
+        headers: list[dict[str, Any]] = []
+        event = b""
+        if self._offered is not None:
+            places, headers = self._offered.offer(call.describe(), list(tensors.values()))
+            if places:
+                recorded, event = self._offered.record()
+                work.on_finished(partial(self._offered.release, recorded))
+        elif self.reach:
             maps = call.kind not in POINT_TO_POINT and len(tensors) <= MOST_TENSORS
             places = [
                 _place(stand_in, stand_in.data_ptr(), (self._places.find([stand_in]) if maps else None) or (b"",))
@@ -289,7 +309,9 @@ class ChildLink:
             tensors=tuple(places),
             inputs=tuple(index[id(tensor)] for tensor in call.inputs),
             outputs=tuple(index[id(tensor)] for tensor in call.outputs),
-            mapped=not self.reach,
+            mapped=self._offered is None and not self.reach,
+            headers=tuple(headers),
+            event=event,
         )
         return message, fds
 
@@ -398,7 +420,7 @@ class ChildLink:
     def _hear_formed(self, message: ChildFormed) -> None:
         if message.error is None:
             self.reach = message.reach
-            if not message.reach:
+            if not message.reach and self._offered is None:
                 log.warning("a child may not reach this process's memory; tensors are copied through mapped memory")
             with self._lock:
                 self._until = min((work.deadline for work in self._pending.values()), default=math.inf)
@@ -479,6 +501,8 @@ class ChildLink:
             self._control.close()
             self._calls.close()
             self._poll.close()
+            if self._offered is not None and os.getpid() == self._trainer:
+                self._offered.close()
             _close_all((self._wake, self._pidfd))
             self._wake = self._pidfd = -1
 

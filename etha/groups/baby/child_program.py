@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from etha.cuda.select import driver
 from etha.errors import EthaError
 from etha.groups.baby import mapped
+from etha.groups.baby.device_memory import MappedMemory
 from etha.groups.baby.messages import CallDone, ChildFormed, ConfigureChild, MakeCall, Message, only, receive, send
 from etha.groups.baby.remote_store import RemoteStore
 from etha.groups.baby.siblings import Siblings
@@ -60,7 +63,7 @@ def serve(connection: socket.socket) -> None:
     )
     memory = _memory_of(asked)
     siblings = Siblings(config.rank, config.world_size, config.quorum_id)
-    formation = _ChildFormation(config, timedelta(seconds=asked.seconds), asked.group, calls, memory, siblings)
+    formation = _ChildFormation(config, asked, calls, memory, siblings)
     messages = _Answers(connection)
     try:
         formation.start()
@@ -104,17 +107,21 @@ class _ChildFormation(Formation):
     def __init__(
         self,
         config: GroupConfig,
-        timeout: timedelta,
-        group: str,
+        asked: ConfigureChild,
         calls: socket.socket,
         memory: ProcessMemory | None,
         siblings: Siblings,
     ) -> None:
+        timeout = timedelta(seconds=asked.seconds)
+
         def make(store: Any, config: GroupConfig) -> Carrier:
             siblings.introduce(store)
-            inner = carrier_of(group)(store, config, timeout)
+            device = MappedMemory(driver(), asked.device, asked.trainer, asked.started) if asked.device else None
+            inner = carrier_of(asked.group)(store, config, timeout)
             inner.owned = True
             siblings.meet(store)
+            if device is not None:
+                return DeviceCarrier(inner, device)
             return RemoteCarrier(inner, memory, config.rank)
 
         super().__init__(config, timeout, make)
@@ -187,7 +194,8 @@ _IN_PLACE = frozenset({Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER, Kind.ALLT
 class RemoteCall(GroupCall):
     """A call over tensors of the trainer, or buffers of this process for those at ``places`` in the trainer."""
 
-    __slots__ = ("places",)
+    __slots__ = ("asked", "places")
+    asked: MakeCall
     places: dict[int, tuple[int, Tensor]]
 
     @staticmethod
@@ -200,7 +208,9 @@ class RemoteCall(GroupCall):
         """``make`` makes the buffers, and ``peer`` maps the trainer's memory."""
         shapes = [(t.address, getattr(torch, t.dtype), t.shape) for t in asked.tensors]
         there: dict[int, Tensor] = {}
-        if asked.mapped:
+        if asked.event:  # a GPU's tensors, which are opened when the call's turn comes
+            there = {i: torch.empty(shape, dtype=dtype, device="meta") for i, (_, dtype, shape) in enumerate(shapes)}
+        elif asked.mapped:
             there = dict(enumerate(mapped.views(fds[0], shapes)))
             os.close(fds[0])
         elif peer is not None and Kind(asked.kind) in _IN_PLACE:
@@ -222,6 +232,7 @@ class RemoteCall(GroupCall):
             tag=asked.tag,
             timeout=timedelta(seconds=asked.seconds),
         )
+        call.asked = asked
         call.places = {id(tensor): (shapes[i][0], tensor) for i, tensor in buffers.items()}
         return call
 
@@ -304,6 +315,25 @@ class RemoteCarrier:
                     part.copy_(room)
 
             yield buffer, store
+
+
+class DeviceCarrier:
+    """Opens a call's tensors on the GPU, and has a backend carry it out in them."""
+
+    owned = True
+
+    def __init__(self, inner: Carrier, memory: MappedMemory) -> None:
+        self._inner, self._memory = inner, memory
+
+    def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """See `Carrier`. When this returns, the device is done with the call."""
+        assert isinstance(call, RemoteCall)
+        with self._memory.tensors(call.asked) as tensors:
+            opened = copy(call)
+            opened.inputs = [tensors[i] for i in call.asked.inputs]
+            opened.outputs = [tensors[i] for i in call.asked.outputs]
+            self._inner.carry(opened, deadline)()
+        return lambda: None
 
 
 def cut(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:

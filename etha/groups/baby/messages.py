@@ -51,6 +51,7 @@ class NurseryReply(StrictStruct, frozen=True, kw_only=True, tag="nursery"):
 class ConfigureChild(StrictStruct, frozen=True, kw_only=True, tag="configure"):
     """Form the group. ``group`` names the class whose backend is used; an empty ``store`` is served by the trainer.
 
+    ``device``: the uuid of the GPU whose tensors the calls have; empty for the CPU.
     Beside it: the socket for collectives, and the one of a store that the trainer serves.
     """
 
@@ -64,12 +65,14 @@ class ConfigureChild(StrictStruct, frozen=True, kw_only=True, tag="configure"):
     started: int
     beacon: int
     token: Blob
+    device: Text = ""
 
 
 class SharedTensor(StrictStruct, frozen=True, kw_only=True, array_like=True):
     """A contiguous tensor in the trainer's memory, or at an offset of the memfd beside the call.
 
-    ``segment`` says where it lies in memory that the child can map (see `host.places`); empty if it does not.
+    ``segment`` says where it lies in memory that the child can map (see `host.places`); empty if it does not. For a
+    GPU's tensor it names one of the call's ``headers``, and ``address`` is the offset in that.
     """
 
     address: int
@@ -79,7 +82,10 @@ class SharedTensor(StrictStruct, frozen=True, kw_only=True, array_like=True):
 
 
 class MakeCall(StrictStruct, frozen=True, kw_only=True, tag="call"):
-    """A call in normal form. ``inputs`` and ``outputs`` are indices into ``tensors``; ``until``: CLOCK_MONOTONIC."""
+    """A call in normal form. ``inputs`` and ``outputs`` are indices into ``tensors``; ``until``: CLOCK_MONOTONIC.
+
+    ``headers`` and ``event``: see `device_memory`.
+    """
 
     number: int
     kind: int
@@ -94,6 +100,8 @@ class MakeCall(StrictStruct, frozen=True, kw_only=True, tag="call"):
     inputs: Items[int]
     outputs: Items[int]
     mapped: bool
+    headers: Items[JsonObject] = ()
+    event: Blob = b""
 
 
 # ---- child -> trainer ------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from etha.memory.process import allow_reading
 
 log = logging.getLogger(__name__)
 
+#: What runs in the first nursery.
+PROGRAM = "etha.groups.baby.nursery_program"
 #: Seconds in which a nursery that runs has answered. If it is stopped, another takes its place after _LOOK seconds.
 _ANSWER, _LOOK = 2.0, 0.05
 
@@ -155,11 +157,9 @@ class _Family:
             os.close(self._wake)
 
     def _own(self) -> None:
-        first, program = self.first, "etha.groups.baby.nursery_program"
-        command = [sys.executable, "-m", program, str(first.theirs.fileno()), str(os.getpid())]
-        # NumPy's library would make threads, and a process with threads cannot fork a spare.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, pass_fds=[first.theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        first = self.first
+        command = [sys.executable, "-m", PROGRAM, str(first.theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, pass_fds=[first.theirs.fileno()], stdin=subprocess.DEVNULL)
         first.pid = process.pid
         first.theirs.close()
         self._add(first)

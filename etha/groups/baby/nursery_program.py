@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from etha.groups.baby.child_program import serve
+from etha.groups.baby import child_program
 from etha.groups.baby.messages import ForkChild, ForkSpare, NurseryReply, ReapChild, receive, send
 
 _PR_SET_PDEATHSIG = 1
@@ -67,10 +67,16 @@ def _fork_sibling() -> int:
     """Fork, but as a child of this process's own parent. Returns 0 in the new process, and where it cannot be done.
 
     Libraries do not hear of this fork. With one thread, which goes on to serve another socket, they need not; a library
-    that has made threads would wait for ever for those that the new process does not have.
+    that has made threads would wait for ever for those that the new process does not have. NumPy's has made some, and
+    ends them before an ordinary fork, so there is one first.
     """
     number = _CLONE.get(os.uname().machine)
-    if number is None or len(list(Path("/proc/self/task").iterdir())) > 1:
+    if number is None:
+        return 0
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
         return 0
     return max(0, int(_libc.syscall(number, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)))
 
@@ -84,7 +90,7 @@ def _fork(connection: socket.socket, fd: int) -> int:
     try:
         connection.close()
         die_with(nursery)
-        serve(socket.socket(fileno=fd))
+        child_program.serve(socket.socket(fileno=fd))
         status = 0
     finally:
         os._exit(status)

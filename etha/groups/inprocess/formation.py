@@ -267,3 +267,11 @@ def remaining(deadline: float) -> timedelta:
 def tensor_of(data: bytes) -> torch.Tensor:
     """Bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def options_of(kind: Any, deadline: float, **fields: Any) -> Any:
+    """torch's options object of a kind, with these fields and the time until the deadline."""
+    options = kind()
+    for name, value in {"timeout": remaining(deadline), **fields}.items():
+        setattr(options, name, value)
+    return options

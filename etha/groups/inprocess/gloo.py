@@ -17,7 +17,7 @@ from etha.groups import descriptor
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
 from etha.groups.inprocess.comparison import check_equal, common_of, mismatch, slot_of
-from etha.groups.inprocess.formation import remaining, tensor_of
+from etha.groups.inprocess.formation import options_of, remaining, tensor_of
 from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack, writing
 from etha.groups.schedule import Kind
 
@@ -73,7 +73,7 @@ class GlooCarrier:
         mine[:said].copy_(tensor_of(slot_of(call, self._size)))
         if payload is not None:
             mine[said : said + payload.numel()].copy_(payload)
-        options = _options(_c10d.AllgatherOptions, deadline)
+        options = options_of(_c10d.AllgatherOptions, deadline)
         self._wait(self._backend.allgather([self._slots], [mine], options), deadline)
         check_equal(call, [slot[:said].numpy().tobytes() for slot in self._slots])
         return [slot[said:] for slot in self._slots]
@@ -129,7 +129,7 @@ class GlooCarrier:
             self._compare(call, deadline)
             for tensor, store in pieces:
                 reduction, flat = self._staged(call, [tensor])
-                options = _options(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
+                options = options_of(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
 
                 def then(
                     reduction: StagedReduction = reduction,
@@ -180,14 +180,14 @@ class GlooCarrier:
 
     def _allreduce(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         reduction, flat = self._staged(call, call.inputs)
-        options = _options(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
+        options = options_of(_c10d.AllreduceOptions, deadline, reduceOp=reduction.op)
         if flat.numel():
             self._wait(self._backend.allreduce([flat], options), deadline)
         return _writer(call.outputs, lambda: reduction.write(flat, call.outputs))
 
     def _reduce(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         reduction, flat = self._staged(call, call.inputs)
-        options = _options(_c10d.ReduceOptions, deadline, reduceOp=reduction.op, rootRank=call.root)
+        options = options_of(_c10d.ReduceOptions, deadline, reduceOp=reduction.op, rootRank=call.root)
         if flat.numel():
             self._wait(self._backend.reduce([flat], options), deadline)
         if self._rank != call.root:
@@ -196,7 +196,7 @@ class GlooCarrier:
 
     def _broadcast(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         staging = pack(call.inputs, owned=self.owned)
-        options = _options(_c10d.BroadcastOptions, deadline, rootRank=call.root)
+        options = options_of(_c10d.BroadcastOptions, deadline, rootRank=call.root)
         if staging.numel():
             self._wait(self._backend.broadcast([staging], options), deadline)
         if self._rank == call.root:
@@ -213,7 +213,7 @@ class GlooCarrier:
             source = torch.cat([source, torch.zeros(longest - len(source), dtype=torch.uint8)])
         gathered = [self._target(each, longest) for each in outputs]
         if longest:
-            options = _options(_c10d.AllgatherOptions, deadline)
+            options = options_of(_c10d.AllgatherOptions, deadline)
             self._wait(self._backend.allgather([gathered], [source], options), deadline)
 
         def write() -> None:
@@ -238,14 +238,14 @@ class GlooCarrier:
 
     def _exchange(self, source: Tensor, give: list[int], take: list[int], deadline: float) -> Sequence[Tensor]:
         target = torch.empty(sum(take), dtype=source.dtype)
-        options = _options(_c10d.AllToAllOptions, deadline)
+        options = options_of(_c10d.AllToAllOptions, deadline)
         self._wait(self._backend.alltoall_base(target, source, take, give, options), deadline)
         return torch.split(target, take)
 
     def _gather(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         source = pack(call.inputs, owned=self.owned)
         gathered = [self._target([output], len(source)) for output in call.outputs]
-        options = _options(_c10d.GatherOptions, deadline, rootRank=call.root)
+        options = options_of(_c10d.GatherOptions, deadline, rootRank=call.root)
         if source.numel():
             self._wait(self._backend.gather([gathered] if gathered else [], [source], options), deadline)
 
@@ -258,7 +258,7 @@ class GlooCarrier:
     def _scatter(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         sources = [pack([tensor]) for tensor in call.inputs]
         target = torch.empty(size_of(call.outputs), dtype=torch.uint8)
-        options = _options(_c10d.ScatterOptions, deadline, rootRank=call.root)
+        options = options_of(_c10d.ScatterOptions, deadline, rootRank=call.root)
         if target.numel():
             self._wait(self._backend.scatter([target], [sources] if sources else [], options), deadline)
         return _writer(call.outputs, lambda: unpack(target, call.outputs))
@@ -296,10 +296,3 @@ def _writer(tensors: Sequence[Tensor], write: Callable[[], None]) -> Callable[[]
 
 def _unpacking(packed: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
     return _writer(tensors, lambda: unpack(packed, tensors))
-
-
-def _options(kind: Any, deadline: float, **fields: Any) -> Any:
-    options = kind()
-    for name, value in {"timeout": remaining(deadline), **fields}.items():
-        setattr(options, name, value)
-    return options

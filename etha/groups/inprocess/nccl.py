@@ -7,6 +7,7 @@ it through their store, because NCCL would hang; so a collective begins when all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -17,13 +18,80 @@ from etha.errors import EthaError, GroupAbortedError, GroupError, GroupLostError
 from etha.groups.base import GroupConfig, ProcessGroup
 from etha.groups.calls import GroupCall
 from etha.groups.inprocess.comparison import StoreComparison
-from etha.groups.inprocess.formation import AGAIN
-from etha.groups.schedule import POINT_TO_POINT
+from etha.groups.inprocess.formation import AGAIN, options_of, remaining
+from etha.groups.schedule import POINT_TO_POINT, Kind
 from etha.groups.store_client import create_store_client
 from etha.groups.work import GroupWork
 
 _c10d: Any = torch._C._distributed_c10d
 _Work: Any = _c10d.Work
+
+
+def require_nccl() -> None:
+    """GroupError if this torch has no NCCL."""
+    if not hasattr(_c10d, "ProcessGroupNCCL"):
+        raise GroupError("this torch has no NCCL: install one for CUDA, or use ProcessGroupGloo")
+
+
+def _new_backend(store: Any, config: GroupConfig, timeout: timedelta) -> Any:
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _c10d.ProcessGroupNCCL(store, config.rank, config.world_size, options)
+
+
+class NCCLCarrier:
+    """torch's NCCL of one forming, for a process that may be killed: each call is waited for before the next begins."""
+
+    owned = True
+
+    def __init__(self, store: Any, config: GroupConfig, timeout: timedelta) -> None:
+        self._size = config.world_size
+        self._comparison = StoreComparison(store, config.rank, config.world_size)
+        self._backend = _new_backend(store, config, timeout)
+
+    def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
+        """See `formation.Carrier`. The outputs are written when this returns, as far as the host can tell."""
+        if call.kind not in POINT_TO_POINT:
+            self._comparison.compare(call, remaining(deadline).total_seconds())
+        for work in self._begin(call, deadline):
+            work.wait(remaining(deadline))
+        return lambda: None
+
+    def _begin(self, call: GroupCall, deadline: float) -> list[Any]:
+        backend, n, inputs, outputs = self._backend, self._size, call.inputs, call.outputs
+
+        def options(kind: str, **fields: Any) -> Any:
+            return options_of(getattr(_c10d, f"{kind}Options"), deadline, **fields)
+
+        op = _c10d._make_nccl_premul_sum(call.factor) if call.factor is not None else call.op
+        match call.kind:
+            case Kind.ALLREDUCE:
+                return [backend.allreduce([tensor], options("Allreduce", reduceOp=op)) for tensor in inputs]
+            case Kind.REDUCE:
+                opts = options("Reduce", reduceOp=op, rootRank=call.root)
+                return [backend.reduce([tensor], opts) for tensor in inputs]
+            case Kind.BROADCAST:
+                return [backend.broadcast([tensor], options("Broadcast", rootRank=call.root)) for tensor in inputs]
+            case Kind.ALLGATHER:
+                opts = options("Allgather")
+                return [backend.allgather([outputs[i * n : i * n + n]], [t], opts) for i, t in enumerate(inputs)]
+            case Kind.REDUCE_SCATTER:
+                opts = options("ReduceScatter", reduceOp=op)
+                return [backend.reduce_scatter([t], [inputs[i * n : i * n + n]], opts) for i, t in enumerate(outputs)]
+            case Kind.ALLTOALL:
+                return [backend.alltoall(outputs, inputs, options("AllToAll"))]
+            case Kind.GATHER:
+                return [backend.gather([outputs] if outputs else [], inputs, options("Gather", rootRank=call.root))]
+            case Kind.SCATTER:
+                return [backend.scatter(outputs, [inputs] if inputs else [], options("Scatter", rootRank=call.root))]
+            case Kind.SEND:
+                return [backend.send([tensor], call.root, call.tag) for tensor in inputs]
+            case Kind.RECV:
+                return [backend.recv([tensor], call.root, call.tag) for tensor in outputs]
+            case Kind.BARRIER:
+                return [backend.barrier(options("Barrier"))]
+            case _:
+                raise GroupError(f"NCCL has no {call.method}: name the rank that is received from")
 
 
 class ProcessGroupNCCL(ProcessGroup):
@@ -37,15 +105,12 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _configure(self, config: GroupConfig) -> None:
         self._abort("configure was called again")
-        if not hasattr(_c10d, "ProcessGroupNCCL"):
-            raise GroupError("this torch has no NCCL: install one for CUDA, or use ProcessGroupGloo")
+        require_nccl()
         store = config.store if not isinstance(config.store, str) else create_store_client(config.store, self._timeout)
-        options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
         self._failure, self._epoch = None, config.quorum_id
         self._comparison = StoreComparison(store, config.rank, config.world_size)
         try:
-            self._backend = _c10d.ProcessGroupNCCL(store, config.rank, config.world_size, options)
+            self._backend = _new_backend(store, config, self._timeout)
         except RuntimeError as error:
             raise self._translated(error, "configure") from error
 

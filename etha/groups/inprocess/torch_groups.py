@@ -12,6 +12,7 @@ from etha.groups.base import GroupConfig, ProcessGroup, Timeout
 from etha.groups.calls import GroupCall
 from etha.groups.inprocess.formation import AGAIN, Carrier, Formation
 from etha.groups.inprocess.gloo import GlooCarrier
+from etha.groups.inprocess.nccl import NCCLCarrier
 from etha.groups.work import GroupWork
 
 
@@ -83,7 +84,10 @@ class ProcessGroupGloo(InProcessGroup):
 
 def carrier_of(name: str) -> Callable[[Any, GroupConfig, timedelta], Carrier]:
     """What makes the backend of a class of this file, for a process that hosts it."""
-    classes: dict[str, type[InProcessGroup]] = {cls.__name__: cls for cls in (ProcessGroupGloo,)}
-    if name not in classes:
+    carriers: dict[str, Callable[[Any, GroupConfig, timedelta], Carrier]] = {
+        "ProcessGroupGloo": GlooCarrier,
+        "ProcessGroupNCCL": NCCLCarrier,
+    }
+    if name not in carriers:
         raise GroupError(f"{name} is no group over a backend of torch")
-    return classes[name]()._carrier
+    return carriers[name]
