@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etha.errors import GroupError
-from etha.groups.calls import GroupCall, normalize
+from etha.groups.calls import GroupCall, normalize, refusal
 from etha.groups.swallowing import Swallower
 from etha.groups.work import JoinedWork
+
+log = logging.getLogger(__name__)
 
 Timeout = float | timedelta
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -93,6 +96,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     supports_coalescing = False
     supports_splitting = False
     supports_time_estimate = False
+    #: Whether members compare their calls before they move a byte. Then they hear of a call that one of them refused.
+    _compares: ClassVar[bool] = False
 
     def __init__(self, timeout: Timeout = 60.0, errors: Literal["raise", "swallow"] | int = "raise") -> None:
         super().__init__(0, 1)
@@ -305,7 +310,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _begin(self, method: str, args: tuple[Any, ...]) -> Any:
         """Begin a call that is given in the words of torch; returns its work."""
-        return self._issue(self._normal_form(method, args))
+        try:
+            call = self._normal_form(method, args)
+        except GroupError as error:
+            self._say_refusal(method, error)
+            raise
+        return self._issue(call)
+
+    def _say_refusal(self, method: str, error: GroupError) -> None:
+        """Let the other members know that this one has refused its own arguments, because they may wait for the call.
+
+        Those that have made the call get `GroupMismatchError`. If all have refused theirs, the group goes on.
+        """
+        call = refusal(method, str(error)) if self._compares and self.size() > 1 else None
+        if call is not None:
+            try:
+                self._issue(call)
+            except GroupError as failed:
+                log.debug("the other members do not hear that %s was refused: %s", method, failed)
 
     def _normal_form(self, method: str, args: tuple[Any, ...]) -> GroupCall:
         return normalize(method, args, rank=self.rank(), size=self.size(), devices=self.DEVICES)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from etha.errors import GroupError, GroupMismatchError
+from etha.groups import descriptor
 from etha.groups.schedule import Kind
 
 _OP: Any = ReduceOp.RedOpType
@@ -55,6 +56,8 @@ class GroupCall:
     timeout: timedelta | None = None
     async_op: bool = True
     returned: list[Tensor] = field(default_factory=list)
+    #: Of a `refusal`: why.
+    refused: str = ""
 
     def result(self) -> list[Tensor]:
         """What the call's future holds."""
@@ -131,6 +134,18 @@ def normalize(method: str, args: Sequence[Any], *, rank: int, size: int, devices
     call = _Builder(method, tuple(args), rank, size).build()
     _check_tensors(call, devices)
     return call
+
+
+def refusal(method: str, reason: str) -> GroupCall | None:
+    """What a member calls in place of a collective whose arguments it has refused: members compare it, no byte moves.
+
+    It is equal on all members that refuse the same method, and unlike every other call. None if ``method`` is no
+    collective.
+    """
+    if method not in descriptor.METHODS:
+        return None
+    tag = descriptor.REFUSED + descriptor.METHODS.index(method)
+    return GroupCall(kind=Kind.BARRIER, method=method, tag=tag, refused=reason)
 
 
 #: Names of a method by torch's releases: what it was called up to 2.12, and what it is called since.

@@ -27,6 +27,16 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16"),
 )
+#: Collectives by torch's names, also those of older releases; a refusal says which one was called. Never reordered.
+METHODS = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced"),
+    *("all_gather_single", "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    *("gather", "scatter", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    *("all_to_all_single", "alltoall_base", "alltoall", "barrier"),
+)
+#: ``extra`` of a BARRIER that stands for a call whose arguments its member has refused: this and a place in METHODS.
+REFUSED = 1 << 40
 #: Reductions; "none" for a call that only moves.
 OPS = ("none", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
@@ -74,7 +84,10 @@ def decode(common: bytes) -> str:
     Never raises if it is given 128 bytes, because they come from another process.
     """
     kind, dtype, op, _, root, tensors, *rest = _COMMON.unpack(common)
-    first, elements, factor = rest[:4], rest[4], rest[6]
+    first, elements, extra, factor = rest[:4], rest[4], rest[5], rest[6]
+    if is_refusal(common):
+        method = METHODS[extra - REFUSED] if extra - REFUSED < len(METHODS) else "a call"
+        return f"{method.strip('_')} with arguments that it refused"
     words = [Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"call of kind {kind}"]
     if op:
         words.append(OPS[op] if op < len(OPS) else f"op {op}")
@@ -86,6 +99,24 @@ def decode(common: bytes) -> str:
         name = DTYPES[dtype] if dtype < len(DTYPES) else f"dtype {dtype}"
         words.append(f"of {_sizes(tensors, first, elements)} {name}")
     return " ".join(words)
+
+
+def is_refusal(common: bytes) -> bool:
+    """Whether a member has refused the arguments of its own call, and says so to the others."""
+    kind, *_, extra, _factor, _window, _digest = _COMMON.unpack(common)
+    return bool(kind == Kind.BARRIER and extra >= REFUSED)
+
+
+def encode_reason(text: str, room: int) -> bytes:
+    """Why a call was refused, in at most ``room`` bytes."""
+    data = text.encode()[: room - 2].decode(errors="ignore").encode()
+    return struct.pack("<H", len(data)) + data
+
+
+def decode_reason(data: bytes) -> str:
+    """The text of `encode_reason`; whatever another process wrote there does no harm."""
+    (length,) = struct.unpack_from("<H", data)
+    return data[2 : 2 + length].decode(errors="replace")
 
 
 def _sizes(tensors: int, first: Sequence[int], elements: int) -> str:

@@ -138,7 +138,11 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     def _around(self, method: str, args: tuple[Any, ...]) -> Any:
         """A call while some members are behind: these contribute what changes nothing."""
-        call = self._normal_form(method, args)
+        try:
+            call = self._normal_form(method, args)
+        except GroupError as error:
+            self._pg._say_refusal(method, error)
+            raise
         watches = self._true_rank >= self._count
         match call.kind:
             case Kind.BROADCAST | Kind.BARRIER:

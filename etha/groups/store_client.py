@@ -7,26 +7,33 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from etha.errors import GroupError
+from etha.errors import GroupError, GroupTimeoutError
 
 
 def create_store_client(store_addr: str, timeout: timedelta) -> Any:
     """A client of a TCPStore by its address ``host:port/prefix``; the host may be an IPv6 address, in brackets or not.
 
-    ``timeout`` holds for the connection and for each wait. Raises `GroupError` if the address is malformed.
+    ``timeout`` holds for the connection and for each wait. Raises `GroupError` if the address is malformed, and
+    `GroupTimeoutError` if nobody serves a store there.
     """
     place, _, prefix = store_addr.partition("/")
     host, _, port = place.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal():
         raise GroupError(f"{store_addr!r} is no address of a store: it must be host:port/prefix")
-    store = TCPStore(
-        host_name=host,
-        port=int(port),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout,
-    )
+    try:
+        store = TCPStore(
+            host_name=host,
+            port=int(port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        text = str(error).partition("\nException raised from")[0]
+        raise GroupTimeoutError(
+            f"the store at {place} does not answer ({text}): is the process that serves it alive?"
+        ) from error
     return PrefixStore(prefix, store)
 
 

@@ -90,6 +90,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     """torch's Gloo in a child process, for CPU tensors."""
 
     PG_CLASS: ClassVar[Any] = ProcessGroupGloo
+    _compares: ClassVar[bool] = True
 
     def getBackendName(self) -> str:
         return "etha-baby-gloo"

@@ -35,7 +35,7 @@ from etha.groups.host.messages import Messages
 from etha.groups.host.monitor import DeathMonitor
 from etha.groups.host.places import OwnPlaces, PeerPlaces
 from etha.groups.host.streams import Streams
-from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, SharedBlock
+from etha.groups.host.windows import CAUSE_BYTES, CAUSE_OFFSET, PLACES, SharedBlock
 from etha.groups.schedule import (
     POINT_TO_POINT,
     REDUCTIONS,
@@ -471,7 +471,11 @@ class Engine:
             counts=counts,
             root=call.root,
             factor=0.0 if call.factor is None else float(call.factor),
+            extra=call.tag,
         )
+        if call.refused:
+            reason = descriptor.encode_reason(call.refused, PLACES)
+            self._block.table(item.number)[: len(reason)] = reason
         splits = b""
         if call.kind is Kind.ALLTOALL:
             splits = descriptor.encode_splits(shape.inputs, shape.outputs)
@@ -555,7 +559,7 @@ class Engine:
                 who = ", ".join(f"rank {r}{self._named(r)}" for r in failed) or "its own turn"
                 return self.time_out(f"{what} on rank {self.rank} timed out, waiting for {who}", failed)
             case native.RunResult.MISMATCH:
-                said = {r: descriptor.decode(bytes(b.descriptor(number)[:128])) for r, b in enumerate(self._blocks)}
+                said = {r: self._said(b, number) for r, b in enumerate(self._blocks)}
                 return self.mismatch(_mismatch(said, self._blocks, number), said)
             case native.RunResult.GAVE_UP:
                 return self.given_up(what, args.failed_rank)
@@ -563,6 +567,14 @@ class Engine:
                 return self.error
             case _:
                 return self.broken(what, result.name)
+
+    def _said(self, block: SharedBlock, number: int) -> str:
+        """What a member calls, in words; and why, if it has refused its own arguments."""
+        common = bytes(block.descriptor(number)[: descriptor.COMMON])
+        words = descriptor.decode(common)
+        if descriptor.is_refusal(common) and (reason := descriptor.decode_reason(bytes(block.table(number)))):
+            words += f": {reason}"  # there is none of a member of another host
+        return words
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -25,6 +25,8 @@ class ProcessGroupEtha(ProcessGroup):
     ``timeout``: seconds for each call and for ``configure``. ``errors``: as in the base class. ``window``: bytes of
     each of a member's two windows; all members give the same.
     """
+
+    _compares: ClassVar[bool] = True
 
     def __init__(
         self,

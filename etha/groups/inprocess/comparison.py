@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,10 +54,17 @@ class StoreComparison:
         return f"call/{number}/{rank}"
 
 
-def check_equal(call: GroupCall, slots: Sequence[bytes]) -> None:
-    """GroupMismatchError unless the members, in the order of their ranks, say the same."""
+def check_equal(
+    call: GroupCall,
+    slots: Sequence[bytes],
+    words: Callable[[int, bytes], str] = lambda rank, common: descriptor.decode(common),
+) -> None:
+    """GroupMismatchError unless the members, in the order of their ranks, say the same.
+
+    ``words``: what is said of the call of a rank, from the common part of its slot.
+    """
     if len({slot[: descriptor.COMMON] for slot in slots}) > 1:
-        raise mismatch({rank: descriptor.decode(slot[: descriptor.COMMON]) for rank, slot in enumerate(slots)})
+        raise mismatch({rank: words(rank, slot[: descriptor.COMMON]) for rank, slot in enumerate(slots)})
     if call.kind is Kind.ALLTOALL and (wrong := descriptor.wrong_splits(slots)):
         calls = {}
         for sender, receiver, gives, takes in wrong:

@@ -22,7 +22,14 @@ from typing import Any, Protocol
 
 import torch
 
-from etha.errors import EthaError, GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
+from etha.errors import (
+    EthaError,
+    GroupAbortedError,
+    GroupError,
+    GroupLostError,
+    GroupMismatchError,
+    GroupTimeoutError,
+)
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
 from etha.groups.schedule import POINT_TO_POINT, Kind
@@ -156,7 +163,7 @@ class Formation:
             store = config.store
             if isinstance(store, str):
                 store = create_store_client(store, self.timeout)
-            store.set(f"member/{config.rank}", "here")
+            self._compare_sizes(store, until)
             carrier = self._make(store, config)
             with self._lock:
                 self._carrier = carrier if self.error is None else None
@@ -167,10 +174,42 @@ class Formation:
             self.fail(self._late(self._missing(store)) if late else self._translated(error, "configure"))
         self._formed.set()
 
+    def _compare_sizes(self, store: Any, until: float) -> None:
+        """Find out in the order of ranks who was configured otherwise: a backend would wait for ranks that are none.
+
+        Raises `GroupMismatchError` on all of them, and on a second process of one rank.
+        """
+        rank, size = self.config.rank, self.config.world_size
+        process = f"{os.getpid()}@{os.uname().nodename}"
+        mine = f"{size} {process}"
+        found = bytes(store.compare_set(f"member/{rank}", "", mine)).decode()
+        if found.partition(" ")[2] != process:
+            raise GroupMismatchError(
+                f"rank {rank} was configured by process {found.partition(' ')[2]}, too: every member needs a rank of "
+                "its own, and every configure a store address of its own",
+                calls={rank: f"configure(rank={rank}, world_size={size})"},
+            )
+        if found != mine:
+            store.set(f"member/{rank}", mine)
+        for other in range(size):
+            if other == rank:
+                continue
+            store.wait([f"member/{other}"], remaining(until))
+            theirs = int(bytes(store.get(f"member/{other}")).decode().partition(" ")[0])
+            if theirs != size:
+                sizes = {rank: size, other: theirs}
+                raise GroupMismatchError(
+                    f"rank {other} was configured with world size {theirs}, rank {rank} with {size}",
+                    calls={one: f"configure(rank={one}, world_size={number})" for one, number in sizes.items()},
+                )
+
     def _late(self, missing: tuple[int, ...]) -> GroupTimeoutError:
         milliseconds = self.timeout.total_seconds() * 1000
         who = ", ".join(str(rank) for rank in missing)
-        text = f"rank {who} has not come" if missing else "not all members have come, or the store does not answer"
+        store = self.config.store
+        place = f" at {store.partition('/')[0]}" if isinstance(store, str) else ""
+        text = f"not all members have come, or the store{place} does not answer: is the process that serves it alive?"
+        text = f"rank {who} has not come" if missing else text
         size = self.config.world_size
         return GroupTimeoutError(
             f"configure of a group with {size} members: timeout after {milliseconds:g}ms; {text}", waiting_for=missing

@@ -51,7 +51,8 @@ class GlooCarrier:
             small = self._small(call, deadline)
             if small is not None:
                 return small
-            self._compare(call, deadline)
+            reason = tensor_of(descriptor.encode_reason(call.refused, self._room)) if call.refused else None
+            self._compare(call, deadline, reason)
             carry: dict[Kind, Callable[[GroupCall, float], Callable[[], None]]] = {
                 Kind.ALLREDUCE: self._allreduce,
                 Kind.REDUCE: self._reduce,
@@ -75,8 +76,17 @@ class GlooCarrier:
             mine[said : said + payload.numel()].copy_(payload)
         options = options_of(_c10d.AllgatherOptions, deadline)
         self._wait(self._backend.allgather([self._slots], [mine], options), deadline)
-        check_equal(call, [slot[:said].numpy().tobytes() for slot in self._slots])
+        check_equal(call, [slot[:said].numpy().tobytes() for slot in self._slots], self._words)
         return [slot[said:] for slot in self._slots]
+
+    def _words(self, rank: int, common: bytes) -> str:
+        """What a member calls; and why, if it has refused its own arguments."""
+        words = descriptor.decode(common)
+        if descriptor.is_refusal(common) and (
+            reason := descriptor.decode_reason(self._slots[rank][self._said :].numpy().tobytes())
+        ):
+            words += f": {reason}"
+        return words
 
     def _small(self, call: GroupCall, deadline: float) -> Callable[[], None] | None:
         """Carry out a call whose bytes fit beside what is said about it; None if they do not."""

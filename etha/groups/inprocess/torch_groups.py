@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from etha.errors import GroupAbortedError, GroupError
 from etha.groups.base import GroupConfig, ProcessGroup, Timeout
@@ -74,6 +74,8 @@ class ProcessGroupGloo(InProcessGroup):
     Differs from Gloo alone: a mismatch of the members' calls raises `GroupMismatchError` on all of them, tensors may
     have any strides, all reductions and reduce_scatter work, and a call that was given up writes into no tensor.
     """
+
+    _compares: ClassVar[bool] = True
 
     def _carrier(self, store: Any, config: GroupConfig, timeout: timedelta) -> Carrier:
         return GlooCarrier(store, config, timeout)
