@@ -23,8 +23,9 @@ from torch import Tensor
 
 from etha.errors import GroupError
 from etha.groups.calls import GroupCall, normalize, refusal
+from etha.groups.store_client import MeetingPlace
 from etha.groups.swallowing import Swallower
-from etha.groups.work import JoinedWork
+from etha.groups.work import DummyWork, JoinedWork
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._rank, self._size = 0, 1
         self._name, self._desc = "", ""
         self._coalescing = threading.local()
+        self._place: MeetingPlace | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -151,6 +153,39 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if self._swallower is not None:
             self._swallower.error = None
         self._set_members(config.rank, config.world_size)
+
+    # torch 2.15 names members by handles and forms groups of them; its backends do the same under these names.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether ``reconfigure`` works: for every group but the default one, whose size is fixed."""
+        return not (dist.is_initialized() and dist.group.WORLD is self)
+
+    def get_reconfigure_handle(self) -> str:
+        """What names this member in ``reconfigure``: give it to the others. This process then serves a TCPStore."""
+        if self._place is None:
+            self._place = MeetingPlace()
+        return self._place.handle
+
+    def reconfigure(self, opts: Any) -> DummyWork:
+        """``configure`` in the words of torch 2.15, with ``opts`` of ``uuid``, ``handles``, ``timeout`` and ``hints``.
+
+        ``handles`` are those of all members: in a list, in the order of their ranks; in a set, ranks go by the handles.
+        ``uuid`` is a number that no reconfigure of these members had before. Returns when all members have come.
+        """
+        handles = list(opts.handles) if isinstance(opts.handles, list | tuple) else sorted(opts.handles)
+        mine = self.get_reconfigure_handle()
+        if mine not in handles:
+            raise GroupError("reconfigure without this member's own handle: get_reconfigure_handle() returns it")
+        address = f"{MeetingPlace.address(handles[0])}/reconfigure/{opts.uuid}"
+        before, timeout = self._timeout, getattr(opts, "timeout", None)
+        if timeout is not None:
+            self.set_timeout(timeout)
+        try:
+            self.configure(address, mine, handles.index(mine), len(handles), int(opts.uuid))
+        finally:
+            self.set_timeout(before)
+        return DummyWork([])
 
     def _configure(self, config: GroupConfig) -> None:
         raise GroupError(f"{type(self).__name__} cannot be configured: use a concrete group, such as ProcessGroupEtha")

@@ -24,6 +24,8 @@ from etha.groups.schedule import Kind
 _OP: Any = ReduceOp.RedOpType
 _BITWISE = (_OP.BAND, _OP.BOR, _OP.BXOR)
 _LINEAR = (_OP.SUM, _OP.AVG, _OP.PREMUL_SUM)
+#: Reduced in float32 and rounded once. torch has no arithmetic for them.
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 #: What options objects hold if their maker set no timeout.
 _UNSET = timedelta(milliseconds=-1)
 
@@ -494,4 +496,5 @@ def _check_operation(call: GroupCall, dtype: torch.dtype) -> None:
 _REDUCIBLE = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *FLOAT8,
 }

@@ -47,8 +47,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
     False. ``via`` names what carries the calls out: "etha", "gloo", "nccl", "baby-gloo", "baby-nccl", or is a function
     that makes such a group from a timeout.
 
-    A member that is still behind is not counted: it receives every result of a reduction, a broadcast or a gather, and
-    contributes nothing. Its ``rank()`` is that of the last member that counts.
+    A member that is still behind is not counted: it receives the results that the last member that counts receives, and
+    contributes nothing. Its ``rank()`` is that member's. It keeps its own piece of an all-to-all, and receives no
+    messages.
 
     Given a torchft ``Manager`` instead of members, it is a group over the manager's own, as torchft's.
     """
@@ -113,6 +114,11 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         """Refused: the group is configured by ``members.begin()``."""
         raise GroupError("a ManagedProcessGroup is configured by members.begin()")
 
+    @property
+    def supports_reconfigure(self) -> bool:
+        """False: the membership forms the group."""
+        return False
+
     def _configure(self, config: GroupConfig) -> None:
         raise GroupError("a ManagedProcessGroup is configured by members.begin()")
 
@@ -154,11 +160,20 @@ class ManagedProcessGroup(ProcessGroupWrapper):
                 return self._reduce(call)
             case Kind.ALLGATHER:
                 return self._gather(call)
+            case Kind.REDUCE_SCATTER:
+                return self._reduce_scatter(call, watches)
+            case Kind.GATHER:
+                return self._gather_to_root(call)
+            case Kind.SCATTER:
+                return self._scatter(call)
+            case Kind.ALLTOALL:
+                return self._exchange(call, watches)
+            case _ if not watches:
+                return self._hand_on(method, args)  # a message between two members that count
+            case Kind.SEND:
+                return DummyWork(call.result())  # the member whose rank this one has sends it
             case _:
-                raise GroupMismatchError(
-                    f"{call.describe()} while a member is behind: only reductions to all, broadcasts, gathers to all "
-                    f"and barriers can have members that do not count"
-                )
+                raise GroupMismatchError(f"{call.describe()}: a member that is behind receives no messages")
 
     def _reduce(self, call: GroupCall) -> Any:
         divisor = self._count if call.op == _OP.AVG else 1
@@ -177,6 +192,39 @@ class ManagedProcessGroup(ProcessGroupWrapper):
             unused = [torch.empty_like(given) for _ in range(self._true_size - n)]
             works.append(self._pg.allgather([[*own, *unused]], [given]))
         return _Divided(JoinedWork(works), call, 1)
+
+    def _reduce_scatter(self, call: GroupCall, watches: bool) -> Any:
+        """By reducing all pieces to all, because those that do not count have no piece of their own."""
+        pieces = [torch.full_like(t, _neutral(call.op, t.dtype)) if watches else t.clone() for t in call.inputs]
+        n, whole = self._count, GroupCall(kind=Kind.ALLREDUCE, method=call.method, inputs=pieces, outputs=pieces)
+        whole.op, whole.factor, whole.returned = call.op, call.factor, call.returned
+        own = list(zip(call.outputs, pieces[self.rank() :: n], strict=True))
+        return _Copied(self._reduce(whole), call, own)
+
+    def _gather_to_root(self, call: GroupCall) -> Any:
+        [given] = call.inputs
+        found = [torch.empty_like(given) for _ in range(self._true_size)]
+        work = self._pg.allgather([found], [given.contiguous()])
+        return _Copied(work, call, list(zip(call.outputs, found, strict=False)))
+
+    def _scatter(self, call: GroupCall) -> Any:
+        """By a broadcast of all pieces."""
+        [own] = call.outputs
+        root = self._true_rank == call.root
+        pieces = [t.clone() for t in call.inputs] if root else [torch.empty_like(own) for _ in range(self._count)]
+        works = [self._pg.broadcast_one(piece, call.root) for piece in pieces]
+        return _Copied(JoinedWork(works), call, [(own, pieces[self.rank()])])
+
+    def _exchange(self, call: GroupCall, watches: bool) -> Any:
+        """An all-to-all in which nothing goes to or comes from those that are behind; they keep their own piece."""
+        none = [call.inputs[0].new_empty(0)] * (self._true_size - self._count)
+        inputs, outputs = call.inputs, call.outputs
+        if watches:
+            none = [call.inputs[0].new_empty(0)] * self._true_size
+            call.fill_defaults(self.rank())
+            inputs, outputs = [], []
+        opts = torch.distributed.AllToAllOptions()
+        return _Copied(self._pg.alltoall([*outputs, *none], [*inputs, *none], opts), call, [])
 
 
 class _Divided(_Work):  # type: ignore[misc]
@@ -224,6 +272,22 @@ class _Divided(_Work):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         self.wait()
+
+
+class _Copied(_Divided):
+    """A work whose results are copied into the call's tensors at its end."""
+
+    def __init__(self, work: Any, call: GroupCall, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(work, call, 1)
+        self._pairs, self._divided = pairs, False
+
+    def _divide(self) -> None:
+        with self._lock:
+            if not self._divided:
+                self._divided = True
+                with torch.no_grad():
+                    for output, piece in self._pairs:
+                        output.copy_(piece.view(output.shape))
 
 
 def _neutral(op: Any, dtype: torch.dtype) -> Any:

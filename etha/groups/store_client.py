@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +38,29 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Any:
             f"the store at {place} does not answer ({text}): is the process that serves it alive?"
         ) from error
     return PrefixStore(prefix, store)
+
+
+class MeetingPlace:
+    """A TCPStore that this process serves so that members can be named by handles, as torch 2.15's reconfigure does.
+
+    ``handle``: TOKEN@HOST:PORT, unlike any other process's.
+    """
+
+    def __init__(self) -> None:
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        try:
+            host = socket.gethostbyname(os.uname().nodename)
+        except OSError:  # a container whose name nobody resolves is reached by nobody else
+            host = "127.0.0.1"
+        self.handle = f"{secrets.token_hex(8)}@{host}:{self._store.port}"
+
+    @staticmethod
+    def address(handle: str) -> str:
+        """HOST:PORT of a handle. GroupError if it is none."""
+        token, _, place = handle.partition("@")
+        if not token or not place.rpartition(":")[2].isdecimal():
+            raise GroupError(f"{handle!r} is no handle of get_reconfigure_handle()")
+        return place
 
 
 class SimpleStore(Store):

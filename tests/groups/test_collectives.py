@@ -167,13 +167,20 @@ def dtypes(member: Member) -> None:
     group = member.configured(window=WINDOW)
     n = member.size
     for dtype in (
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     ):
         for numel in (5, 40_000):
             mine = tensor_of(member.rank, numel, dtype)
             group.allreduce([mine]).wait()
-            assert torch.equal(mine, reduced("SUM", numel, n, dtype)), dtype
+            assert torch.equal(mine.double(), reduced("SUM", numel, n, dtype).double()), dtype
+    strided = torch.ones(6, 2).to(torch.float8_e5m2)[:, 0]
+    out = torch.zeros(2).to(torch.float8_e5m2)
+    group.allreduce([strided], options(dist.AllreduceOptions, "AVG")).wait()
+    assert strided.float().tolist() == [1.0] * 6
+    group.reduce_scatter_single(out, torch.ones(2 * n).to(torch.float8_e5m2), dist.ReduceScatterOptions()).wait()
+    assert out.float().tolist() == [n, n]
     flag = torch.tensor([member.rank == 0, True, False])
     group.allreduce([flag], options(dist.AllreduceOptions, "BOR")).wait()
     assert flag.tolist() == [True, True, False]

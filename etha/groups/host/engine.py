@@ -27,7 +27,7 @@ from torch import Tensor
 from etha import native
 from etha.errors import GroupAbortedError, GroupError
 from etha.groups import descriptor
-from etha.groups.calls import GroupCall
+from etha.groups.calls import FLOAT8, GroupCall
 from etha.groups.host import causes
 from etha.groups.host.causes import Cause
 from etha.groups.host.meeting import GroupPeer
@@ -386,14 +386,15 @@ class Engine:
             raise self.error
         tensors = _Contiguous(call)
         first = next(iter(call.inputs or call.outputs), None)
+        used = next(iter(tensors.inputs or call.outputs), None)
         shape = CallShape(
             kind=call.kind,
-            itemsize=1 if first is None else first.element_size(),
+            itemsize=1 if used is None else used.element_size(),
             inputs=tuple(t.numel() for t in call.inputs),
             outputs=tuple(t.numel() for t in call.outputs),
             root=call.root,
         )
-        native_dtype = 0 if first is None else _DTYPES.get(first.dtype, 0)
+        native_dtype = 0 if used is None else _DTYPES.get(used.dtype, 0)
         self._describe(item, shape, first, tensors.inputs)
         self._send_descriptor(deadline_ns, call)
         op = 0 if call.op is None else native.ReduceCode[call.op.name]
@@ -658,12 +659,19 @@ class _Contiguous:
             and all(a is b for a, b in zip(call.inputs, call.outputs, strict=True))
         )
         self.inputs = [_plain(t) for t in call.inputs]
+        wide = call.kind in REDUCTIONS and any(t.dtype in FLOAT8 for t in self.inputs)
+        if wide:
+            self.inputs = [t.float() for t in self.inputs]
         if call.kind is Kind.ALLTOALL and _overlap(call.inputs, call.outputs):
             self.inputs = [t.clone() for t in self.inputs]
         if shared:
             self._outputs = self.inputs
         else:
-            self._outputs = [t if _is_plain(t) else torch.empty(t.shape, dtype=t.dtype) for t in call.outputs]
+            kept = [_is_plain(t) and not wide for t in call.outputs]
+            self._outputs = [
+                t if keep else torch.empty(t.shape, dtype=torch.float32 if wide else t.dtype)
+                for t, keep in zip(call.outputs, kept, strict=True)
+            ]
         for given, used in zip(call.outputs, self._outputs, strict=True):
             if given is not used:
                 self._back.append((given, used))

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from etha.groups.calls import FLOAT8
+
 _OP: Any = ReduceOp.RedOpType
 #: What Gloo cannot reduce is reduced as this; half precision also because it is rounded once then.
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+_WIDER = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, *FLOAT8), torch.float32),
+    torch.int16: torch.int32,
+}
 #: How bytes that are 0 or 1 are reduced as bool.
 _OF_BOOL = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
 

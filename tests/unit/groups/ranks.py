@@ -219,6 +219,7 @@ def exchanges(rank: int, group: ProcessGroup, n: int) -> None:
 REDUCTIONS = [
     *((op, dtype) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for dtype in (torch.float32, torch.float64)),
     *((op, dtype) for op in ("SUM", "AVG", "MIN") for dtype in (torch.float16, torch.bfloat16)),
+    *((op, dtype) for op in ("SUM", "AVG", "MAX") for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)),
     *((op, torch.int64) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
     *((op, dtype) for op in ("SUM", "MAX", "BXOR") for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)),
     *((op, torch.bool) for op in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
