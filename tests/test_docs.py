@@ -186,6 +186,53 @@ def test_the_tutorials_programs_run_as_they_stand_and_survive_a_kill(tmp_path: P
     assert running[-1].returncode == 0 and "version 200: loss" in received, received
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_program_about_process_groups_survives_a_kill_as_it_stands(tmp_path: Path) -> None:
+    [program] = [text for text in blocks("docs/groups.md") if text.startswith("# elastic.py\n")]
+    (tmp_path / "elastic.py").write_text(program)
+    for name in "ab":
+        assert f"ETHA_REPLICA={name} python elastic.py" in text_of("docs/groups.md")
+    lines: dict[str, list[str]] = {}
+
+    def read(process: subprocess.Popen[str], name: str, wanted: str) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.setdefault(name, []).append(line)
+            if wanted in line:
+                return
+        pytest.fail(f"{name} has ended: {lines}")
+
+    with private_directory() as directory:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ETHA_")}
+        kept |= {"ETHA_RUNTIME_DIR": str(directory), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+        def start(name: str) -> subprocess.Popen[str]:
+            words, env = [sys.executable, "elastic.py"], {**kept, "ETHA_REPLICA": name}
+            with (tmp_path / "errors").open("a") as errors:
+                return subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=errors)
+
+        running = {name: start(name) for name in "ab"}
+        try:
+            for name, process in running.items():
+                read(process, name, ": 2 replicas, weights ")
+            running["b"].kill()
+            read(running["a"], "a", ": 1 replicas, weights ")
+            running["b"].communicate()
+            running["b"] = start("b")
+            for _ in range(2):
+                for name, process in running.items():
+                    read(process, name, ": 2 replicas, weights ")
+        finally:
+            for process in running.values():
+                process.kill()
+                process.communicate()
+    sums = [dict(re.findall(r"step (\d+): 2 replicas, weights (\S+)", "".join(lines[name]))) for name in "ab"]
+    both = sums[0].keys() & sums[1].keys()
+    assert both and all(sums[0][step] == sums[1][step] for step in both), lines
+    assert lines["a"][-1].startswith("step ") and int(lines["b"][-1].split()[1][:-1]) > 0
+
+
 @pytest.mark.parametrize("page", [name for name in pages() if name != "CHANGELOG.md"])
 def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
     text = text_of(page)
@@ -201,6 +248,7 @@ def test_files_and_tests_that_a_page_names_are_there(page: str) -> None:
 #: Files that pages name and that are not here: a user's, written by a command, or unwanted.
 NOT_HERE = {
     "utils.py",
+    "elastic.py",
     "trainer.py",
     "inference.py",
     "etha-node.sh",

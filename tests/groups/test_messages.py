@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from etha.errors import GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 from tests.groups.team import Member, team, together
@@ -217,3 +217,29 @@ def by_torch(member: Member) -> None:
 
 def test_torchs_functions() -> None:
     together(3, by_torch)
+
+
+def over_replicas(member: Member) -> None:
+    """Each member is a world of its own, as a replica is; the group between them is registered."""
+    import etha.groups  # noqa: F401 (registers the backend)
+
+    dist.init_process_group("etha", store=HashStore(), rank=0, world_size=1)
+    group = member.configured()
+    group.register("replicas")
+    other, got = 1 - member.rank, torch.zeros(300_000)
+    works = [
+        dist.isend(torch.full((300_000,), float(member.rank)), group=group, group_dst=other),
+        dist.irecv(got, group=group, group_src=other),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert (got == other).all()
+    with pytest.raises(ValueError, match="rank"):
+        dist.P2POp(dist.irecv, got, group=group, group_peer=other)
+    group.unregister()
+    dist.destroy_process_group()
+
+
+def test_a_group_of_replicas_takes_messages_by_its_own_ranks_and_no_p2pop() -> None:
+    together(2, over_replicas)
