@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from etha.errors import GroupError, GroupMismatchError
 from etha.groups.base import GroupConfig, Timeout
-from etha.groups.calls import GroupCall
+from etha.groups.calls import FLOAT8, GroupCall
 from etha.groups.plain_ddp import plain_ddp_hint
 from etha.groups.schedule import Kind
 from etha.groups.torchft_manager import TorchftManagedGroup, is_torchft_manager
@@ -35,6 +35,8 @@ _CARRIERS = {
     "baby-gloo": "ProcessGroupBabyGloo",
     "baby-nccl": "ProcessGroupBabyNCCL",
 }
+#: Reduced in float32 while a member is behind.
+_NARROW = FLOAT8 | {torch.float16, torch.bfloat16}
 #: Works that a group remembers until its step ends; completed ones are dropped beyond that.
 _MOST_WORKS = 256
 
@@ -176,6 +178,11 @@ class ManagedProcessGroup(ProcessGroupWrapper):
                 raise GroupMismatchError(f"{call.describe()}: a member that is behind receives no messages")
 
     def _reduce(self, call: GroupCall) -> Any:
+        if any(tensor.dtype in _NARROW for tensor in call.inputs):  # so that the result is rounded once
+            wide = [tensor.float() for tensor in call.inputs]
+            whole = GroupCall(kind=call.kind, method=call.method, inputs=wide, outputs=wide, op=call.op)
+            whole.factor, whole.returned = call.factor, call.returned
+            return _Copied(self._reduce(whole), call, list(zip(call.outputs, wide, strict=True)))
         divisor = self._count if call.op == _OP.AVG else 1
         opts = torch.distributed.AllreduceOptions()
         opts.reduceOp = ReduceOp(_OP.SUM if call.op in (_OP.AVG, _OP.PREMUL_SUM) else call.op)
@@ -254,8 +261,9 @@ class _Divided(_Work):  # type: ignore[misc]
         with self._lock:
             if not self._divided:
                 self._divided = True
-                for tensor in self._call.outputs:
-                    tensor.div_(self._divisor)
+                with torch.no_grad():
+                    for tensor in self._call.outputs:
+                        tensor.div_(self._divisor, rounding_mode=None if tensor.is_floating_point() else "trunc")
 
     def is_completed(self) -> bool:
         return self._divided and bool(self._work.is_completed())
@@ -301,6 +309,8 @@ def _neutral(op: Any, dtype: torch.dtype) -> Any:
     if op == _OP.BAND:
         return -1 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max
     least = op == _OP.MAX
+    if dtype in FLOAT8:  # some of them have no infinity
+        return torch.finfo(dtype).min if least else torch.finfo(dtype).max
     if dtype.is_floating_point:
         return float("-inf") if least else float("inf")
     return torch.iinfo(dtype).min if least else torch.iinfo(dtype).max

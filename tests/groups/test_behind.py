@@ -50,6 +50,10 @@ def every_call(member: Member) -> None:
         single = torch.zeros(3)
         group.reduce_scatter_single(single, torch.cat([given(), given()]), opts).get_future().wait()
         assert single.tolist() == [expected] * 3
+    for dtype, expected in ((torch.float8_e4m3fn, 15.0), (torch.float16, 15.0), (torch.int32, 15)):
+        mine = given().clamp(max=400.0).to(dtype)
+        group.allreduce([mine], options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.AVG)).wait()
+        assert mine.double().tolist() == [expected] * 3, (dtype, mine)
     pieces = [torch.zeros(3), torch.zeros(3)]
     for root in (0, 1):
         outputs = [pieces] if me == root else []

@@ -96,6 +96,8 @@ def test_an_average_is_one_of_those_that_count() -> None:
     [
         (dist.ReduceOp.MIN, torch.float32, float("inf")),
         (dist.ReduceOp.MAX, torch.bfloat16, float("-inf")),
+        (dist.ReduceOp.MIN, torch.float8_e4m3fn, 448.0),
+        (dist.ReduceOp.MAX, torch.float8_e5m2, -57344.0),
         (dist.ReduceOp.MAX, torch.int8, -128),
         (dist.ReduceOp.PRODUCT, torch.int64, 1),
         (dist.ReduceOp.BAND, torch.uint8, 255),
