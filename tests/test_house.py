@@ -145,6 +145,7 @@ PURE_FILES = {
     "bus/codec.py",
     "bus/schema.py",
     "bus/zmtp.py",
+    "store/group_view.py",
     "store/keys.py",
     "store/records.py",
     "memory/handles.py",
