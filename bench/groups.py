@@ -80,7 +80,7 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
         from etha.groups import ProcessGroupBabyGloo
 
         child = place.group("baby", ProcessGroupBabyGloo)
-        kinds |= {"baby": (child, False), "baby, etha.empty": (child, True)}
+        kinds |= {"baby": (child, False), "baby, fresh": (child, False), "baby, etha.empty": (child, True)}
     stop = threading.Event()
     thread = threading.Thread(target=_spin, args=(stop,), daemon=True)
     if busy:
@@ -93,8 +93,12 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
         times = found[nbytes] = {name: [] for name in kinds}
         for turn in range(runs + 1):
             for name, (each, in_place) in kinds.items():
-                tensor = mapped if in_place else plain
-                for _ in range(max(2, often // (4 if busy else 1))):
+                count = max(2, often // (4 if busy else 1))
+                tensors = [mapped if in_place else plain] * count
+                if name.endswith("fresh"):  # tensors that nobody has seen, made before the members meet
+                    tensors = [torch.ones(nbytes // 4) for _ in range(count)]
+                group.barrier().wait()
+                for tensor in tensors:
                     start = time.perf_counter()
                     each.allreduce([tensor], _synchronous()).wait()
                     if turn:  # the first turn touches pages
@@ -104,6 +108,35 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
         thread.join()
     place.pipe.send({n: {name: statistics.median(t) for name, t in times.items()} for n, times in found.items()})
     group.barrier().wait()
+
+
+def trains(place: Place, runs: int) -> None:
+    """Medians in seconds of a step of DDP over 50 M parameters, by kind of group: forward, backward and SGD."""
+    from etha.groups import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=place.store("ddp"), rank=place.rank, world_size=place.size)
+    steps = {}
+    for name, group in {"Gloo": dist.group.WORLD, "etha": place.group("etha")}.items():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(12)))
+        plain = torch.nn.parallel.DistributedDataParallel
+        model = plain(net) if name == "Gloo" else DistributedDataParallel(net, process_group=group)
+        steps[name] = (model, torch.optim.SGD(model.parameters(), 1e-3))
+    batch = torch.randn(8, 2048)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(3 * runs + 2):
+        for name, (model, optimizer) in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if turn > 1:  # plain DDP makes its buckets again after its first step
+                times[name].append(time.perf_counter() - start)
+    place.pipe.send({name: statistics.median(t) for name, t in times.items()})
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def configures(place: Place, runs: int) -> None:
@@ -215,6 +248,10 @@ def main() -> None:
     out += table("2 members, a busy Python thread inside each", run(2, calls, runs, True, baby))
     out += table("2 members, a busy process beside each", run(2, calls, runs, False, baby, beside=2))
     out += table("4 members", run(4, calls, runs, False, False))
+    steps = run(2, trains, runs)[0]
+    ratio = steps["etha"] / steps["Gloo"]
+    text = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in steps.items())
+    out.append(f"a step of DDP, 50 M parameters in float32, 2 members: {text} ({ratio:.2f})")
     for size in (2, 8):
         out.append(f"configure, {size} members: {max(run(size, configures, runs)) * 1e3:.1f} ms")
     kills = [kill_to_error() for _ in range(3 * runs)]
