@@ -60,6 +60,9 @@ _SLICE_MS = 50
 _STOP = 1
 #: How long a wait looks before it sleeps; the library does not look while another member runs on the same core.
 _SPIN_US = 20
+#: Calls of at most so many bytes keep the interpreter's lock for a moment. They are mostly done before a thread that
+#: waits for the lock would get it, and a call that has let go of it waits for 5 ms beside a busy thread.
+_BRIEF_BYTES = 4 << 20
 #: Flags of a descriptor beside those of descriptor.py: all members have the segments of the inputs mapped from an
 #: earlier call; this member has just mapped those of all others.
 _ALL_KNOWN, _MAPPED = 4, 8
@@ -410,7 +413,7 @@ class Engine:
         else:
             variant = Variant.WINDOWS
             if self.size > 1:
-                flags = self._run(match_program(self.size), [], deadline_ns, call, more=True)
+                flags = self._run(match_program(self.size), [], deadline_ns, call, more=True, brief=True)
                 if flags & descriptor.READABLE_IN_PLACE:
                     found = self._map_all(item, deadline_ns, known=bool(flags & _ALL_KNOWN))
                     if found is not None:
@@ -419,7 +422,10 @@ class Engine:
                 slots = [bytes(block.descriptor(item.number)) for block in self._blocks]
                 shape = replace(shape, matrix=descriptor.split_matrix(slots))
         steps = program(shape, rank=self.rank, size=self.size, window_bytes=window, variant=variant, hosts=self._hosts)
-        addresses, brief = tensors.addresses, variant is Variant.SMALL
+        addresses, brief = (
+            tensors.addresses,
+            shape.itemsize * max(sum(shape.inputs), sum(shape.outputs)) <= _BRIEF_BYTES,
+        )
         self._run(steps, addresses, deadline_ns, call, peers, dtype=native_dtype, op=op, factor=factor, brief=brief)
         tensors.copy_back()
 
