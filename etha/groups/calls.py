@@ -8,7 +8,8 @@ more members, raises `GroupMismatchError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -125,6 +126,13 @@ def _own_pieces(call: GroupCall, rank: int) -> list[tuple[Tensor, Tensor | None]
             return [(outputs[0], inputs[rank] if inputs else None)]
         case _:
             return None
+
+
+@contextmanager
+def writing(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """No autograd; and inference mode where a tensor may be written in it alone."""
+    with torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad():
+        yield
 
 
 def normalize(method: str, args: Sequence[Any], *, rank: int, size: int, devices: Sequence[str] = ()) -> GroupCall:
@@ -451,6 +459,8 @@ def _as_real(tensor: Tensor, op: tuple[Any, Any] | None) -> Tensor:
         return tensor
     if op[0] not in _LINEAR:
         raise GroupError(f"{op[0].name} is not defined for {tensor.dtype}")
+    if tensor.is_conj():
+        raise GroupError(f"{op[0].name} of a conjugated view of {tensor.dtype}: give tensor.resolve_conj()")
     return torch.view_as_real(tensor)
 
 
@@ -490,6 +500,8 @@ def _check_operation(call: GroupCall, dtype: torch.dtype) -> None:
         raise GroupError(f"{call.method}: {call.op.name} is not defined for {dtype}")
     if call.op == _OP.PREMUL_SUM and not dtype.is_floating_point:
         raise GroupError(f"{call.method}: PREMUL_SUM is not defined for {dtype}")
+    if call.op == _OP.AVG and dtype is torch.bool:
+        raise GroupError(f"{call.method}: AVG is not defined for {dtype}")
 
 
 #: What can be reduced. Other dtypes can be moved.

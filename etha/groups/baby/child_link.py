@@ -50,10 +50,9 @@ from etha.groups.baby.messages import (
 from etha.groups.baby.nursery import Nursery, fork_child, hold
 from etha.groups.baby.remote_store import serve_store
 from etha.groups.base import GroupConfig
-from etha.groups.calls import GroupCall
+from etha.groups.calls import GroupCall, writing
 from etha.groups.host.places import MOST_TENSORS, OwnPlaces
 from etha.groups.inprocess.formation import AGAIN
-from etha.groups.inprocess.staging import writing
 from etha.groups.schedule import POINT_TO_POINT
 from etha.groups.work import GroupWork
 from etha.memory.process import Beacon, start_time

@@ -27,7 +27,7 @@ from torch import Tensor
 from etha import native
 from etha.errors import GroupAbortedError, GroupError
 from etha.groups import descriptor
-from etha.groups.calls import FLOAT8, GroupCall
+from etha.groups.calls import FLOAT8, GroupCall, writing
 from etha.groups.host import causes
 from etha.groups.host.causes import Cause
 from etha.groups.host.meeting import GroupPeer
@@ -387,7 +387,7 @@ class Engine:
         call = item.call
         if self.error is not None:
             raise self.error
-        tensors = _Contiguous(call)
+        tensors = _Contiguous(call, self.rank, self.size)
         first = next(iter(call.inputs or call.outputs), None)
         used = next(iter(tensors.inputs or call.outputs), None)
         shape = CallShape(
@@ -658,7 +658,7 @@ def _descriptor_program(peers: tuple[int, ...], nbytes: int) -> CallProgram:
 class _Contiguous:
     """The tensors of a call as contiguous memory: themselves where they are, copies otherwise."""
 
-    def __init__(self, call: GroupCall) -> None:
+    def __init__(self, call: GroupCall, rank: int, size: int) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []
         shared = call.inputs is call.outputs or (
             len(call.inputs) == len(call.outputs)
@@ -668,8 +668,9 @@ class _Contiguous:
         wide = call.kind in REDUCTIONS and any(t.dtype in FLOAT8 for t in self.inputs)
         if wide:
             self.inputs = [t.float() for t in self.inputs]
-        if call.kind is Kind.ALLTOALL and _overlap(call.inputs, call.outputs):
-            self.inputs = [t.clone() for t in self.inputs]
+        for i in () if shared else _overwritten(call, rank, size):
+            if self.inputs[i] is call.inputs[i]:
+                self.inputs[i] = call.inputs[i].detach().clone()
         if shared:
             self._outputs = self.inputs
         else:
@@ -686,7 +687,7 @@ class _Contiguous:
     def copy_back(self) -> None:
         """Give the outputs what their copies hold."""
         if self._back:
-            with torch.no_grad():
+            with writing([given for given, _ in self._back]):
                 for given, used in self._back:
                     given.copy_(used)
 
@@ -701,10 +702,51 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _overlap(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether an output may lie where an input does: pieces would be written over before they are read."""
-    storages = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
-    return any(t.untyped_storage().data_ptr() in storages for t in outputs if t.numel())
+def _overwritten(call: GroupCall, rank: int, size: int) -> list[int]:
+    """The inputs of which an output may overwrite bytes that this member or others have not read yet.
+
+    An input that is this member's own piece of an output, or the other way round, is as good as copied already.
+    """
+    storages = {t.untyped_storage().data_ptr() for t in call.inputs if t.numel()}
+    written = [(j, t) for j, t in enumerate(call.outputs) if t.numel() and t.untyped_storage().data_ptr() in storages]
+    if not written:
+        return []
+    spans = [(j, t, *_span(t)) for j, t in written]
+    found = []
+    for i, source in enumerate(call.inputs):
+        if not source.numel():
+            continue
+        lo, hi = _span(source)
+        for j, target, start, end in spans:
+            if start < hi and lo < end and not (_own_piece(call.kind, i, j, rank, size) and _same(source, target)):
+                found.append(i)
+                break
+    return found
+
+
+def _own_piece(kind: Kind, i: int, j: int, rank: int, size: int) -> bool:
+    """Whether output ``j`` is what this member gives itself as input ``i``, so that they may be the same memory."""
+    match kind:
+        case Kind.ALLGATHER:
+            return j == i * size + rank
+        case Kind.REDUCE_SCATTER:
+            return i == j * size + rank
+        case Kind.GATHER:
+            return j == rank
+        case Kind.SCATTER:
+            return i == rank
+        case _:
+            return False
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and _is_plain(a) and _is_plain(b)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor's memory and the one after the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _mismatch(said: dict[int, str], blocks: list[SharedBlock], number: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from etha import native
 from etha.errors import GroupError
-from etha.groups.calls import GroupCall
+from etha.groups.calls import GroupCall, writing
 from etha.groups.schedule import Kind
 from etha.groups.work import GroupWork
 from etha.native.structs import MESSAGE, MessageKind, RingLinks
@@ -124,7 +124,7 @@ class Messages:
     def _ended(self, pending: _Pending) -> bool:
         status = pending.rows["status"]
         if (status == native.RunResult.DONE).all():
-            with torch.no_grad():
+            with writing([given for given, _ in pending.back]):
                 for given, used in pending.back:
                     given.copy_(used)
             if pending.call.kind is Kind.RECV_ANY:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from etha.groups import descriptor
 from etha.groups.base import GroupConfig
-from etha.groups.calls import GroupCall
+from etha.groups.calls import GroupCall, writing
 from etha.groups.inprocess.comparison import check_equal, common_of, mismatch, slot_of
 from etha.groups.inprocess.formation import options_of, remaining, tensor_of
-from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack, writing
+from etha.groups.inprocess.staging import StagedReduction, pack, size_of, unpack
 from etha.groups.schedule import Kind
 
 _c10d: Any = torch._C._distributed_c10d

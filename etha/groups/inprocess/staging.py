@@ -5,8 +5,7 @@ A backend whose call was given up may still write. It writes into these buffers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,16 +24,11 @@ _WIDER = {
 _OF_BOOL = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
 
 
-@contextmanager
-def writing(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """No autograd; and inference mode where a tensor may be written in it alone."""
-    with torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad():
-        yield
-
-
 def pack(tensors: Sequence[Tensor], *, owned: bool = False) -> Tensor:
     """The bytes of tensors, one after the other, in memory of our own. ``owned``: the tensors' memory is that."""
-    flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = [
+        tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors
+    ]
     if owned and len(flat) == 1 and flat[0].data_ptr() == tensors[0].data_ptr():
         return flat[0]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)

@@ -235,8 +235,17 @@ def unusual_tensors(rank: int, group: ProcessGroup) -> None:
     group.allreduce([torch.empty(0)]).wait()
     with torch.inference_mode():
         inference = torch.ones(2)
+        columns = torch.ones(2, 3)
     group.allreduce([inference]).wait()
     assert inference.tolist() == [n, n]
+    group.allreduce([columns[:, 1]]).wait()
+    assert columns.tolist() == [[1, n, 1]] * 2
+    stepped = torch.full((8,), float(rank))
+    group.broadcast([stepped[::2]], options(BroadcastOptions, rootRank=1 % n)).wait()
+    assert stepped.tolist() == [float(1 % n), float(rank)] * 4
+    halves = [torch.zeros(4)[::2] for _ in range(n)]
+    group.allgather([halves], [stepped[1::2][:2]]).wait()
+    assert [half.tolist() for half in halves] == [[float(r)] * 2 for r in range(n)]
     pairs = torch.full((2,), 1 + 1j)
     group.allreduce([pairs]).wait()
     assert pairs.tolist() == [n + n * 1j] * 2

@@ -222,3 +222,12 @@ def test_an_expanded_output_is_refused() -> None:
     with pytest.raises(GroupError, match="was expanded"):
         normalize("broadcast", ([expanded],), rank=0, size=1)
     normalize("allgather", ([[torch.empty(4)]], [expanded]), rank=0, size=1)
+
+
+def test_reductions_that_mean_nothing_are_refused() -> None:
+    average = dist.AllreduceOptions()
+    average.reduceOp = dist.ReduceOp.AVG
+    with pytest.raises(GroupError, match="AVG is not defined for torch"):
+        normalize("allreduce", ([torch.ones(3, dtype=torch.bool)], average), rank=0, size=2)
+    with pytest.raises(GroupError, match="a conjugated view of torch"):
+        normalize("allreduce", ([torch.ones(3, dtype=torch.complex64).conj()],), rank=0, size=2)
