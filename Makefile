@@ -152,7 +152,7 @@ chaos: install
 # batches from registration to end, 120 relaunches: nobody holds more than after the first. A process group's child that is
 # killed or stopped at 200 random moments costs a step each time, and nothing is left of it.
 soak: install
-	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py tests/proof/test_cycles.py tests/groups/test_baby.py -m soak -s $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py tests/proof/test_cycles.py tests/groups/baby/test_baby.py -m soak -s $(PYTEST)
 
 # Replicas of two ranks, sharded by FSDP2, are lost 50 times at random moments, with agents and Redis now and then; the
 # weights are those of one process. Configures of each kind of group by the thousand leave nothing.

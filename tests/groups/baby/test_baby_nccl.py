@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(120)
 def nurseries() -> Iterator[None]:
     before = nursery.PROGRAM
     nursery.close_all()
-    nursery.PROGRAM = "tests.groups.played_nursery"
+    nursery.PROGRAM = "tests.groups.baby.played_nursery"
     yield
     nursery.close_all()
     nursery.PROGRAM = before
