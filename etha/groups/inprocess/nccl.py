@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from etha.errors import EthaError, GroupAbortedError, GroupError, GroupLostError, GroupTimeoutError
 from etha.groups.base import GroupConfig, ProcessGroup
-from etha.groups.calls import GroupCall
+from etha.groups.calls import GroupCall, refusal
 from etha.groups.inprocess.comparison import StoreComparison
 from etha.groups.inprocess.formation import AGAIN, options_of, remaining
 from etha.groups.schedule import POINT_TO_POINT, Kind
@@ -114,8 +114,18 @@ class ProcessGroupNCCL(ProcessGroup):
         except RuntimeError as error:
             raise self._translated(error, "configure") from error
 
+    def _say_refusal(self, method: str, error: GroupError) -> None:
+        """See the base class. Compared here and now: the others come to this call at once, or the group is over."""
+        call = refusal(method, str(error)) if self.size() > 1 and self._backend is not None else None
+        if call is not None and self._failure is None:
+            self._compare(call)
+
     def _begin(self, method: str, args: tuple[Any, ...]) -> Any:
-        call = self._normal_form(method, args)
+        try:
+            call = self._normal_form(method, args)
+        except GroupError as error:
+            self._say_refusal(method, error)
+            raise
         backend = self._backend
         if backend is None and self._failure is None:
             raise GroupError(f"{method}: the {type(self).__name__} is not configured: call configure first")

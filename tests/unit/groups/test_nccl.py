@@ -116,6 +116,27 @@ def test_a_mismatch_is_found_before_nccl_begins(two: Ranks) -> None:
     assert [played.called for played in Played.made] == started and all(played.aborted for played in Played.made)
 
 
+def test_arguments_that_one_member_refuses_are_a_mismatch_on_both(two: Ranks) -> None:
+    def call(rank: int, group: ProcessGroupNCCL) -> None:
+        if rank == 1:
+            with pytest.raises(GroupError, match="needs at least one tensor"):
+                group.allreduce([])
+        group.allreduce([torch.ones(2)]).wait()
+
+    errors = two.errors(call)
+    assert [type(error) for error in errors] == [GroupMismatchError] * 2
+    assert errors[0].calls[1] == "allreduce with arguments that it refused"  # type: ignore[union-attr]
+
+
+def test_arguments_that_all_members_refuse_leave_the_group_as_it_is(two: Ranks) -> None:
+    def call(rank: int, group: ProcessGroupNCCL) -> None:
+        with pytest.raises(GroupError, match="needs at least one tensor"):
+            group.allreduce([])
+        group.allreduce([torch.ones(2)]).wait()
+
+    two.run(call)
+
+
 def test_a_collective_that_a_member_does_not_make_names_it(two: Ranks) -> None:
     two.groups[0].set_timeout(0.1)
     with pytest.raises(GroupTimeoutError, match=r"rank 1 has not made it") as caught:
