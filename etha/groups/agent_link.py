@@ -84,6 +84,10 @@ class GroupAgentLink:
 
         self._membership.loop_thread.spawn(said())
 
+    async def ask(self, message: Any, timeout: float) -> Any:
+        """``call``, on the loop's thread."""
+        return await self._call(message, timeout)
+
     def close(self) -> None:
         """Say goodbye; the ranks of this process end. Idempotent."""
         if self._closed or os.getpid() != self._pid:
@@ -260,6 +264,18 @@ class EpochStore(SimpleStore):
         )
         value: bytes = self._ask(message, self._seconds).values[name]
         return value
+
+    async def heard(self, key: str) -> bytes:
+        """``get``, on the loop's thread."""
+        name = self._name(key)
+        message = GetValues(group=self._group, epoch=self._epoch, names=(name,))
+        values: dict[str, bytes] = (await self._link.ask(message, self._seconds)).values
+        return values[name]
+
+    async def say(self, key: str, value: bytes) -> None:
+        """``set``, on the loop's thread."""
+        message = PutValues(group=self._group, epoch=self._epoch, values={self._name(key): value})
+        await self._link.ask(message, self._seconds)
 
     def delete_key(self, key: str) -> bool:
         return False

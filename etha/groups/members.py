@@ -20,6 +20,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -58,6 +59,8 @@ from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, 
 
 log = logging.getLogger(__name__)
 
+#: Errors that say that a state does not fit this replica.
+_MISFITS = ConfigError | LayoutError | RegistrationError
 #: Seconds that ``begin`` waits for members whose agents do not answer.
 GRACE = 3.0
 
@@ -454,9 +457,10 @@ class Members:
         try:
             loop_thread.call(handover.open(tensors, sharded))
             loop_thread.call(handover.begin_send(handover.mark()))
-        except EthaError as error:
+        except Exception as error:
             # The newcomer hears it by the pair, and ends this epoch. The state here is as good as before.
             log.warning("group %s: %s cannot load from here: %s", self.name, self._seats[target].replica, error)
+            self._say_failed(target, error)
         finally:
             loop_thread.spawn(self._finish(handover))
 
@@ -478,11 +482,10 @@ class Members:
         try:
             loop_thread.call(handover.open(landing.tensors, there))
             loop_thread.call(handover.receive(handover.mark()))
-        except (ConfigError, LayoutError, RegistrationError):
-            raise  # another source has nothing else
-        except GroupError:
-            raise
-        except EthaError as error:
+        except Exception as error:
+            self._say_failed(self._mine, error)
+            if not isinstance(error, EthaError) or isinstance(error, _MISFITS | GroupError):
+                raise  # another source has nothing else
             text = f"the state of {self._seats[source].replica} has not arrived: {error.message}"
             raise GroupLostError(text, epoch=self._epoch) from error
         finally:
@@ -501,11 +504,20 @@ class Members:
             ranks=self._torch_ranks,
             timeout=self.timeout,
         )
-        handover = StateHandover(place, pair=pair_name(self.name, self._epoch, target), sends=sends)
+        news = _LoadNews(self._news_store(target))
+        handover = StateHandover(place, pair=pair_name(self.name, self._epoch, target), sends=sends, news=news)
         self._handovers.add(handover)
         if self._broken >= self._epoch:
             handover.give_up("a member of the epoch has ended")
         return handover
+
+    def _news_store(self, target: int) -> EpochStore:
+        """Where the ranks of a load say to each other that they have failed."""
+        return self._store(self._epoch, f"load/{target}", self.timeout, everywhere=True)
+
+    def _say_failed(self, target: int, error: Exception) -> None:
+        text = f"{self.replica} rank {self.rank}: {error}"
+        self._link.loop_thread.spawn(_said(self._news_store(target), text))
 
     def _end_handovers(self, why: str) -> None:
         """From any thread: no state of an older epoch is sent any more."""
@@ -728,6 +740,21 @@ def _attending(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:
         patience=message.patience,
         grace=message.grace,
     )
+
+
+class _LoadNews:
+    """What ranks of a load have said about their failure."""
+
+    def __init__(self, store: EpochStore) -> None:
+        self._store = store
+
+    async def failure(self) -> str:
+        return (await self._store.heard("failed")).decode(errors="replace")
+
+
+async def _said(store: EpochStore, text: str) -> None:
+    with suppress(EthaError):  # the others find out by their deadline
+        await store.say("failed", text.encode())
 
 
 def _etha_group(timeout: float) -> ConfigurableGroup:

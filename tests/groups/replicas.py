@@ -162,6 +162,8 @@ class Rank:
     every: list[Rank]
     logs: list[Any] = field(default_factory=list)
     end: tuple[str, str] | None = None
+    words: list[str] = field(default_factory=list)
+    number: int = 0  #: its rank in the replica
 
     @property
     def pid(self) -> int:
@@ -182,7 +184,9 @@ class Rank:
             message = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             message = ("killed", "")
-        if isinstance(message, tuple):
+        if isinstance(message, str):
+            self.words.append(message)
+        elif isinstance(message, tuple):
             self.end = message
         else:
             self.logs.append(message)
@@ -198,6 +202,15 @@ class Rank:
             left = deadline - time.monotonic()
             assert self.end is None and left > 0 and self.read(left), (
                 f"{self.name}: {self.end or 'no such step'}; last {self.logs[-3:]}"
+            )
+
+    def says(self, word: str, timeout: float = 60.0) -> None:
+        """Wait until it has said ``word``."""
+        deadline = time.monotonic() + timeout
+        while word not in self.words:
+            left = deadline - time.monotonic()
+            assert self.end is None and left > 0 and self.read(left), (
+                f"{self.name}: {self.end or f'has not said {word}'}; but {self.words}"
             )
 
     def ends(self, timeout: float = 60.0) -> tuple[str, str]:
@@ -232,7 +245,7 @@ class Replicas:
         process = CONTEXT.Process(target=_run, args=args, daemon=True)
         process.start()
         there.close()
-        self.every.append(Rank(name, process, here, self.every))
+        self.every.append(Rank(name, process, here, self.every, number=rank))
         return self.every[-1]
 
     def kill(self, rank: Rank) -> float:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,11 +59,19 @@ class Place:
     timeout: float
 
 
+class FailureNews(Protocol):
+    """How a rank hears that another one cannot take part in a load, perhaps before it has met anybody."""
+
+    async def failure(self) -> str:
+        """Wait for it; why it has failed."""
+        ...
+
+
 class StateHandover:
     """One rank's part in a load. Coroutines are for the loop thread; ``give_up`` is called there too."""
 
-    def __init__(self, place: Place, *, pair: str, sends: bool) -> None:
-        self._place, self._pair, self._sends = place, pair, sends
+    def __init__(self, place: Place, *, pair: str, sends: bool, news: FailureNews) -> None:
+        self._place, self._pair, self._sends, self._news = place, pair, sends, news
         self._client: AsyncTensorBusClient | None = None
         self._handle: AsyncBatchHandle | None = None
         self._future: TransferFuture | None = None
@@ -175,17 +183,29 @@ class StateHandover:
                 await client.close()
 
     async def _unless_given_up(self, work: Awaitable[T]) -> T:
-        """``work``; it is cancelled by ``give_up``. One at a time."""
+        """``work``; it is cancelled by ``give_up``, or when another rank says that it has failed. One at a time."""
         self._limit = asyncio.timeout(None if self._why is None else 0)
+        failed: Exception | None = None
         try:
-            async with self._limit:
-                return await work
+            async with self._limit, asyncio.TaskGroup() as group:
+                listening = group.create_task(self._listen())
+                try:
+                    return await work
+                except Exception as error:  # out of the group as it is
+                    failed = error
+                finally:
+                    listening.cancel()
         except TimeoutError:
             if not self._limit.expired():
                 raise
             raise GroupLostError(f"the load of a state was given up: {self._why}") from None
         finally:
             self._limit = None
+        raise failed
+
+    async def _listen(self) -> None:
+        with suppress(EthaError):
+            self.give_up(await self._news.failure())
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:

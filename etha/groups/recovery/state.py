@@ -155,10 +155,15 @@ class MemberState:
             found |= {theirs[key]: value for key, value in mine.items() if isinstance(value, Tensor)}
         if self._optimizer is not None:
             found |= self._places_of_optimizer(put_together(given["optimizer"], _Names()), frame)
-        if self._extra is not None and any(part.sharded and part.name not in found for part in frame.parts):
+        wanted = {part.name: part for part in frame.parts if part.name.startswith("extra/")}
+        if self._extra is not None and wanted:
             collector = TensorCollector()
             collector.take_apart(self._extra[0](), "extra")
-            found = {**collector.found, **found}
+            for name, tensor in collector.found.items():
+                part = wanted.get(name)
+                # A plain tensor may have any shape here, because nobody gave it one before.
+                if part is not None and (part.sharded or isinstance(tensor, DTensor)):
+                    found.setdefault(name, tensor)
         return found
 
     def _places_of_optimizer(self, state: dict[str, Any], frame: StateFrame) -> dict[str, Tensor]:

@@ -1,0 +1,214 @@
+"""A newcomer loads its state: in any sharding, while the others compute, and whatever dies meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flow import nursery
+from tests.flow.sites import private_directory
+from tests.groups.loads import OF_NEWCOMER, OF_SOURCE, ROWS, train
+from tests.groups.replicas import Rank, Replicas, StepLog, replicas
+from tests.seconds import within
+
+
+@pytest.fixture(scope="module", autouse=True)
+def agents() -> Iterator[None]:
+    """Agents are forked from a process that has torch."""
+    if nursery.address() is not None:
+        yield
+        return
+    nursery.open_nursery()
+    yield
+    nursery.close_nursery()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with private_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def job(directory: Path) -> Iterator[Replicas]:
+    with replicas(directory, timeout=20.0) as found:
+        yield found
+
+
+def moments(names: tuple[str, ...], *always: str) -> list[Any]:
+    """All moments; ``make test`` has those of ``always``."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.more) for name in names]
+
+
+def sized(size: int) -> Callable[[StepLog], bool]:
+    return lambda log: log.committed and log.size == size
+
+
+def replica(job: Replicas, directory: Path, name: str, placement: str, world: int = 2) -> list[Rank]:
+    """The ranks of a replica that shards its state so."""
+    options = {"placement": placement, "directory": str(directory)}
+    return [job.start(name, rank=rank, world=world, body=train, **options) for rank in range(world)]
+
+
+def check_equal(job: Replicas) -> None:
+    """After every committed step all replicas have the same state, rank by rank."""
+    after: dict[tuple[int, int, int], set[float]] = defaultdict(set)
+    for rank in job.every:
+        for log in rank.logs:
+            if log.committed:
+                after[log.epoch, log.step, rank.number].add(round(log.weights, 9))
+    assert all(len(values) == 1 for values in after.values()), {k: v for k, v in after.items() if len(v) > 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "newcomer"),
+    [
+        ("rows", "columns"),
+        pytest.param("columns", "whole", marks=pytest.mark.more),
+        ("plain", "rows"),
+        pytest.param("rows", "plain", marks=pytest.mark.more),
+    ],
+)
+def test_a_newcomer_may_shard_otherwise(job: Replicas, directory: Path, source: str, newcomer: str) -> None:
+    first = replica(job, directory, "a", source)
+    for one in first:
+        one.until(sized(1))
+    new = replica(job, directory, "new", newcomer)
+    for one in (*first, *new):
+        one.until(sized(2))
+    assert [one.logs[0].total for one in new] == [1.0, 1.0], "it has recovered"
+    assert all(one.logs[0].committed and one.logs[0].size == 1 for one in new), "its first step counts"
+    assert all(log.committed for one in first for log in one.logs), "no step was lost"
+    last = new[0].logs[-1].step
+    new[0].until(lambda log: log.step > last + 5)
+    job.end(*first, *new)
+    check_equal(job)
+
+
+def pair_with_one_ahead(job: Replicas, directory: Path, count: int = 2) -> list[Rank]:
+    """Replicas of one rank each that train."""
+    ranks = [one for name in "abc"[:count] for one in replica(job, directory, name, "plain", 1)]
+    for one in ranks:
+        one.until(sized(count))
+    return ranks
+
+
+def arm(rank: Rank, moment: str, what: str) -> None:
+    """Let ``what`` happen when this rank reaches ``moment`` of the next load for "new"."""
+    rank.pipe.send(("act", moment, what))
+    rank.says("armed")
+
+
+def source_of(ranks: list[Rank]) -> Rank:
+    """The member from which the next newcomer loads: the first of the epoch."""
+    return next(one for one in ranks if one.logs[-1].rank == 0)
+
+
+def test_members_compute_while_the_newcomer_has_nothing_yet(job: Replicas, directory: Path) -> None:
+    ranks = pair_with_one_ahead(job, directory)
+    new = job.start("new", body=train, placement="plain", directory=str(directory), act=("receive", "wait"))
+    new.says("waits")
+    epoch = ranks[0].logs[-1].epoch + 1
+    for one in ranks:
+        one.says(f"computed {epoch}")
+    assert f"begun {epoch}" not in new.words
+    assert all(log.epoch < epoch for one in ranks for log in one.logs), "the step waits for the newcomer"
+    new.pipe.send("go on")
+    for one in (*ranks, new):
+        one.until(sized(3))
+    assert new.logs[0].committed and new.logs[0].size == 2
+    job.end(*ranks, new)
+    check_equal(job)
+
+
+@pytest.mark.parametrize("moment", moments(OF_SOURCE, "hear", "register", "copied"))
+def test_another_source_takes_the_place_of_one_that_dies(job: Replicas, directory: Path, moment: str) -> None:
+    ranks = pair_with_one_ahead(job, directory)
+    source = source_of(ranks)
+    (other,) = [one for one in ranks if one is not source]
+    arm(source, moment, "die")
+    (new,) = replica(job, directory, "new", "plain", 1)
+    assert source.ends()[0] == "killed"
+    new.until(sized(2))
+    other.until(sized(2))
+    assert new.logs[0].total == 1.0 and other.logs[-1].rank == 0
+    assert sum(not log.committed for log in other.logs) <= 2, "one for the death, one for what it left behind"
+    job.end(other, new)
+    check_equal(job)
+
+
+@pytest.mark.parametrize("moment", moments(OF_NEWCOMER, "answer", "receive", "loaded"))
+def test_a_newcomer_that_dies_costs_the_others_a_step(job: Replicas, directory: Path, moment: str) -> None:
+    ranks = pair_with_one_ahead(job, directory)
+    new = job.start("new", body=train, placement="plain", directory=str(directory), act=(moment, "die"))
+    assert new.ends()[0] == "killed"
+    epoch = ranks[0].logs[-1].epoch
+    for one in ranks:
+        one.until(lambda log: log.committed and log.epoch > epoch)
+        assert sum(not log.committed for log in one.logs) <= 1
+    (again,) = replica(job, directory, "new", "plain", 1)
+    for one in (*ranks, again):
+        one.until(sized(3))
+    job.end(*ranks, again)
+    check_equal(job)
+
+
+@pytest.mark.parametrize("moment", moments(OF_SOURCE, "meet", "copied"))
+def test_agents_that_die_in_a_load(job: Replicas, directory: Path, moment: str) -> None:
+    ranks = pair_with_one_ahead(job, directory)
+    arm(source_of(ranks), moment, "kill agents")
+    (new,) = replica(job, directory, "new", "plain", 1)
+    for one in (*ranks, new):
+        one.until(sized(3))
+    assert all(sum(not log.committed for log in one.logs) <= 2 for one in ranks)
+    job.end(*ranks, new)
+    check_equal(job)
+
+
+@pytest.mark.parametrize("moment", moments(OF_SOURCE[2:], "meet"))  # before them, what fails is the program's own
+def test_a_source_that_fails_serves_in_the_next_epoch(job: Replicas, directory: Path, moment: str) -> None:
+    (source,) = replica(job, directory, "a", "plain", 1)
+    source.until(sized(1))
+    arm(source, moment, "fail")
+    (new,) = replica(job, directory, "new", "plain", 1)
+    joined = [one.until(sized(2)) for one in (source, new)]
+    assert joined[0].at - source.logs[0].at < within(10.0), "nobody has waited for a deadline"
+    assert sum(not log.committed for log in source.logs) <= 1
+    job.end(source, new)
+    check_equal(job)
+
+
+def test_a_rank_that_fails_says_so_at_once(job: Replicas, directory: Path) -> None:
+    """The other ranks of the load wait in a rendezvous, to which it never comes."""
+    first = replica(job, directory, "a", "rows")
+    for one in first:
+        one.until(sized(1))
+    options = {"placement": "rows", "directory": str(directory)}
+    new = [job.start("new", rank=0, world=2, body=train, **options)]
+    new.append(job.start("new", rank=1, world=2, body=train, **options, act=("meet", "fail")))
+    assert new[1].ends()[0] == "MemoryError"
+    assert new[0].ends()[0] == "GroupLostError"
+    epoch = first[0].logs[-1].epoch
+    for one in first:
+        one.until(lambda log: log.committed and log.epoch > epoch)
+        pauses = [later.at - earlier.at for earlier, later in pairwise(one.logs)]
+        assert max(pauses) < within(10.0), "nobody has waited for a deadline"
+    job.end(*first)
+
+
+def test_a_state_that_does_not_fit_is_the_newcomers_error(job: Replicas, directory: Path) -> None:
+    (first,) = replica(job, directory, "a", "plain", 1)
+    first.until(sized(1))
+    new = job.start("new", body=train, placement="plain", directory=str(directory), rows=ROWS + 1)
+    name, text = new.ends()
+    assert name == "ConfigError", text
+    assert f"weight is torch.float64 of [{ROWS + 1}, 11] here and torch.float64 of [{ROWS}, 11] at the replica" in text
+    last = first.logs[-1].step
+    first.until(lambda log: log.committed and log.step > last)
+    assert sum(not log.committed for log in first.logs) <= 1
+    job.end(first)
