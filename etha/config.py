@@ -5,6 +5,7 @@ Arguments win over the environment. There are no configuration files.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -68,6 +69,29 @@ def check_name(kind: str, name: str) -> str:
     if kind == "namespace" and name in RESERVED:
         raise ConfigError(f"{kind} name {name!r} is not allowed: it is a directory beside the embedded Redis's files")
     return name
+
+
+#: The batch of the pair by which a newcomer of an elastic group loads its state.
+LOAD_BATCH = "state"
+#: Characters of a group's name in the name of such a pair; a digest stands for the rest.
+_SHOWN_OF_GROUP = 60
+
+
+def load_pair(group: str, epoch: int, member: int) -> str:
+    """The pair by which the replica with rank ``member`` of ``epoch`` of an elastic group loads its state."""
+    return f"{_load_prefix(group)}{epoch}.member-{member}"
+
+
+def load_epoch(group: str, pair: str) -> int | None:
+    """The epoch of ``group`` to which a pair of ``load_pair`` belongs; None for other pairs."""
+    found = re.fullmatch(rf"{re.escape(_load_prefix(group))}([0-9]{{1,15}})\.member-[0-9]+", pair)
+    return int(found[1]) if found else None
+
+
+def _load_prefix(group: str) -> str:
+    if len(group) > _SHOWN_OF_GROUP:
+        group = f"{group[:_SHOWN_OF_GROUP]}-{hashlib.sha256(group.encode()).hexdigest()[:8]}"
+    return f"{group}.epoch-"
 
 
 def check_device(device: str) -> str:

@@ -40,7 +40,7 @@ from etha.bus.messages import (
 )
 from etha.bus.process import check_not_forked, start_time
 from etha.client.arguments.world import RankInfo
-from etha.config import LaunchEnv, Settings, check_name
+from etha.config import LaunchEnv, Settings, check_name, load_pair
 from etha.errors import (
     ConfigError,
     EthaError,
@@ -53,7 +53,7 @@ from etha.errors import (
 )
 from etha.groups.agent_link import EpochStore, GroupAgentLink
 from etha.groups.managed import carrier
-from etha.groups.recovery.handover import Place, StateHandover, pair_name
+from etha.groups.recovery.handover import Place, StateHandover
 from etha.groups.recovery.state import MOST_BYTES, MemberState, StateFrame
 from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
 
@@ -505,7 +505,7 @@ class Members:
             timeout=self.timeout,
         )
         news = _LoadNews(self._news_store(target))
-        handover = StateHandover(place, pair=pair_name(self.name, self._epoch, target), sends=sends, news=news)
+        handover = StateHandover(place, pair=load_pair(self.name, self._epoch, target), sends=sends, news=news)
         self._handovers.add(handover)
         if self._broken >= self._epoch:
             handover.give_up("a member of the epoch has ended")

@@ -122,7 +122,8 @@ TABLE: tuple[KeyKind, ...] = (
             "reason": "of a lost pair: `relaunched`, `closed` or `died`",
             "error": "of a lost pair: who and why, for people",
         },
-        doc="A link between two sides.",
+        doc="A link between two sides. That by which a newcomer of an elastic group loads its state is "
+        "`GROUP.epoch-EPOCH.member-RANK`; it is removed with its batch once a later epoch has formed.",
     ),
     KeyKind(
         pattern="pair:PAIR:SIDE",

@@ -118,6 +118,11 @@ class PairRecords:
         request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000]}
         return bool(await self._session.script("sever", [self._keys.pair(pair)], request, timeout))
 
+    async def forget(self, pair: str, batch: str, *, timeout: float | None = None) -> bool:
+        """Remove a pair and its one batch, unless somebody still belongs to it. Returns whether they were removed."""
+        keys = [self._keys.pair(pair), self._keys.batch(pair, batch)]
+        return bool(await self._session.script("forget", keys, {"pair": pair, "batch": batch}, timeout))
+
     async def get(self, pair: str, *, timeout: float | None = None) -> PairView | None:
         """The pair and all its members, read at one moment; None if there is none."""
         key = self._keys.pair(pair)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from tests.flow import nursery
 from tests.flow.sites import private_directory
@@ -181,6 +182,26 @@ def test_a_source_that_fails_serves_in_the_next_epoch(job: Replicas, directory: 
     assert sum(not log.committed for log in source.logs) <= 1
     job.end(source, new)
     check_equal(job)
+
+
+def test_finished_loads_leave_redis_in_the_next_epoch(job: Replicas, directory: Path) -> None:
+    (first,) = replica(job, directory, "a", "plain", 1)
+    first.until(sized(1))
+    (new,) = replica(job, directory, "new", "plain", 1)
+    joined = first.until(sized(2))
+    with redis.Redis(unix_socket_path=str(directory / "redis.sock"), decode_responses=True) as store:
+        loaded = f"dp.epoch-{joined.epoch}.member-1"
+        assert store.sismember("etha:{default}:pairs", loaded)
+        assert store.exists(f"etha:{{default}}:batch:{loaded}:state")
+        job.end(new)
+        first.until(sized(1))
+        (again,) = replica(job, directory, "new", "plain", 1)
+        newest = first.until(sized(2))
+        left = [key for key in store.scan_iter("*") if "epoch-" in key and f"epoch-{newest.epoch}." not in key]
+        assert [key for key in left if ":epoch:" not in key] == []
+        assert store.smembers("etha:{default}:pairs") == {f"dp.epoch-{newest.epoch}.member-1"}
+        assert store.smembers("etha:{default}:batches") == {f"dp.epoch-{newest.epoch}.member-1/state"}
+    job.end(first, again)
 
 
 def test_a_rank_that_fails_says_so_at_once(job: Replicas, directory: Path) -> None:

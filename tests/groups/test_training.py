@@ -64,6 +64,7 @@ def train(pipe: Connection, name: str, workers: int) -> None:
     net = model()
     ddp = groups.DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.002)
     optimizer = groups.Optimizer(members, torch.optim.SGD(net.parameters(), lr=0.05))
+    members.state(net, optimizer)
     # Forked, as a user's are: those of a fork server would be its children and outlive a trainer that is killed.
     how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     sampler = groups.Sampler(range(SAMPLES), members, batch_size=BATCH, **how)
@@ -71,10 +72,6 @@ def train(pipe: Connection, name: str, workers: int) -> None:
         optimizer.zero_grad()
         quorum = optimizer.quorum
         assert quorum == sampler.quorum, "a step has one quorum"
-        if quorum.changed:  # a newcomer has no state yet
-            works = [group.broadcast_one(tensor.data, 0) for tensor in net.state_dict().values()]
-            for work in works:
-                work.wait()
         ends = torch.tensor([float(pipe.poll())])
         group.allreduce([ends]).wait()  # so that all end after the same step
         loss(ddp, samples).backward()

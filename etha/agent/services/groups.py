@@ -34,6 +34,7 @@ from etha.bus.messages import (
     SwapValue,
     Values,
 )
+from etha.config import LOAD_BATCH, load_epoch
 from etha.errors import ConfigError, EthaError, GroupTimeoutError
 from etha.store.groups import Entrance
 from etha.store.process import alive
@@ -293,6 +294,8 @@ class GroupService:
                             async with asyncio.timeout(seating.wait or None):
                                 await changed()
             self._calls.answer(call, _formed(seating))
+            if (seating.members[0].replica, 0) == key[1:]:  # one agent is enough
+                self._spawn(self._forget_loads(key[0], seating.epoch))
         except TimeoutError:
             held.limit = None
             await self._give_up(key, held, call, missing)
@@ -302,6 +305,16 @@ class GroupService:
             held.limit = None
             if held.lost:
                 await self._take_out(key, held)
+
+    async def _forget_loads(self, group: str, epoch: int) -> None:
+        """Remove the pairs by which newcomers of earlier epochs have loaded, as far as all their members have left."""
+        try:
+            for name in await self._store.pairs.names(timeout=math.inf):
+                found = load_epoch(group, name)
+                if found is not None and found < epoch:
+                    await self._store.pairs.forget(name, LOAD_BATCH, timeout=math.inf)
+        except EthaError as error:
+            outage(log, "pairs of earlier epochs of group %s could not be removed: %s", group, error)
 
     async def _ask(self, held: _Held, *, wants: bool) -> Seating:
         seating = await self._store.groups.enter(held.entrance, held.session.holder, wants=wants, timeout=math.inf)

@@ -11,7 +11,6 @@ their tensors have been copied.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
@@ -26,24 +25,15 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.future import TransferFuture
 from etha.client.memory.base import Mark
-from etha.config import Settings
+from etha.config import LOAD_BATCH, Settings
 from etha.errors import EthaError, GroupLostError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The two sides, and the one batch, of a load's pair.
-SOURCE, NEWCOMER, BATCH = "source", "newcomer", "state"
-#: Characters of a group's name in the name of a pair; a digest stands for the rest.
-_SHOWN = 60
-
-
-def pair_name(group: str, epoch: int, member: int) -> str:
-    """The pair by which the replica with rank ``member`` of ``epoch`` loads."""
-    if len(group) > _SHOWN:
-        group = f"{group[:_SHOWN]}-{hashlib.sha256(group.encode()).hexdigest()[:8]}"
-    return f"{group}.epoch-{epoch}.member-{member}"
+#: The two sides of a load's pair.
+SOURCE, NEWCOMER = "source", "newcomer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +114,7 @@ class StateHandover:
                 given[name] = near.unsqueeze(0)
                 shapes[name], placements[name] = (place.world, *tensor.shape), [Shard(0)]
         self._handle = await client.register_tensors(
-            BATCH,
+            LOAD_BATCH,
             given,
             pair_name=self._pair,
             placements=placements,

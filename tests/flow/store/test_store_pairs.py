@@ -282,6 +282,24 @@ async def test_a_pair_that_all_have_left_in_order_is_closed(store: Store, others
     assert (await store.pairs.get("w")).state == "lost"  # type: ignore[union-attr]
 
 
+async def test_a_pair_is_forgotten_with_its_batch_once_nobody_belongs_to_it(
+    store: Store, others: list[RankHolder]
+) -> None:
+    await trainer(store, here())
+    await inference(store, others[0])
+    for side in ("trainer", "inference"):
+        await store.batches.enroll("w", "state", 1, side, 0, "{}", expected=2)
+    assert not await store.pairs.forget("w", "state"), "two members"
+    await store.pairs.leave("w", "trainer", 0, here(), "closed")
+    assert not await store.pairs.forget("w", "state"), "one member"
+    await store.pairs.leave("w", "inference", 0, others[0], "died")
+    assert await store.pairs.forget("w", "state")
+    assert await store.pairs.forget("w", "state"), "once more changes nothing"
+    assert await store.pairs.get("w") is None
+    assert await store.pairs.names() == set()
+    assert not (await store.batches.roster("w", "state", 1)).entries
+
+
 async def test_leaving_while_it_forms_frees_the_rank(store: Store, others: list[RankHolder]) -> None:
     await trainer(store, others[0], size=2)
     await store.pairs.leave("w", "trainer", 0, others[0], "died")
