@@ -2,8 +2,8 @@
 
     python bench/group_state.py [--mib N] [--runs N]
 
-Two processes. One trains alone; the other joins with ``mib`` MiB of weights to load, leaves, and joins again. Both say how
-long their ``begin()`` of the epoch took; the first step together ends when both have everything.
+Two processes. One trains alone; the other joins with ``mib`` MiB of weights to load, leaves, and joins again. Both say
+how long their ``begin()`` of the epoch took; the first step together ends when both have everything.
 """
 
 from __future__ import annotations

@@ -386,8 +386,10 @@ class Members:
             self._last = formed.epoch
         self._inside_stands = False
         failed: GroupError | None = None
+        met = False
         try:
             self._configure(formed, deadline)
+            met = True
             if loads:
                 self._find_torch_ranks()
             if self._state is not None:
@@ -417,7 +419,10 @@ class Members:
             return True
         log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, failed)
         self._break_off()  # nobody needs to wait for this member
-        self._blame(failed, names)
+        if met:
+            self._suspect(failed)
+        else:
+            self._blame(failed, names)
         if time.monotonic() >= deadline:
             raise failed
         return False
@@ -442,10 +447,14 @@ class Members:
     def _hand_over(self, state: MemberState, loads: list[tuple[int, int]]) -> None:
         """Serve members that are behind, or load. Raises GroupError if the members have to meet again for it."""
         for source, target in loads:
-            if source == self._mine:
-                self._serve(state, target)
-            elif target == self._mine:
-                self._load(state, source)
+            try:
+                if source == self._mine:
+                    self._serve(state, target)
+                elif target == self._mine:
+                    self._load(state, source)
+            except Exception as error:
+                self._say_failed(target, error)
+                raise
 
     def _serve(self, state: MemberState, target: int) -> None:
         """Let ``target`` have the state as it is now. Returns as soon as it may change."""
@@ -483,7 +492,6 @@ class Members:
             loop_thread.call(handover.open(landing.tensors, there))
             loop_thread.call(handover.receive(handover.mark()))
         except Exception as error:
-            self._say_failed(self._mine, error)
             if not isinstance(error, EthaError) or isinstance(error, _MISFITS | GroupError):
                 raise  # another source has nothing else
             text = f"the state of {self._seats[source].replica} has not arrived: {error.message}"

@@ -160,6 +160,9 @@ class Moments:
         match what:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                self._trainer.pipe.send("stops")
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "kill agents":
                 kill_agents(os.environ["ETHA_RUNTIME_DIR"])
             case "fail":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -182,6 +184,22 @@ def test_a_source_that_fails_serves_in_the_next_epoch(job: Replicas, directory: 
     assert sum(not log.committed for log in source.logs) <= 1
     job.end(source, new)
     check_equal(job)
+
+
+@pytest.mark.parametrize("moment", moments(OF_NEWCOMER, "receive"))
+def test_a_newcomer_that_is_stopped_is_left_out_and_loads_later(directory: Path, moment: str) -> None:
+    with replicas(directory, timeout=3.0) as job:
+        ranks = pair_with_one_ahead(job, directory)
+        new = job.start("new", body=train, placement="plain", directory=str(directory), act=(moment, "stop"))
+        new.says("stops")
+        joined = ranks[0].logs[-1].epoch
+        for one in ranks:
+            one.until(lambda log: log.committed and log.epoch > joined and log.size == 2)
+        os.kill(new.pid, signal.SIGCONT)
+        for one in (*ranks, new):
+            one.until(sized(3))
+        job.end(*ranks, new)
+        check_equal(job)
 
 
 def test_finished_loads_leave_redis_in_the_next_epoch(job: Replicas, directory: Path) -> None:
