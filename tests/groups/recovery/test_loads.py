@@ -15,7 +15,7 @@ import redis
 
 from tests.flow import nursery
 from tests.flow.sites import private_directory
-from tests.groups.loads import OF_NEWCOMER, OF_SOURCE, ROWS, train
+from tests.groups.recovery.loads import OF_NEWCOMER, OF_SOURCE, ROWS, train
 from tests.groups.replicas import Rank, Replicas, StepLog, replicas
 from tests.seconds import within
 
