@@ -93,6 +93,27 @@ def test_a_newcomer_may_shard_otherwise(job: Replicas, directory: Path, source: 
     check_equal(job)
 
 
+def test_a_newcomer_of_another_host_loads_by_both_hosts_agents(job: Replicas, directory: Path) -> None:
+    """The hosts have only names, and a Redis in common: agents of one of them read no memory of the other."""
+    job.env["ETHA_HOST_ID"] = "one"
+    first = replica(job, directory, "a", "rows")
+    for one in first:
+        one.until(sized(1))
+    with private_directory() as other:
+        job.env |= {
+            "ETHA_RUNTIME_DIR": str(other),
+            "ETHA_HOST_ID": "two",
+            "ETHA_REDIS_URL": f"unix://{directory}/redis.sock",
+        }
+        new = replica(job, directory, "new", "columns")
+        for one in (*first, *new):
+            one.until(sized(2))
+        assert [one.logs[0].total for one in new] == [1.0, 1.0], "it has recovered"
+        assert all(log.committed for one in first for log in one.logs), "no step was lost"
+        job.end(*first, *new)
+    check_equal(job)
+
+
 def pair_with_one_ahead(job: Replicas, directory: Path, count: int = 2) -> list[Rank]:
     """Replicas of one rank each that train."""
     ranks = [one for name in "abc"[:count] for one in replica(job, directory, name, "plain", 1)]
