@@ -390,7 +390,12 @@ def again_and_again(member: Member) -> None:
         group.barrier().wait()
         if turn == 3:
             before = counted()
-    assert counted() == before
+    assert before is not None
+    # A connection that a member of another host has just closed is noticed a moment later, so one count may be higher.
+    deadline = time.monotonic() + 5.0
+    while any(now > was for now, was in zip(counted(), before, strict=True)):
+        assert time.monotonic() < deadline, (counted(), before)
+        os.sched_yield()
     group.shutdown()
     assert counted()[2] == 0
 
