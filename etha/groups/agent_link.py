@@ -60,6 +60,9 @@ class GroupAgentLink:
         self._link: AgentLink | None = None
         self._opening = asyncio.Lock()
         self._closed = False
+        #: Open calls of ``exchange``, and their epochs; the last epoch that has ended.
+        self._exchanges: dict[asyncio.Timeout, int] = {}
+        self._ended_epoch = 0
         self._pid = os.getpid()
 
     @property
@@ -73,6 +76,18 @@ class GroupAgentLink:
         Raises what the agent answers, GroupTimeoutError, or AgentUnavailableError if no agent can be reached.
         """
         return self._membership.loop_thread.call(self._call(message, timeout))
+
+    def exchange(self, message: Any, epoch: int, timeout: float) -> Any:
+        """As ``call``, for values of an epoch. GroupLostError once the epoch has ended (``end_exchanges``)."""
+        return self._membership.loop_thread.call(self._exchange(message, epoch, timeout))
+
+    def end_exchanges(self, epoch: int) -> None:
+        """Nobody needs to wait for values of this epoch and earlier ones; on the loop's thread."""
+        self._ended_epoch = max(self._ended_epoch, epoch)
+        now = asyncio.get_running_loop().time()
+        for limit, at in self._exchanges.items():
+            if at <= epoch:
+                limit.reschedule(now)
 
     def say(self, message: Any) -> None:
         """Answer what the agent has asked by a push; on the loop's thread. If the agent ends meanwhile, nobody asks."""
@@ -99,6 +114,20 @@ class GroupAgentLink:
     async def _close(self) -> None:
         if self._link is not None:
             await self._link.close()
+
+    async def _exchange(self, message: Any, epoch: int, timeout: float) -> Any:
+        limit = asyncio.timeout(None)
+        try:
+            if epoch > self._ended_epoch:
+                async with limit:
+                    self._exchanges[limit] = epoch
+                    return await self._call(message, timeout)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._exchanges.pop(limit, None)
+        raise GroupLostError(f"a member of epoch {epoch} of group {message.group} has ended", epoch=epoch)
 
     async def _call(self, message: Any, timeout: float) -> Any:
         loop = asyncio.get_running_loop()
@@ -194,8 +223,8 @@ class GroupAgentLink:
 class EpochStore(SimpleStore):
     """A torch Store in which the members of one epoch meet, kept by their agents in Redis for an hour.
 
-    ``prefix`` keeps several groups of one epoch apart. ``ended()``: a member of the epoch has ended, so nobody needs to
-    wait for it; calls raise GroupLostError then.
+    ``prefix`` keeps several groups of one epoch apart. Once a member of the epoch has ended, nobody needs to wait for
+    it: calls raise GroupLostError then.
     """
 
     def __init__(
@@ -205,11 +234,8 @@ class EpochStore(SimpleStore):
         epoch: int,
         prefix: str,
         timeout: float,
-        *,
-        ended: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(timeout)
-        self._ended = ended
         self._link, self._group, self._epoch, self._prefix = link, group, epoch, prefix
 
     @property
@@ -218,9 +244,7 @@ class EpochStore(SimpleStore):
         return self._link.redis_url
 
     def _ask(self, message: Any, seconds: float) -> Any:
-        if self._ended():
-            raise GroupLostError(f"a member of epoch {self._epoch} of group {self._group} has ended", epoch=self._epoch)
-        return self._link.call(message, seconds)
+        return self._link.exchange(message, self._epoch, seconds)
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -90,8 +90,8 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         self._set_members(min(self._true_rank, count - 1), count)
 
     def break_off(self) -> None:
-        """A member has left or died: end the calls of a group that does not notice by itself."""
-        if self._formed and self._pg.getBackendName() != "etha":
+        """A member has left or died: end the calls of a group that does not notice by itself, and a forming."""
+        if not self._formed or self._pg.getBackendName() != "etha":
             threading.Thread(target=self._pg.abort, name="etha-group-abort", daemon=True).start()
 
     def step_error(self) -> Exception | None:

@@ -589,7 +589,7 @@ class Members:
 
     def _store(self, epoch: int, prefix: str, seconds: float, *, everywhere: bool = False) -> EpochStore:
         prefix = prefix if everywhere else f"{prefix}/{self.rank}"
-        return EpochStore(self._link, self.name, epoch, prefix, seconds, ended=lambda: self._broken >= epoch)
+        return EpochStore(self._link, self.name, epoch, prefix, seconds)
 
     def _blame(self, error: GroupError, names: list[str]) -> None:
         """Remember who could not be reached, for the next attempt."""
@@ -698,8 +698,12 @@ class Members:
         if not push.broken or push.epoch < self._epoch:
             return
         self._broken = push.epoch
+        self._link.end_exchanges(push.epoch)
         if self._configuring is not None:
             self._across.abort()
+            # Ranks of this replica that have not come so far any more must not be waited for.
+            if self._inside is not None and not self._inside_stands:
+                self._inside.abort()
         self._give_up("a member of the epoch has ended")
         for group in self._managed():
             group.break_off()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -335,6 +336,63 @@ def test_another_world_size_is_named() -> None:
 def test_whoever_does_not_come_is_named() -> None:
     name, text, missing = together(1, configures, 0, 3, 0.5)[0]
     assert (name, missing) == ("GroupTimeoutError", (1, 2)) and "rank 1" in text
+
+
+def waits_in_configure(member: Member, where: str) -> str:
+    """Rank 0 waits for rank 1, which comes into the store or not, and never calls."""
+    from etha.groups.host import meeting
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    group = ProcessGroupEtha(60.0)
+    if member.rank:
+        if where == "the call":
+            meeting._Meeting._call_on = lambda self, record: member.hear()  # type: ignore[method-assign]
+        else:
+            member.hear()
+        with contextlib.suppress(GroupError):
+            group.configure(f"{member.address}/p", "r", 1, 2)
+        return ""
+
+    def hear() -> None:
+        member.hear()
+        group.abort()
+
+    if where == "the call":
+        records = meeting._Meeting._receive_calls
+
+        def receive(self: Any) -> None:
+            member.say("waits")
+            records(self)
+
+        meeting._Meeting._receive_calls = receive  # type: ignore[method-assign]
+    else:
+        asked = meeting._Meeting._record
+
+        def ask(self: Any, other: int) -> Any:
+            member.say("waits")
+            return asked(self, other)
+
+        meeting._Meeting._record = ask  # type: ignore[method-assign]
+    helper = threading.Thread(target=hear)
+    helper.start()
+    begun = time.monotonic()
+    with pytest.raises(GroupAbortedError) as raised:
+        group.configure(f"{member.address}/p", "r", 0, 2)
+    helper.join()
+    assert time.monotonic() - begun < 30
+    assert counted()[2] == 0
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["the store", "the call"])
+def test_abort_ends_a_configure(where: str) -> None:
+    with team(2, waits_in_configure, where) as running:
+        running.heard(0)
+        running.pipes[0].send("abort")
+        kind, text = running.pipes[0].recv()
+        assert kind == "done" and "abort()" in text, text
+        running.killed.add(1)
+        running.processes[1].kill()
 
 
 def twice(member: Member) -> str:

@@ -13,7 +13,7 @@ from etha.errors import GroupAbortedError, GroupError
 from etha.groups.base import GroupConfig, ProcessGroup, Timeout
 from etha.groups.calls import GroupCall
 from etha.groups.host.engine import Engine
-from etha.groups.host.meeting import MeetingDeadline, ask_store, meet
+from etha.groups.host.meeting import MeetingDeadline, MeetingEnd, ask_store, meet
 from etha.groups.host.windows import WINDOW, BlockLayout, new_block
 from etha.groups.store_client import create_store_client
 from etha.groups.work import GroupWork
@@ -43,6 +43,8 @@ class ProcessGroupEtha(ProcessGroup):
         self._error: GroupError | None = None
         #: Grows with every configure, abort and shutdown, so that a configure notices that it was overtaken.
         self._turn = 0
+        #: Ends a configure that is under way.
+        self._meeting = MeetingEnd()
         self._changing = threading.Lock()
         self._finalizer: Any = None
         #: Address of the last store, and the connection to it.
@@ -55,6 +57,7 @@ class ProcessGroupEtha(ProcessGroup):
         deadline = MeetingDeadline(self._timeout.total_seconds())
         turn = self._end(None)
         self._error = None
+        end = self._meeting = MeetingEnd()
         store = self._open(config.store, deadline)
         layout = BlockLayout(size=config.world_size, window=self._window)
         fd, block = new_block(layout)
@@ -66,7 +69,7 @@ class ProcessGroupEtha(ProcessGroup):
                 block_fd=fd,
                 name=config.replica_id,
                 deadline=deadline,
-                aborted=lambda: self._turn != turn,
+                end=end,
             )
         except BaseException:
             block.close()
@@ -84,7 +87,8 @@ class ProcessGroupEtha(ProcessGroup):
             hosts=hosts,
         )
         try:
-            engine.meet(deadline.ns)
+            with end.waking(lambda: engine.abort("configure was ended by abort(), shutdown() or another configure()")):
+                engine.meet(deadline.ns)
             with self._changing:
                 if self._turn != turn:
                     raise GroupAbortedError("configure was ended by abort(), shutdown() or another configure()")
@@ -125,6 +129,7 @@ class ProcessGroupEtha(ProcessGroup):
             engine.abort("abort() was called")
         else:
             self._turn += 1
+            self._meeting.set()
 
     def shutdown(self) -> None:
         """Leave the group and free its memory. The group can be configured again."""
@@ -139,6 +144,7 @@ class ProcessGroupEtha(ProcessGroup):
         """Close the engine; returns the number of this change."""
         with self._changing:
             self._turn += 1
+            self._meeting.set()
             turn, engine, self._engine = self._turn, self._engine, None
             if self._finalizer is not None:
                 self._finalizer.detach()

@@ -24,8 +24,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +34,14 @@ from typing import Any, Protocol
 import msgspec
 
 from etha.addresses import format_address, parse_address
-from etha.errors import EthaError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
+from etha.errors import (
+    EthaError,
+    GroupAbortedError,
+    GroupError,
+    GroupLostError,
+    GroupMismatchError,
+    GroupTimeoutError,
+)
 from etha.groups.host import endpoints
 from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
 from etha.memory.pages import is_sealed
@@ -131,6 +138,41 @@ class MeetingDeadline:
         return int(self.at * 1e9)
 
 
+class MeetingEnd:
+    """Ends a configure from another thread: whatever it waits for then, it stops waiting."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wakes: list[Callable[[], None]] = []
+        self._set = False
+
+    def set(self) -> None:
+        """End it, now or as soon as it waits again."""
+        with self._lock:
+            self._set, wakes = True, list(self._wakes)
+            for wake in wakes:
+                wake()
+
+    def check(self) -> None:
+        """Raise GroupAbortedError if it is ended."""
+        if self._set:
+            raise GroupAbortedError("configure was ended by abort(), shutdown() or another configure()")
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """``wake`` is called if this is set within, on the thread that does; afterwards this has been checked."""
+        with self._lock:
+            self._wakes.append(wake)
+            if self._set:
+                wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
+            self.check()
+
+
 def meet(
     store: MeetingStore,
     *,
@@ -139,24 +181,26 @@ def meet(
     block_fd: int,
     name: str,
     deadline: MeetingDeadline,
-    aborted: Callable[[], bool] = lambda: False,
+    end: MeetingEnd | None = None,
 ) -> tuple[dict[int, GroupPeer], tuple[int, ...]]:
     """Meet all other ranks; returns them by rank, and the number of each rank's host.
 
-    ``aborted`` is asked whenever something happened on the way. GroupTimeoutError names the ranks that did not come,
-    GroupMismatchError the ranks that were configured otherwise, GroupLostError a rank that died on the way.
+    ``end`` ends it with GroupAbortedError. GroupTimeoutError names the ranks that did not come, GroupMismatchError the
+    ranks that were configured otherwise, GroupLostError a rank that died on the way.
     """
-    meeting = _Meeting(store, rank, layout, block_fd, name, deadline, aborted)
+    meeting = _Meeting(store, rank, layout, block_fd, name, deadline, end or MeetingEnd())
     try:
         return meeting.run()
     finally:
         meeting.close()
 
 
-def ask_store(question: Callable[[], Any], deadline: MeetingDeadline, place: str = "") -> Any:
+def ask_store(
+    question: Callable[[], Any], deadline: MeetingDeadline, place: str = "", end: MeetingEnd | None = None
+) -> Any:
     """The answer of a store, asked on a thread of its own, because a store whose process is stopped never answers.
 
-    Raises GroupTimeoutError then, and GroupError if it cannot be reached or fails.
+    Raises GroupTimeoutError then, GroupError if it cannot be reached or fails, and GroupAbortedError at ``end``.
     """
     answer: list[Any] = []
     failure: list[BaseException] = []
@@ -171,7 +215,9 @@ def ask_store(question: Callable[[], Any], deadline: MeetingDeadline, place: str
             done.set()
 
     threading.Thread(target=run, name="etha-group-store", daemon=True).start()
-    if not done.wait(deadline.left + 0.5):
+    with (end or MeetingEnd()).waking(done.set):
+        in_time = done.wait(deadline.left + 0.5)
+    if not in_time:
         raise GroupTimeoutError(
             f"the store{place} did not answer within {deadline.seconds:g} s: its process may have ended, or be stopped",
             waiting_for=(),
@@ -185,6 +231,12 @@ def ask_store(question: Callable[[], Any], deadline: MeetingDeadline, place: str
     return answer[0]
 
 
+def _hang_up(sock: socket.socket) -> None:
+    """Have whoever reads from it hear its end."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 class _Meeting:
     def __init__(
         self,
@@ -194,10 +246,10 @@ class _Meeting:
         block_fd: int,
         name: str,
         deadline: MeetingDeadline,
-        aborted: Callable[[], bool],
+        end: MeetingEnd,
     ) -> None:
         self._store, self._rank, self._layout, self._block_fd = store, rank, layout, block_fd
-        self._deadline, self._aborted = deadline, aborted
+        self._deadline, self._end = deadline, end
         self._peers: dict[int, GroupPeer] = {}
         self._records: dict[int, MemberRecord] = {}
         self._done = False
@@ -251,7 +303,7 @@ class _Meeting:
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        return ask_store(question, self._deadline)
+        return ask_store(question, self._deadline, end=self._end)
 
     def _publish(self) -> None:
         mine = msgspec.json.encode(self._own).decode()
@@ -301,8 +353,9 @@ class _Meeting:
             self._limit(sock, record.rank)
             try:
                 sock.connect("\0" + record.address)
-                self._send(sock, record.token)
-                answer = self._receive(sock)
+                with self._end.waking(lambda: _hang_up(sock)):
+                    self._send(sock, record.token)
+                    answer = self._receive(sock)
             except TimeoutError:
                 raise self._late([record.rank]) from None
             except OSError as error:
@@ -314,7 +367,12 @@ class _Meeting:
     def _receive_calls(self) -> None:
         """Meet all higher ranks."""
         waiting = set(range(self._rank + 1, self._layout.size))
-        with selectors.DefaultSelector() as selector:
+        wake = os.eventfd(0, os.EFD_CLOEXEC)
+        with ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(os.close, wake)
+            stack.enter_context(self._end.waking(lambda: os.eventfd_write(wake, 1)))
+            selector.register(wake, selectors.EVENT_READ)
             for listener in (self._listener, self._port):
                 if listener is not None:
                     listener.setblocking(False)
@@ -325,8 +383,7 @@ class _Meeting:
                 while waiting:
                     if not (ready := selector.select(self._deadline.left)) and not self._deadline.left:
                         raise self._late(sorted(waiting))
-                    if self._aborted():
-                        raise GroupError("configure was ended by abort() or shutdown()")
+                    self._end.check()
                     for key, _ in ready:
                         if key.fileobj is self._port:
                             self._accept_stranger(selector, strangers)
