@@ -109,7 +109,7 @@ class ReplicaPlay:
         self._lead_to(what)
         ends = self._meet(what, victim, others, before=where == "before")
         step = self._rest(what, victim, others, ends)
-        self._next(victim, others, what, ends)
+        self._next(victim, others, what, ends, step)
         if self.cell.step != "none":
             assert step in self.cell.step.split(" or "), f"{self.cell}: the step {step}"
         crew.settle()
@@ -194,12 +194,18 @@ class ReplicaPlay:
             assert len(values) == 1, f"{self.cell}: members differ: {values}"
         return "counts" if True in values else "fails"
 
-    def _next(self, victim: Sailor, others: list[Sailor], what: str, ends: list[PhaseEnd]) -> None:
+    def _next(self, victim: Sailor, others: list[Sailor], what: str, ends: list[PhaseEnd], step: str) -> None:
         """The next epoch, in time; then a stopped member goes on and comes back."""
         crew = self.crew
         away = self.ends_here or self.cell.event == "SIGSTOP"
         if what != "begin":
             ends = crew.all("begin", *others, *([] if away else [victim]))
+        if away and step == "counts" and any(end.value == SIZE for end in ends):
+            # It had voted before the event, and nobody had heard of its end yet.
+            crew.all("call", *others)
+            votes = crew.all("commit", *others)
+            assert not any(end.value for end in votes), f"{self.cell}: a step counts without a member of its epoch"
+            ends = crew.all("begin", *others)
         for end in ends:
             assert (end.name, end.value) == ("", self.cell.members), f"{self.cell}: {end}"
         took = max(end.at for end in ends) - self.struck
