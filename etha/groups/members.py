@@ -569,7 +569,8 @@ class Members:
 
     def _configure(self, formed: GroupFormed, deadline: float) -> None:
         epoch, size = formed.epoch, len(formed.seats)
-        seconds = max(0.001, deadline - time.monotonic())
+        # Time is left to form another epoch, without a member that does not come because it is stopped.
+        seconds = max(0.001, min(self.timeout, deadline - time.monotonic()))
         for group in (self._across, self._inside):
             if group is not None:
                 group.set_timeout(seconds)
