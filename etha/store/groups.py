@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from etha.config import MAX_WORLD, check_name
-from etha.errors import ConfigError
+from etha.errors import ConfigError, EthaError, RedisUnavailableError
 from etha.store.connect import Client, ScriptRefused
 from etha.store.group_view import GroupView
 from etha.store.keys import REGISTRATION_LEASE
@@ -22,6 +23,8 @@ from etha.store.process import alive
 from etha.store.reading import FieldReader
 from etha.store.records import GroupState, RankHolder, Seating
 from etha.store.session import StoreSession
+
+log = logging.getLogger(__name__)
 
 #: Most bytes of a value that members of an epoch exchange.
 MAX_VALUE = 1 << 20
@@ -68,6 +71,8 @@ class GroupRecords:
         self._session, self._keys = session, session.keys
         #: Put back after Redis has lost it: what ranks of this agent's workers were when they last entered.
         self.held: dict[tuple[str, str, int], tuple[Entrance, RankHolder]] = {}
+        #: Those of them that ask for the next epoch now: their wish is put back, too.
+        self.wishes: set[tuple[str, str, int]] = set()
 
     async def enter(
         self, entrance: Entrance, member: RankHolder, *, wants: bool, timeout: float | None = None
@@ -174,8 +179,17 @@ class GroupRecords:
 
     async def restore(self, timeout: float) -> None:
         """Put back what this agent's workers hold, after Redis has lost it."""
-        for entrance, member in list(self.held.values()):
-            await self.enter(entrance, member, wants=False, timeout=timeout)
+        # First all ranks, so that no epoch forms without those that have no wish.
+        for wants in (False, True):
+            for key, (entrance, member) in list(self.held.items()):
+                if wants and key not in self.wishes:
+                    continue
+                try:
+                    await self.enter(entrance, member, wants=wants, timeout=timeout)
+                except RedisUnavailableError:
+                    raise
+                except EthaError as error:
+                    log.warning("rank %d of replica %s of group %s is not put back: %s", key[2], key[1], key[0], error)
 
     # ---- what the members of an epoch tell each other ---------------------------------------------
 

@@ -146,12 +146,7 @@ class AgentRecords:
                 log.warning("%s rank %d of pair %s is not put back: %s", side, rank, pair, error)
         for (pair, batch), fields in list(self._session.owned.batches.items()):
             await self._batches.write(pair, batch, fields, timeout)
-        try:
-            await self._groups.restore(timeout)
-        except RedisUnavailableError:
-            raise
-        except EthaError as error:
-            log.warning("a member of a group is not put back: %s", error)
+        await self._groups.restore(timeout)
         self._run_id = run_id
 
     def _sizes(self) -> tuple[int, int]:

@@ -280,6 +280,8 @@ class GroupService:
                 limit.reschedule(asyncio.get_running_loop().time())
 
         call = self._calls.open(held.session.peer, request, end)
+        wishes = self._store.groups.wishes
+        wishes.add(key)
         missing: tuple[Absentee, ...] = ()
         try:
             async with limit:
@@ -298,11 +300,13 @@ class GroupService:
                 self._spawn(self._forget_loads(key[0], seating.epoch))
         except TimeoutError:
             held.limit = None
+            wishes.discard(key)
             await self._give_up(key, held, call, missing)
         except EthaError as error:
             self._calls.fail(call, error)
         finally:
             held.limit = None
+            wishes.discard(key)
             if held.lost:
                 await self._take_out(key, held)
 

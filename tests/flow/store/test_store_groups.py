@@ -180,6 +180,27 @@ async def test_redis_that_lost_everything_opens_no_launch_again_that_has_ended(s
         assert again.formed and again.launch != launch
 
 
+async def test_a_wish_is_put_back_with_its_rank(store: Store) -> None:
+    """Otherwise the agent that puts a rank back takes back what that has just asked for."""
+    options = {"group": "g", "rank": 0, "world": 1, "epoch": 3, "last": 3, "timeout": LONG, "grace": LONG}
+    for number, name in enumerate("xyz"):
+        entrance = Entrance(replica=name, launch=f"{name}1", asked=name, **options)
+        store.groups.held["g", name, 0] = (entrance, process(number))
+    store.groups.wishes |= {("g", "x", 0), ("g", "z", 0)}
+    await store.groups.restore(10)
+    last = await enter(store, "y", 1, epoch=3, last=3, launch="y1")
+    assert (last.formed, last.epoch, sorted(names(last))) == (True, 4, ["x", "y", "z"])
+
+
+async def test_a_rank_that_cannot_be_put_back_keeps_no_other_away(store: Store) -> None:
+    for number, (name, world) in enumerate([("x", 1), ("y", 2), ("z", 1)]):
+        entrance = Entrance(group="g", replica=name, rank=0, world=world, launch="1", epoch=3, timeout=LONG, grace=LONG)
+        store.groups.held["g", name, 0] = (entrance, process(number))
+    await store.groups.restore(10)
+    [view] = await store.groups.views()
+    assert {member.holder.pid for member in view.ranks()} == {process(0).pid, process(2).pid}
+
+
 async def test_members_of_an_epoch_exchange_values(store: Store) -> None:
     groups = store.groups
     await groups.put("g", 3, {"k": b"\x00v", "other": b""})
