@@ -107,6 +107,9 @@ class ReplicaPlay:
         others = [sailor for sailor in crew.members if sailor is not victim]
         what = phase.removeprefix("a ")
         self._lead_to(what)
+        if self.cell.event == "Redis gone" and what == "begin":
+            self._begin_without_redis(victim, others, before=where == "before")
+            return
         ends = self._meet(what, victim, others, before=where == "before")
         step = self._rest(what, victim, others, ends)
         self._next(victim, others, what, ends, step)
@@ -127,6 +130,19 @@ class ReplicaPlay:
             for end in crew.all("call", *crew.members, kind=self.kind):
                 assert end.name == "" and end.value, end.text
 
+    def _begin_without_redis(self, victim: Sailor, others: list[Sailor], *, before: bool) -> None:
+        """Whoever comes first to a Redis that has lost its data may go on alone; the others join it."""
+        first, last = (others, [victim]) if before else ([victim], others)
+        number = self.crew.begin("begin", *first)
+        for sailor in first:
+            sailor.expect("waiting", number)
+        self._strike(victim)
+        self.crew.begin("begin", *last)
+        self.crew.server.start()
+        self.crew.settle()
+        took, allowed = time.monotonic() - self.struck, within(self.cell.seconds)
+        assert took < allowed, f"{self.cell}: all are in one epoch after {took:.3f} s, promised are {allowed} s"
+
     def _meet(self, what: str, victim: Sailor, others: list[Sailor], *, before: bool) -> list[PhaseEnd]:
         """The event; how the others' phase ended."""
         crew = self.crew
@@ -141,12 +157,10 @@ class ReplicaPlay:
         if last == others or goes_on:
             crew.begin(what, *last, **kind, odd=self.cell.event == "mismatch")  # type: ignore[arg-type]
         if self.cell.event == "Redis gone":
-            if what != "begin":
-                ends = [sailor.expect("ended") for sailor in others]
+            ends = [sailor.expect("ended") for sailor in others]
             crew.server.start()
-            if what != "begin":
-                victim.expect("ended")
-                return ends
+            victim.expect("ended")
+            return ends
         ends = [sailor.expect("ended") for sailor in others]
         if goes_on:
             end = victim.expect("ended")
