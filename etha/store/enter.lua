@@ -59,11 +59,13 @@ me.last, me.step, me.committed, me.least = req.last, req.step, req.committed, re
 me.epoch = same and mine and math.max(mine.epoch, req.epoch) or req.epoch
 local answered = same and mine and mine.asked == req.asked and not mine.wants and mine.epoch == epoch
   and mine.epoch > req.epoch
+-- The agent asks the same question again after a while: what it reports of others counts once.
+local again = same and mine and req.asked ~= '' and mine.asked == req.asked
 me.wants = req.wants and not answered
 me.asked = req.asked
 r.ranks[rank] = me
 suspects[replica] = nil
-if req.wants then
+if req.wants and not again then
   for _, name in ipairs(req.suspects) do
     if replicas[name] and name ~= replica then suspects[name] = true end
   end

@@ -142,6 +142,24 @@ async def test_who_cannot_reach_an_older_member_pauses(store: Store) -> None:
     assert 0 < paused.wait <= 5
 
 
+async def test_a_question_that_is_asked_again_reports_nobody_again(store: Store) -> None:
+    """The agent asks until the epoch has formed; who pauses would never be done with it otherwise."""
+    await enter(store, "x", 1)
+    await enter(store, "y", 2)
+    await enter(store, "x", 1, epoch=1, last=1)
+    question = {"epoch": 2, "unmet": ("x",), "asked": "t"}
+    first = await enter(store, "y", 2, **question)
+    again = await enter(store, "y", 2, **question)
+    assert not first.formed and not again.formed
+    key = store.keys.replica("g", "y")
+    found = await store._session.connection.call("read", lambda client: client.hget(key, "pause"), 10)
+    assert found == "5000"
+    await store._session.connection.call("write", lambda client: client.hset(key, "not_before", "1"), 10)
+    await enter(store, "y", 2, **question)
+    found = await store._session.connection.call("read", lambda client: client.hget(key, "pause"), 10)
+    assert found == "5000"
+
+
 async def test_a_rank_is_held_by_one_process(store: Store) -> None:
     entrance = Entrance(group="g", replica="x", rank=0, world=1, timeout=LONG, grace=LONG)
     await store.groups.enter(entrance, dead(), wants=True)
