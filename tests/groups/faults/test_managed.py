@@ -95,6 +95,10 @@ class ReplicaPlay:
     def run(self) -> None:
         """AssertionError if anything is otherwise than the cell says."""
         crew, (where, phase) = self.crew, self.cell.phase.split(" ", 1)
+        if self.cell.event == "SIGSTOP" and self.cell.phase == "in begin":
+            for sailor in list(crew.members):  # who has paused before pauses longer
+                sailor.strike(signal.SIGKILL)
+                crew.bury(sailor)
         while len(crew.members) < SIZE:
             crew.start()
         crew.settle()
