@@ -207,14 +207,14 @@ class ManagedCrew:
         self.begin(what, *sailors, kind=kind)
         return [sailor.expect("ended") for sailor in sailors]
 
-    def settle(self) -> None:
-        """All train until a step of all of them has counted."""
-        size = len(self.members)
-        for sailor in self.members:
-            sailor.order("settle", size)
-        for sailor in self.members:
+    def settle(self, *sailors: Sailor) -> None:
+        """These, or all, train until a step of all of them has counted."""
+        wanted = sailors or tuple(self.members)
+        for sailor in wanted:
+            sailor.order("settle", len(wanted))
+        for sailor in wanted:
             sailor.expect("settled")
-        for sailor in self.members:
+        for sailor in wanted:
             sailor.heard.clear()
 
     def kill_agents(self) -> float:

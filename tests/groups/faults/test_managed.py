@@ -111,8 +111,8 @@ class ReplicaPlay:
         others = [sailor for sailor in crew.members if sailor is not victim]
         what = phase.removeprefix("a ")
         self._lead_to(what)
-        if self.cell.event == "Redis gone" and what == "begin":
-            self._begin_without_redis(victim, others, before=where == "before")
+        if what == "begin" and (self.cell.event == "Redis gone" or (self.cell.event, where) == ("SIGSTOP", "in")):
+            self._begin_apart(victim, others, before=where == "before")
             return
         ends = self._meet(what, victim, others, before=where == "before")
         step = self._rest(what, victim, others, ends)
@@ -134,18 +134,25 @@ class ReplicaPlay:
             for end in crew.all("call", *crew.members, kind=self.kind):
                 assert end.name == "" and end.value, end.text
 
-    def _begin_without_redis(self, victim: Sailor, others: list[Sailor], *, before: bool) -> None:
-        """Whoever comes first to a Redis that has lost its data may go on alone; the others join it."""
+    def _begin_apart(self, victim: Sailor, others: list[Sailor], *, before: bool) -> None:
+        """One may go on alone before the others join it: who comes first to a Redis that has lost its data, or whose
+        pause ends first."""
         first, last = (others, [victim]) if before else ([victim], others)
         number = self.crew.begin("begin", *first)
         for sailor in first:
             sailor.expect("waiting", number)
         self._strike(victim)
         self.crew.begin("begin", *last)
-        self.crew.server.start()
-        self.crew.settle()
+        if self.cell.event == "SIGSTOP":
+            self.crew.settle(*others)
+        else:
+            self.crew.server.start()
+            self.crew.settle()
         took, allowed = time.monotonic() - self.struck, within(self.cell.seconds)
         assert took < allowed, f"{self.cell}: all are in one epoch after {took:.3f} s, promised are {allowed} s"
+        if self.cell.event == "SIGSTOP":
+            victim.strike(signal.SIGCONT)
+            self.crew.settle()
 
     def _meet(self, what: str, victim: Sailor, others: list[Sailor], *, before: bool) -> list[PhaseEnd]:
         """The event; how the others' phase ended."""
