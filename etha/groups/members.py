@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 _MISFITS = ConfigError | LayoutError | RegistrationError
 #: Seconds that ``begin`` waits for members whose agents do not answer.
 GRACE = 3.0
+#: Seconds after which a member that has voted no ends the calls of the step, in which others may wait for it.
+RELEASE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +223,8 @@ class Members:
         changed, self._recovered = False, False
         # A wish that only this member has heard of must be voted on first, so that all change at the same step.
         if self._must_change or self._across.errored() is not None or self._step_error() is not None:
+            if not self._epoch and self._state is not None:
+                self._state.check()  # now, and not when somebody joins whom this member could not serve
             # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
             patience = 2 * self.timeout + self._grace if timeout is None else timeout
             self._change(time.monotonic() + patience)
@@ -256,9 +261,24 @@ class Members:
             # Nobody needs to wait for this ballot, and this member for none: somebody is known not to come.
             self._suspect(error)
             self._across.abort()
-        decided = self._vote(ballot)
+        # After an error of its own this rank may have left out calls in which others wait for it.
+        release = threading.Timer(RELEASE, self._end_calls) if not ok and error is None else None
+        if release is not None:
+            release.daemon = True
+            release.start()
+        try:
+            decided = self._vote(ballot)
+        finally:
+            if release is not None:
+                release.cancel()
         self._apply(decided)
         return decided.committed
+
+    def _end_calls(self) -> None:
+        """Let the others' calls of this step end. They would find nobody in the vote, so the epoch ends with it."""
+        log.warning("group %s: step %d does not count, and others still wait in its calls", self.name, self._step)
+        for group in self._managed():
+            group.abort()
 
     def leave(self) -> None:
         """Leave the group in order; the others go on without this replica. Idempotent."""
@@ -458,8 +478,17 @@ class Members:
 
     def _serve(self, state: MemberState, target: int) -> None:
         """Let ``target`` have the state as it is now. Returns as soon as it may change."""
-        frame, tensors = state.take(self._step, self._batches)
-        self._send_bytes(frame.packed(), target)
+        try:
+            frame, tensors = state.take(self._step, self._batches)
+            packed = frame.packed()
+        except Exception as error:  # the newcomer cannot join; whoever trains goes on
+            name = self._seats[target].replica
+            log.exception("group %s: the state here cannot be handed over, so %s cannot join", self.name, name)
+            why = f"replica {self.replica} cannot hand over its state: {type(error).__name__}: {error}"
+            refused = StateFrame(values=None, parts=[], step=0, batches_committed=0, refusal=why[:4000])
+            self._send_bytes(refused.packed(), target)
+            return
+        self._send_bytes(packed, target)
         sharded = set(msgspec.msgpack.decode(self._receive_bytes(target), type=list[str]))
         handover = self._new_handover(target, sends=True)
         loop_thread = self._link.loop_thread
@@ -479,6 +508,8 @@ class Members:
         landing = None
         try:
             frame = StateFrame.unpacked(self._receive_bytes(source))
+            if frame.refusal:
+                raise ConfigError(frame.refusal)
             landing = state.expect(frame)
         except Exception as error:
             failed = error

@@ -59,6 +59,7 @@ def train(trainer: Trainer) -> None:
 
     options = dict(trainer.options)
     via, pause = options.pop("via", "etha"), options.pop("pause", 0.0)
+    fails_at = options.pop("fails_at", None)
     members = Members("dp", replica=trainer.name, rank=trainer.rank, world_size=trainer.world, **options)
     group = ManagedProcessGroup(members, via=via)
     weights = torch.zeros(SIZE, dtype=torch.float64)
@@ -68,9 +69,13 @@ def train(trainer: Trainer) -> None:
         if quorum.changed:
             group.broadcast_one(after, 0).wait()
         gradient = torch.full((SIZE,), float(quorum.step + 1 + quorum.rank), dtype=torch.float64)
-        group.allreduce([gradient]).wait()
+        fails = quorum.step == fails_at
+        if fails:  # an error in forward: this rank makes none of the step's calls
+            fails_at = None
+        else:
+            group.allreduce([gradient]).wait()
         after += gradient
-        committed = members.commit()
+        committed = members.commit(not fails)
         if committed:
             weights = after
         log = StepLog(

@@ -70,6 +70,20 @@ def test_three_replicas_lose_one_and_get_it_back(job: Replicas) -> None:
     job.check()
 
 
+@pytest.mark.parametrize("via", ["etha", "gloo"])
+def test_who_leaves_out_the_calls_of_a_step_keeps_nobody_waiting(directory: Path, via: str) -> None:
+    with replicas(directory, via=via, timeout=40.0) as job:
+        a, b = job.start("a"), job.start("b", fails_at=20)
+        for one in (a, b):
+            one.until(lambda log: log.committed and log.step >= 22)
+            lost = [log for log in one.logs if not log.committed and log.step == 20]
+            assert len(lost) == 1, "only the step that failed does not count"
+            before = max((log.at for log in one.logs if log.at < lost[0].at), default=lost[0].at)
+            assert lost[0].at - before < within(5.0), "nobody has waited for the timeout"
+        job.end(a, b)
+        job.check()
+
+
 def test_replicas_over_gloo(directory: Path) -> None:
     with replicas(directory, via="gloo") as job:
         a, b, c = (job.start(name) for name in "abc")

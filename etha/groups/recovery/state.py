@@ -52,12 +52,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a state but the bytes of its tensors. ``values``: see ``values.py``."""
+    """Everything of a state but the bytes of its tensors. ``values``: see ``values.py``. ``refusal``: why there is no
+    state, if that is not empty."""
 
     values: Any
     parts: list[Part]
     step: int
     batches_committed: int
+    refusal: str = ""
 
     def packed(self) -> bytes:
         """As bytes, with a checksum."""
@@ -103,6 +105,10 @@ class MemberState:
         if extra is not None and not (len(extra) == 2 and all(map(callable, extra))):
             raise ConfigError("members.state(extra=...): two functions are needed, (get, set)")
         self._model, self._optimizer, self._extra = model, optimizer, extra
+
+    def check(self) -> None:
+        """Raise ConfigError for what can never be handed over, and what the program's ``get`` raises."""
+        self.take(0, 0)[0].packed()
 
     def take(self, step: int, batches_committed: int) -> tuple[StateFrame, dict[str, Tensor]]:
         """The state as it is: a frame, and the tensors themselves, which are not copied."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from etha.config import MAX_TENSOR_NAME
@@ -32,11 +34,20 @@ class TensorCollector:
         handed over."""
         match value:
             case Tensor():
+                _check_tensor(value, path)
                 return {_TENSOR: self._name(value, path)}
-            case None | bool() | float() | str() | bytes():
+            case np.generic():
+                return self.take_apart(value.item(), path)
+            case None | bool() | bytes():
                 return value
+            case float():
+                return float(value)  # not a class of its own, which msgpack does not know
+            case str():
+                return str(value)
             case int() if _LEAST_INT <= value <= _MOST_INT:
-                return value
+                return int(value)
+            case int():
+                raise ConfigError(f"members.state cannot hand over {path}: {value} does not fit into 64 bits")
             case list():
                 return [self.take_apart(one, f"{path}/{number}") for number, one in enumerate(value)]
             case tuple():
@@ -63,6 +74,16 @@ class TensorCollector:
         self.found[name] = tensor  # kept, so that no other tensor gets this id
         self._names[id(tensor)] = name
         return name
+
+
+def _check_tensor(tensor: Tensor, path: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ConfigError(f"members.state cannot hand over {path}: a tensor must be dense, it is {tensor.layout}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            f"members.state cannot hand over {path}: it is a conjugated or negated view: give "
+            f"tensor.resolve_conj().resolve_neg()"
+        )
 
 
 def put_together(frame: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -64,7 +64,11 @@ def train(trainer: Trainer) -> None:
         average[0] = extra["average"]
         torch.set_rng_state(extra["random"])
 
-    members.state(model, optimizer, extra=(lambda: {"average": average[0], "random": torch.get_rng_state()}, put))
+    def get() -> dict[str, Any]:
+        odd = {"odd": {1}} if moments.act == ("take", "odd") else {}
+        return {"average": average[0], "random": torch.get_rng_state(), **odd}
+
+    members.state(model, optimizer, extra=(get, put))
     group = ManagedProcessGroup(members)
     moments = Moments(trainer, members, act)
     while (word := trainer.pipe.recv() if trainer.pipe.poll(0) else None) != "end":

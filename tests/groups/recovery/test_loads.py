@@ -272,3 +272,19 @@ def test_a_state_that_does_not_fit_is_the_newcomers_error(job: Replicas, directo
     first.until(lambda log: log.committed and log.step > last)
     assert sum(not log.committed for log in first.logs) <= 1
     job.end(first)
+
+
+def test_a_state_that_cannot_be_handed_over_keeps_only_the_newcomer_out(job: Replicas, directory: Path) -> None:
+    first = replica(job, directory, "a", "plain", 2)
+    for one in first:
+        one.until(sized(1))
+    arm(first[1], "take", "odd")
+    new = replica(job, directory, "new", "plain", 2)
+    name, text = new[1].ends()
+    assert name == "ConfigError", text
+    assert "replica a cannot hand over its state: ConfigError: members.state cannot hand over extra/odd, a set" in text
+    assert new[0].ends()[0] == "GroupLostError"
+    epoch = first[0].logs[-1].epoch
+    for one in first:
+        one.until(lambda log: log.committed and log.epoch > epoch)
+    job.end(*first)

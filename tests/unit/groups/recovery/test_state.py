@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from etha.errors import ConfigError, ProtocolError
 from etha.groups.recovery.state import Landing, MemberState, StateFrame
+from etha.groups.recovery.values import put_together
 
 
 def net(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -182,3 +185,29 @@ def test_a_sharded_tensor_of_extra_needs_one_here(world: Any) -> None:
     landing = MemberState(None, None, (lambda: {"average": whole}, print)).expect(frame)
     average = landing.tensors["extra/average"]
     assert isinstance(average, DTensor) and average.to_local().shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({1}, "extra/it, a set"),
+        (2**70, "does not fit into 64 bits"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.ones(2, 2).to_sparse(), "must be dense"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_named_before_anybody_joins(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MemberState(None, None, (lambda: {"it": value}, print)).check()
+
+
+def test_numbers_of_other_classes_arrive_as_plain_ones() -> None:
+    class Word(str):
+        __slots__ = ()
+
+    given = [np.float64(0.5), np.int64(3), np.bool_(True), Word("a"), IntEnum("Level", "low")(1)]
+    state = MemberState(None, None, (lambda: given, print))
+    frame = StateFrame.unpacked(state.take(0, 0)[0].packed())
+    arrived = put_together(frame.values["extra"], {})
+    assert arrived == [0.5, 3, True, "a", 1]
+    assert [type(one) for one in arrived] == [float, int, bool, str, int]
