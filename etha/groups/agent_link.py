@@ -183,19 +183,27 @@ class GroupAgentLink:
             starts=starts,
         )
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
+        deadline, pause = loop.time() + timeout, _FIRST_PAUSE
         if self._agent is not None:
             return await AgentLink.connect(agent_path(self._agent), hello, timeout=timeout, on_push=self._on_push)
         while True:
             settings.ensure_runtime_dir()
-            path = await ensure_agent(
-                settings,
-                "cpu",
-                redis_url=self.redis_url,
-                namespace=settings.namespace,
-                timeout=max(0.0, deadline - loop.time()),
-                patient=again,
-            )
+            try:
+                path = await ensure_agent(
+                    settings,
+                    "cpu",
+                    redis_url=self.redis_url,
+                    namespace=settings.namespace,
+                    timeout=max(0.0, deadline - loop.time()),
+                    patient=again,
+                )
+            except AgentUnavailableError as error:
+                if not again or loop.time() + pause >= deadline:
+                    raise
+                log.warning("an agent that was started has ended, another one is started: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(_LONGEST_PAUSE, 2 * pause)
+                continue
             try:
                 link = await AgentLink.connect(
                     path, hello, timeout=max(0.0, deadline - loop.time()), on_push=self._on_push

@@ -525,7 +525,10 @@ def _without_unset(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def as_timedelta(timeout: Timeout) -> timedelta:
     """Seconds or a timedelta, more than none."""
-    found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
+    try:
+        found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
+    except (TypeError, ValueError, OverflowError):
+        raise GroupError(f"a timeout of {timeout!r}: a finite number of seconds or a timedelta is needed") from None
     if found <= timedelta(0):
         raise GroupError(f"a timeout of {found.total_seconds():g} s has passed already")
     return found

@@ -306,15 +306,15 @@ class _Builder:
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> GroupCall:
         given = self._list(tensors)
-        return self._call(Kind.SEND, given, [], given, root=self._peer(peer), tag=int(tag))
+        return self._call(Kind.SEND, given, [], given, root=self._peer(peer), tag=self._tag(tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> GroupCall:
         given = self._list(tensors)
-        return self._call(Kind.RECV, [], given, given, root=self._peer(peer), tag=int(tag))
+        return self._call(Kind.RECV, [], given, given, root=self._peer(peer), tag=self._tag(tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> GroupCall:
         given = self._list(tensors)
-        return self._call(Kind.RECV_ANY, [], given, given, tag=int(tag))
+        return self._call(Kind.RECV_ANY, [], given, given, tag=self._tag(tag))
 
     # ---- parts -------------------------------------------------------------------------------
 
@@ -422,6 +422,11 @@ class _Builder:
         if not 0 <= root < self.size:
             raise GroupError(f"{self.method}: root {root} is no rank of a group with {self.size} members")
         return int(root)
+
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag < 1 << 63:
+            raise GroupError(f"{self.method}: tag {tag} is negative or has more than 63 bits")
+        return int(tag)
 
     def _peer(self, peer: int) -> int:
         if not 0 <= peer < self.size:

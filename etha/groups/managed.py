@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from etha.errors import GroupError, GroupMismatchError
-from etha.groups.base import GroupConfig, Timeout
+from etha.groups.base import GroupConfig, Timeout, as_timedelta
 from etha.groups.calls import FLOAT8, GroupCall
 from etha.groups.plain_ddp import plain_ddp_hint
 from etha.groups.schedule import Kind
@@ -63,8 +63,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
     def __init__(
         self, members: Any, via: str | Callable[[float], Any] = "etha", *, timeout: Timeout | None = None
     ) -> None:
-        seconds = members.timeout if timeout is None else timeout
-        seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+        if not hasattr(members, "manage"):
+            raise GroupError(f"ManagedProcessGroup({members!r}): Members, or a Manager of torchft, are needed")
+        seconds = as_timedelta(members.timeout if timeout is None else timeout).total_seconds()
         super().__init__(seconds, pg=carrier(via)(seconds), errors="swallow")
         self._members, self._formed = members, False
         self._true_rank, self._true_size, self._count = 0, 1, 1

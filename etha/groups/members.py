@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -145,10 +146,13 @@ class Members:
         place = RankInfo.of(world_size=world_size, rank=rank, ranks=None, env=env)
         self.name = check_name("group", name)
         self.rank, self.world_size = place.rank, place.world_size
-        self.replica = check_name("replica", replica or env.replica or self._own_name())
-        self.min_replicas, self.timeout, self.max_failures = min_replicas, timeout, max_failures
-        if min_replicas < 1:
-            raise ConfigError(f"min_replicas={min_replicas}: an epoch has at least one replica")
+        self.replica = check_name("replica", (replica if replica is not None else env.replica) or self._own_name())
+        self.min_replicas, self.timeout, self.max_failures = min_replicas, _seconds("timeout", timeout), max_failures
+        if not isinstance(min_replicas, int) or min_replicas < 1:
+            raise ConfigError(f"min_replicas={min_replicas!r}: an epoch has at least one replica")
+        if max_failures is not None and (not isinstance(max_failures, int) or max_failures < 0):
+            raise ConfigError(f"max_failures={max_failures!r}: a number of steps, or None, is needed")
+        grace = _seconds("grace", grace)
         self._grace, self._pid = grace, os.getpid()
         self._step = self._batches = 0
         self._epoch = self._last = 0
@@ -217,6 +221,8 @@ class Members:
         this replica is over, because it has lost a rank or was launched again.
         """
         self._check()
+        # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
+        patience = 2 * self.timeout + self._grace if timeout is None else _seconds("timeout", timeout)
         if self._begun and self._quorum is not None:
             # A Sampler or an Optimizer has begun this step. An error since then is the vote's affair.
             return self._quorum
@@ -225,8 +231,6 @@ class Members:
         if self._must_change or self._across.errored() is not None or self._step_error() is not None:
             if not self._epoch and self._state is not None:
                 self._state.check()  # now, and not when somebody joins whom this member could not serve
-            # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
-            patience = 2 * self.timeout + self._grace if timeout is None else timeout
             self._change(time.monotonic() + patience)
             changed = True
         self._begun = True
@@ -250,6 +254,9 @@ class Members:
         self._check()
         if not self._begun:
             raise GroupError("commit() without begin(): call begin() before each step")
+        if not isinstance(ok, bool | np.bool_ | torch.Tensor):
+            raise GroupError(f"commit({ok!r}): True or False is needed")
+        ok = bool(ok)
         self._begun = False
         error = self._step_error()
         ballot = Ballot(
@@ -316,7 +323,12 @@ class Members:
         """Continue where a checkpoint stood; before the first ``begin``."""
         if self._epoch:
             raise GroupError("load_state_dict() after begin(): a member that has begun loads its state from the others")
-        self._step, self._batches = int(state["step"]), int(state["batches_committed"])
+        try:
+            self._step, self._batches = int(state["step"]), int(state["batches_committed"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"load_state_dict: step and batches_committed are needed, as state_dict() has: {state!r}"
+            ) from None
 
     def state(
         self,
@@ -765,6 +777,12 @@ def _loads(seats: tuple[GroupSeat, ...]) -> list[tuple[int, int]]:
         ahead = ahead[:1]
     behind = [rank for rank in range(len(seats)) if rank not in ahead]
     return [(ahead[number % len(ahead)], rank) for number, rank in enumerate(behind)]
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, int | float) and 0 <= value < float("inf"):
+        return float(value)
+    raise ConfigError(f"{name}={value!r}: a finite number of seconds, at least 0, is needed")
 
 
 def _attending(message: EnterGroup, launch: str, epoch: int) -> EnterGroup:

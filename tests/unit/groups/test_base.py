@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from etha.errors import GroupError, GroupLostError, GroupMismatchError
-from etha.groups import ProcessGroup
+from etha.groups import ProcessGroup, ProcessGroupDummy
 
 from .echo import EchoGroup
 
@@ -237,3 +238,9 @@ def test_a_group_that_is_not_a_concrete_one_says_what_to_use() -> None:
         group.configure("127.0.0.1:1/p", "r", 0, 1)
     with pytest.raises(GroupError, match="use a concrete group"):
         group.barrier()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "soon", None, -1, 0])
+def test_a_timeout_is_a_finite_time(timeout: Any) -> None:
+    with pytest.raises(GroupError, match="a timeout of"):
+        ProcessGroupDummy(0, 1).set_timeout(timeout)

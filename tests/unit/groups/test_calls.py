@@ -231,3 +231,9 @@ def test_reductions_that_mean_nothing_are_refused() -> None:
         normalize("allreduce", ([torch.ones(3, dtype=torch.bool)], average), rank=0, size=2)
     with pytest.raises(GroupError, match="a conjugated view of torch"):
         normalize("allreduce", ([torch.ones(3, dtype=torch.complex64).conj()],), rank=0, size=2)
+
+
+def test_a_tag_is_a_whole_number_from_0() -> None:
+    for method in ("send", "recv"):
+        with pytest.raises(GroupError, match="tag -5"):
+            built(method, [torch.ones(1)], 0, -5)

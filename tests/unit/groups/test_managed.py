@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etha.errors import GroupError, GroupMismatchError
+from etha.errors import ConfigError, GroupError, GroupMismatchError
 from etha.groups.managed import ManagedProcessGroup
+from etha.groups.members import Members
 from etha.groups.work import DummyWork
 
 
@@ -120,3 +121,31 @@ def test_a_member_behind_sends_nothing_and_receives_no_message() -> None:
     assert group.send([torch.ones(1)], 0).wait()
     with pytest.raises(GroupMismatchError, match="a member that is behind receives no messages"):
         group.recv([torch.ones(1)], 0).wait()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"timeout": value} for value in (float("nan"), float("inf"), -1.0, "9")),
+        *({"grace": value} for value in (-3.0, None)),
+        *({"min_replicas": value} for value in (0, "2")),
+        *({"max_failures": value} for value in (-1, 0.5)),
+    ],
+)
+def test_settings_of_members_that_mean_nothing_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Members("dp", replica="a", rank=0, world_size=1, **wrong)
+
+
+def test_a_managed_group_needs_members() -> None:
+    with pytest.raises(GroupError, match=r"ManagedProcessGroup\(None\)"):
+        ManagedProcessGroup(None)
+
+
+def test_counts_of_a_checkpoint_are_named() -> None:
+    members = Members("dp", replica="a", rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="batches_committed are needed"):
+        members.load_state_dict({})
+    with pytest.raises(ConfigError, match="timeout"):
+        members.begin("a")  # type: ignore[arg-type]
+    members.leave()
