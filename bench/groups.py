@@ -5,19 +5,24 @@
 Every member has one group of each kind at the same time and calls them in turns, so that all of them meet the same
 machine. A row is the median of all calls of its kind; the goal is a ratio to Gloo's median in this run, or a time. Each
 row is measured again with a busy Python thread inside every member, and with a busy process beside each member: only
-the interpreter's lock differs between these two.
+the interpreter's lock differs between these two. As root with `ip`, two members also call each other over TCP between
+two network namespaces, which are two hosts for Etha; Gloo uses the same link.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import statistics
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,15 +48,25 @@ class Place:
     size: int
     port: int
     pipe: Connection
+    #: The network namespace in which it lives; the own one if empty. The store is at `address` then.
+    namespace: str = ""
+    address: str = "127.0.0.1"
 
     def store(self, prefix: str) -> Any:
-        return PrefixStore(prefix, TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False))
+        return PrefixStore(prefix, TCPStore(self.address, self.port, is_master=False, wait_for_workers=False))
+
+    def gloo(self) -> Any:
+        if not self.namespace:
+            return dist.ProcessGroupGloo(self.store("gloo"), self.rank, self.size)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="bench0")]
+        return dist.ProcessGroupGloo(self.store("gloo"), self.rank, self.size, options)
 
     def group(self, name: str, kind: Any = None) -> Any:
         from etha.groups.host.etha_group import ProcessGroupEtha
 
         group = (kind or ProcessGroupEtha)(timeout=60)
-        group.configure(f"127.0.0.1:{self.port}/{name}", f"replica {self.rank}", self.rank, self.size)
+        group.configure(f"{self.address}:{self.port}/{name}", f"replica {self.rank}", self.rank, self.size)
         return group
 
 
@@ -74,7 +89,7 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
 
     torch.set_num_threads(1)
     group = place.group("etha")
-    gloo = dist.ProcessGroupGloo(place.store("gloo"), place.rank, place.size)
+    gloo = place.gloo()
     kinds: dict[str, tuple[Any, bool]] = {"Gloo": (gloo, False), "etha": (group, False), "etha.empty": (group, True)}
     if baby:
         from etha.groups import ProcessGroupBabyGloo
@@ -197,6 +212,76 @@ def run(size: int, body: Callable[..., None], *args: Any, beside: int = 0) -> li
     return found
 
 
+def enter(namespace: str) -> None:
+    """Go to a network namespace: this thread and what it starts."""
+    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):
+            raise OSError(ctypes.get_errno(), f"cannot enter namespace {namespace}")
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a link with the addresses 10.219.1.1 and 10.219.1.2."""
+    names = (f"bench-{os.getpid()}-1", f"bench-{os.getpid()}-2")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "bench0", "type", "veth", "peer", "name", "bench0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.219.1.{number}/24", "dev", "bench0")
+            ip("-n", name, "link", "set", "bench0", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _in_namespace(place: Place, body: Callable[..., None], *args: Any) -> None:
+    enter(place.namespace)
+    body(place, *args)
+
+
+def run_between(body: Callable[..., None], *args: Any, beside: int = 0) -> list[Any]:
+    """As `run` with two members, each in a namespace of its own."""
+    stores: list[Any] = []
+    with namespaces() as names:
+
+        def serve() -> None:
+            enter(names[0])
+            stores.append(TCPStore("10.219.1.1", 0, is_master=True, wait_for_workers=False))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+        others = [CONTEXT.Process(target=_spin_process, daemon=True) for _ in range(beside)]
+        members, pipes = [], []
+        for rank in range(2):
+            here, there = CONTEXT.Pipe()
+            place = Place(
+                rank=rank, size=2, port=stores[0].port, pipe=there, namespace=names[rank], address="10.219.1.1"
+            )
+            members.append(CONTEXT.Process(target=_in_namespace, args=(place, body, *args), daemon=True))
+            pipes.append(here)
+        for process in [*others, *members]:
+            process.start()
+        found = [pipe.recv() for pipe in pipes]
+        for process in members:
+            process.join()
+        for process in others:
+            process.kill()
+            process.join()
+        stores.clear()
+    return found
+
+
 def _spin_process() -> None:
     _spin(threading.Event())
 
@@ -252,6 +337,12 @@ def main() -> None:
     ratio = steps["etha"] / steps["Gloo"]
     text = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in steps.items())
     out.append(f"a step of DDP, 50 M parameters in float32, 2 members: {text} ({ratio:.2f})")
+    if os.geteuid() == 0 and shutil.which("ip"):
+        out += table("2 members between namespaces, over TCP", run_between(calls, runs, False, False))
+        title = "2 members between namespaces, a busy Python thread inside each"
+        out += table(title, run_between(calls, runs, True, False))
+        title = "2 members between namespaces, a busy process beside each"
+        out += table(title, run_between(calls, runs, False, False, beside=2))
     for size in (2, 8):
         out.append(f"configure, {size} members: {max(run(size, configures, runs)) * 1e3:.1f} ms")
     kills = [kill_to_error() for _ in range(3 * runs)]

@@ -199,8 +199,9 @@ def program(
     `hosts`: the number of each rank's host; () if all are on one. Raises ValueError for a shape that no call can have,
     for SMALL if a rank stages more than a window holds, and for IN_PLACE over several hosts.
     """
-    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant)
-    if len(set(hosts)) <= 1:
+    far = len(set(hosts)) > 1
+    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, far=far)
+    if not far:
         return own
     if variant is Variant.IN_PLACE:
         raise ValueError("ranks of several hosts cannot read each other's tensors in place")
@@ -208,7 +209,7 @@ def program(
     for peer in own.others:
         if hosts[peer] != hosts[rank]:
             other = _program(
-                shape_of(shape, peer, size), rank=peer, size=size, window_bytes=window_bytes, variant=variant
+                shape_of(shape, peer, size), rank=peer, size=size, window_bytes=window_bytes, variant=variant, far=True
             )
             for phase, window, offset, count, number in _reads(other, rank, shape.itemsize):
                 space = own.spaces.window(rank, window)
@@ -264,8 +265,8 @@ def shape_of(shape: CallShape, rank: int, size: int) -> CallShape:
 
 
 @lru_cache(maxsize=KEPT_PROGRAMS)
-def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant) -> CallProgram:
-    """The program of one rank as if all were on one host."""
+def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant, far: bool) -> CallProgram:
+    """The program of one rank without what it sends; `far`: there are several hosts."""
     _check(shape, rank, size, window_bytes, variant)
     b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL)
     if size == 1:
@@ -281,6 +282,8 @@ def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, varia
         _exchange(b)
     elif variant is Variant.SMALL:
         _reduce_small(b)
+    elif far and shape.kind is Kind.ALLREDUCE:
+        _reduce_overlapped(b)
     else:
         _reduce_slices(b)
     return b.finish()
@@ -362,7 +365,7 @@ class _Builder:
 
     def begin_round(self, number: int) -> None:
         self.round = number
-        self.rounds = number + 1
+        self.rounds = max(self.rounds, number + 1)
 
     def window(self, rank: int) -> int:
         return self.spaces.window(rank, self.round % 2)
@@ -378,6 +381,10 @@ class _Builder:
     def post(self) -> None:
         self.phase += 1
         self.steps.append(CallStep(POST, amount=self.phase, round=self.round))
+
+    def wait_for(self, phase: int) -> None:
+        """Wait for all others, for a phase that may be an earlier one."""
+        self.steps.append(CallStep(WAIT, src_space=ALL, amount=phase, round=self.round))
 
     def wait(self, rank: int = ALL) -> None:
         self.steps.append(CallStep(WAIT, src_space=rank, amount=self.phase, round=self.round))
@@ -457,6 +464,71 @@ def _reduce_slices(b: _Builder) -> None:
         b.stage(stream, lo + last, hi, last)
         b.meet()
         _reduce_own_slice(b, stream, lo, first, last)
+
+
+def _reduce_overlapped(b: _Builder) -> None:
+    """ALLREDUCE between hosts: as `_reduce_slices`, but round k + 1 is on its way while round k is reduced and fetched.
+
+    Staging round k + 1 needs that all have reduced round k - 1, which filled the same window, and reducing it that all
+    have fetched round k - 1. The last round is posted after the one before has been fetched, so that the next call may
+    fill the other window at once. A rank's slice is the same in all rounds, the shorter last one included: what arrives
+    for one slice would otherwise fall on another one of round k - 1 that is still to be fetched.
+    """
+    stream = _all(b.shape.inputs, b.itemsize)
+    starts = list(range(0, stream.length, b.window_bytes))
+    staged: dict[int, int] = {}  # round -> the phase that says so
+    reduced: dict[int, int] = {}
+
+    def part(number: int, rank: int) -> tuple[int, int]:
+        length = min(b.window_bytes, stream.length - starts[number])
+        first, last = _slice(min(b.window_bytes, stream.length), rank, b.size)
+        return min(first, length), min(last, length)
+
+    def stage(number: int) -> None:
+        b.begin_round(number)
+        lo = starts[number]
+        hi = min(lo + b.window_bytes, stream.length)
+        first, last = part(number, b.rank)
+        b.stage(stream, lo, lo + first, 0)
+        b.stage(stream, lo + last, hi, last)
+        b.post()
+        staged[number] = b.phase
+
+    def reduce(number: int) -> None:
+        b.begin_round(number)
+        lo = starts[number]
+        own = b.window(b.rank)
+        b.wait_for(staged[number])
+        first, last = part(number, b.rank)
+        for tensor, offset, place, count in stream.pieces(lo + first, lo + last):
+            at = place - lo
+            sources = [(b.spaces.input(tensor), offset) if k == b.rank else (b.window(k), at) for k in range(b.size)]
+            b.reduce(own, at, sources, count)
+
+    def fetch(number: int) -> None:
+        b.begin_round(number)
+        lo = starts[number]
+        b.wait_for(reduced[number])
+        for k in (b.rank, *b.others):
+            first, last = part(number, k)
+            for tensor, offset, place, count in stream.pieces(lo + first, lo + last):
+                b.copy(b.spaces.output(tensor), offset, b.window(k), place - lo, count)
+
+    for number in range(min(2, len(starts))):
+        stage(number)
+    for number in range(len(starts)):
+        last = number == len(starts) - 1
+        reduce(number)
+        if last and number:
+            fetch(number - 1)
+        b.begin_round(number)
+        b.post()
+        reduced[number] = b.phase
+        if number and not last:
+            fetch(number - 1)
+            stage(number + 1)
+    if starts:
+        fetch(len(starts) - 1)
 
 
 def _reduce_own_slice(b: _Builder, stream: TensorStream, lo: int, first: int, last: int) -> None:

@@ -3,6 +3,9 @@
 Every byte remembers in vector clocks who wrote it when, and who read it. A POST publishes what a rank has done, and a
 WAIT learns it. So an access that nothing orders after another rank's is found in every order of the steps, not only in
 the order in which it does harm. Values are symbolic: the result of a reduction depends on the order of its sources.
+
+What a rank of another host reads of a window is a mirror of it. The bytes of a SEND are taken out of the window as late
+as they can be, when the receiver learns of the phase that follows them, but may arrive at once: both must do no harm.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from etha.groups.schedule import (
     MATCH,
     POST,
     REDUCE,
+    SEND,
     WAIT,
     CallProgram,
     CallShape,
@@ -53,16 +57,19 @@ class SimulatedCall:
     shapes: tuple[CallShape, ...]
     programs: tuple[tuple[CallProgram, ...], ...]
     window_bytes: int
+    hosts: tuple[int, ...] = ()  #: the number of each rank's host; () if all are on one
 
     @classmethod
-    def of(cls, shapes: tuple[CallShape, ...], variant: Variant, window_bytes: int) -> SimulatedCall:
+    def of(
+        cls, shapes: tuple[CallShape, ...], variant: Variant, window_bytes: int, hosts: tuple[int, ...] = ()
+    ) -> SimulatedCall:
         size = len(shapes)
         before = () if variant is Variant.SMALL else (match_program(size),)
         programs = tuple(
-            (*before, program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant))
+            (*before, program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, hosts=hosts))
             for rank, shape in enumerate(shapes)
         )
-        return cls(shapes=shapes, programs=programs, window_bytes=window_bytes)
+        return cls(shapes=shapes, programs=programs, window_bytes=window_bytes, hosts=hosts)
 
     @property
     def kind(self) -> Kind:
@@ -176,6 +183,7 @@ class Simulation:
     def __init__(self, calls: list[SimulatedCall]) -> None:
         self.calls = calls
         self.size = len(calls[0].shapes)
+        self.hosts = calls[0].hosts or (0,) * self.size
         self.regions: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.operations = [list(self._operations_of(rank)) for rank in range(self.size)]
         total = self._lay_out()
@@ -186,6 +194,8 @@ class Simulation:
         self.matched = [-1] * size  # the last call of which a rank has compared the descriptors
         self.tainted: set[tuple[int, int]] = set()  # (rank, call) that read what its owner's user had back
         self.published: dict[tuple[int, int], Ints] = {}  # (rank, phase): the clock that the post published
+        #: What is on its way: (sender, receiver), then (phase that follows, half of the window, offset, bytes).
+        self.sent: dict[tuple[int, int], tuple[tuple[int, int, int, int], ...]] = {}
         self.clock = np.zeros((size, size), dtype=np.int64)
         self.value = np.full(total, OVERWRITTEN, dtype=np.int64)
         self.writer = np.zeros(total, dtype=np.int64)
@@ -222,6 +232,9 @@ class Simulation:
         for rank in range(self.size):
             for half in range(2):
                 add(window, "window", rank, half)
+                for other in range(self.size):
+                    if self.hosts[other] != self.hosts[rank]:
+                        add(window, "mirror", other, rank, half)  # in the memory of the other one
                 add(1, "descriptor", rank, half)
             for number, call in enumerate(self.calls):
                 shape = call.shapes[rank]
@@ -237,6 +250,7 @@ class Simulation:
     def copy(self) -> Simulation:
         other = object.__new__(Simulation)
         other.calls, other.size, other.regions, other.operations = self.calls, self.size, self.regions, self.operations
+        other.hosts, other.sent = self.hosts, dict(self.sent)
         other.position, other.posted, other.gave_up = self.position[:], self.posted[:], self.gave_up[:]
         other.matched, other.tainted, other.published = self.matched[:], set(self.tainted), dict(self.published)
         for name in ("clock", "value", "writer", "written_at", "read_at", "round_of", "writes", "given_back"):
@@ -344,6 +358,8 @@ class Simulation:
         elif step.kind == WAIT:
             for k in self._targets(rank, step):
                 self._learn(rank, k, now.phase_base + step.amount)
+        elif step.kind == SEND:
+            self._send(rank, now, step)
         elif step.kind == MATCH:
             for k in range(self.size):
                 start, _ = self.regions["descriptor", k, now.call % 2]
@@ -369,6 +385,32 @@ class Simulation:
         """Acquire no more than the first post that ends the wait."""
         first = min(p for r, p in self.published if r == other and p >= phase)
         np.maximum(self.clock[rank], self.published[other, first], out=self.clock[rank])
+        self._arrive(rank, other, first)
+
+    # -- between hosts
+
+    def _send(self, rank: int, now: _Operation, step: CallStep) -> None:
+        key, own = self._region(rank, now, step.src_space)
+        if not own or key[0] != "window" or step.src_space != step.dst_space or step.src != step.dst:
+            self._fail(rank, "sends what is no part of its own window")
+        if self.hosts[step.peer] == self.hosts[rank]:
+            self._fail(rank, f"sends to rank {step.peer} of its own host")
+        self._source(rank, now, step.src_space, step.src, step.amount)
+        mirror = self._place(rank, ("mirror", step.peer, rank, key[2]), step.src, step.amount)
+        if np.any(self.read_at[step.peer, mirror : mirror + step.amount] > self.clock[rank, step.peer]):
+            self._fail(rank, f"sends what may arrive while rank {step.peer} is still reading what was there")
+        waiting = self.sent.get((rank, step.peer), ())
+        self.sent[rank, step.peer] = (*waiting, (self.posted[rank] + 1, key[2], step.src, step.amount))
+
+    def _arrive(self, rank: int, sender: int, phase: int) -> None:
+        """Take what was sent before a phase out of the sender's window, and put it into the mirror."""
+        waiting = self.sent.get((sender, rank), ())
+        for _, half, offset, length in (each for each in waiting if each[0] <= phase):
+            source = self.regions["window", sender, half][0] + offset
+            target = self.regions["mirror", rank, sender, half][0] + offset
+            self.round_of[target : target + length] = self.round_of[source : source + length]
+            self._write(rank, target, self._read(rank, source, length))
+        self.sent[sender, rank] = tuple(each for each in waiting if each[0] > phase)
 
     # -- memory
 
@@ -377,7 +419,10 @@ class Simulation:
         assert now.spaces is not None
         name, owner, i = now.spaces.parse(space)
         if name == "window":
-            return ("window", owner, (i + now.round_base) % 2), owner == rank
+            half = (i + now.round_base) % 2
+            if self.hosts[owner] != self.hosts[rank]:
+                return ("mirror", rank, owner, half), False
+            return ("window", owner, half), owner == rank
         owner = rank if owner < 0 else owner
         return (name.removeprefix("peer_"), now.call, owner, i), owner == rank
 
@@ -397,7 +442,7 @@ class Simulation:
             self._check_matched(rank, now.call)
         start = self._place(rank, key, offset, length)
         wanted = now.step.round + now.round_base
-        if key[0] == "window" and np.any(self.round_of[start : start + length] != wanted):
+        if key[0] in ("window", "mirror") and np.any(self.round_of[start : start + length] != wanted):
             self._fail(rank, f"reads bytes of {key} that are not of round {wanted}")
         return start, length
 
@@ -428,7 +473,7 @@ class Simulation:
 
     def _write(self, rank: int, start: int, data: Ints) -> None:
         part = slice(start, start + len(data))
-        if np.any(self.read_at[:, part] > self.clock[rank][:, None]):
+        if np.any(self.read_at[:, part] > self.clock[rank][:, None]) or self._is_on_its_way(rank, start, len(data)):
             self._fail(rank, "writes what another rank may still be reading")
         if np.any(self.written_at[part] > self.clock[rank][self.writer[part]]):
             self._fail(rank, "writes what another rank may still be writing")
@@ -436,6 +481,16 @@ class Simulation:
         self.writer[part] = rank
         self.written_at[part] = self.clock[rank, rank]
         self.writes[part] += 1
+
+    def _is_on_its_way(self, rank: int, start: int, length: int) -> bool:
+        """Whether a part of these bytes has been sent and may still be read by the sending."""
+        for (sender, _), waiting in self.sent.items():
+            if sender == rank:
+                for _, half, offset, count in waiting:
+                    first = self.regions["window", rank, half][0] + offset
+                    if first < start + length and start < first + count:
+                        return True
+        return False
 
     def _where(self, rank: int) -> str:
         if self.ended(rank):

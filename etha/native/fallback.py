@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etha.errors import GroupError
+from etha.native.fallback_streams import PythonStreams, streams_of
 from etha.native.structs import (
     ALL,
     BELL,
@@ -155,14 +156,16 @@ class PythonLibrary:
         operation = FUTEX_OP_ADD | (number & 0xFFF) << 12
         self._futex(address, FUTEX_WAKE_OP, wake, ctypes.c_void_p(0), address, operation)
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
         self._add(ctypes.addressof(self._nothing), 0)
 
     def _ring_others(self, memory: GroupMemory, ranks: Iterator[int] | range) -> None:
-        self._fence()
+        self.fence()
         for r in ranks:
             if r != memory.rank and _u32(int(memory.pages[r]) + SLEEPING):
                 self.ring(int(memory.pages[r]))
+        if memory.streams is not None:
+            streams_of(memory).wake()
 
     def ring(self, page: int) -> None:
         self._add(page + BELL, 1, EVERYBODY)
@@ -187,7 +190,7 @@ class PythonLibrary:
     def _has_posted(self, page: int, phase: int) -> bool:
         posted = _u64(page + POSTED) >= phase
         if posted and not self._ordered:
-            self._fence()
+            self.fence()
         return posted
 
     def _wait_until(
@@ -229,22 +232,40 @@ class PythonLibrary:
     # ---- streams ----
 
     def open_streams(self, table: StreamTable) -> None:
-        raise GroupError("groups of several hosts need the compiled library: run python -m etha.native.build")
+        table.private = PythonStreams(self, table)
+        table.memory.streams = table
 
     def serve_streams(self, table: StreamTable) -> None:
-        raise NotImplementedError
+        streams_of(table.memory).serve()
 
     def close_streams(self, table: StreamTable) -> None:
-        raise NotImplementedError
+        table.struct.closing = 1
+        self._wake_streams(table.memory)
 
     def tell_cause(self, table: StreamTable) -> None:
-        raise NotImplementedError
+        table.struct.cause_ready = 1
+        self._wake_streams(table.memory)
 
     def open_sockets(self, table: StreamTable) -> list[int]:
-        raise NotImplementedError
+        return [t.fd for t in streams_of(table.memory).streams.values() if t.fd >= 0]
 
     def stream_end(self, table: StreamTable, rank: int) -> tuple[StreamEnd, int]:
-        raise NotImplementedError
+        stream = streams_of(table.memory).streams[rank]
+        return stream.ended, stream.error
+
+    def _wake_streams(self, memory: GroupMemory) -> None:
+        if memory.streams is not None:
+            self.fence()
+            streams_of(memory).wake()
+
+    def _send(self, args: RunArguments, step: Any) -> RunResult:
+        memory, spaces, peer = args.memory, args.kept[2], int(step["n"])
+        if memory.streams is None or peer >= memory.size or not memory.streams.far[peer]:
+            return RunResult.INVALID
+        data = int(spaces[step["src_space"]]) + int(step["src"])
+        at = int(spaces[step["dst_space"]]) + int(step["dst"]) - int(memory.pages[memory.rank])
+        streams_of(memory).push(peer, data, at, int(step["count"]))
+        return RunResult.DONE
 
     # ---- steps ----
 
@@ -258,7 +279,7 @@ class PythonLibrary:
             if result is not RunResult.DONE:
                 return result
             args.next += 1
-        self._fence()
+        self.fence()
         if memory.stop_word[0]:
             return RunResult.STOPPED
         return RunResult.GAVE_UP if self._find_given_up(args) else RunResult.DONE
@@ -271,6 +292,8 @@ class PythonLibrary:
             return self._reduce(args, step)
         if kind == StepKind.POST:
             return self._post(args, int(step["count"]))
+        if kind == StepKind.SEND:
+            return self._send(args, step)
         if kind == StepKind.WAIT:
             return self._wait(args, int(step["count"]), int(step["src_space"]))
         return self._match(args) if kind == StepKind.MATCH else RunResult.INVALID
@@ -278,7 +301,7 @@ class PythonLibrary:
     def _post(self, args: RunArguments, phase: int) -> RunResult:
         memory = args.memory
         if not self._ordered:
-            self._fence()
+            self.fence()
         ctypes.c_uint64.from_address(int(memory.pages[memory.rank]) + POSTED).value = args.phase_base + phase
         self._ring_others(memory, range(memory.size))
         return RunResult.DONE
@@ -535,7 +558,7 @@ class _Turn:
         head, tail = _u64(ring), _u64(ring + 64)
         begin = tail
         if not self.library._ordered:
-            self.library._fence()
+            self.library.fence()
         if not 0 <= head - tail <= self.ring_bytes:
             link["broken"] = 1
         while not link["broken"]:
@@ -553,7 +576,7 @@ class _Turn:
         if tail == begin:
             return False
         if not self.library._ordered:
-            self.library._fence()
+            self.library.fence()
         ctypes.c_uint64.from_address(ring + 64).value = tail
         self.touched.add(source)
         return True
@@ -583,7 +606,7 @@ class _Turn:
         if head == begin:
             return False
         if not self.library._ordered:
-            self.library._fence()
+            self.library.fence()
         ctypes.c_uint64.from_address(ring).value = head
         if not link["out_left"]:
             m["status"] = RunResult.DONE

@@ -29,6 +29,8 @@ class Member:
     pipe: Connection
     #: The number of its host. Members with another number are reached over TCP, as if they were elsewhere.
     host: int = 0
+    #: Whether Python does what the compiled library would do.
+    python: bool = False
 
     def configured(self, prefix: str = "first", **options: Any) -> Any:
         """A ProcessGroupEtha of all members."""
@@ -53,6 +55,11 @@ def _run(body: Callable[..., Any], member: Member, args: tuple[Any, ...]) -> Non
     # A shell that starts the tests in the background has them ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the members are more than the cores
+    if member.python:
+        from etha import native
+
+        os.environ["ETHA_NATIVE"] = "0"
+        native.load.cache_clear()
     if member.host:
         from etha.groups.host import meeting
 
@@ -111,10 +118,18 @@ class Team:
 
 
 @contextlib.contextmanager
-def team(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...] = ()) -> Iterator[Team]:
+def team(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    hosts: tuple[int, ...] = (),
+    python: tuple[int, ...] = (),
+    daemon: bool = True,
+) -> Iterator[Team]:
     """Start ``size`` members that run ``body(member, *args)``; what is left of them is killed at the end.
 
-    ``hosts``: the number of each member's host; one if it is empty.
+    ``hosts``: the number of each member's host; one if it is empty. ``python``: who has no compiled library.
+    ``daemon``: False for members that start processes of their own.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = Team(size=size, address=f"127.0.0.1:{store.port}")
@@ -122,8 +137,8 @@ def team(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...]
         for rank in range(size):
             here, there = CONTEXT.Pipe()
             host = hosts[rank] if hosts else 0
-            member = Member(rank=rank, size=size, address=running.address, pipe=there, host=host)
-            process = CONTEXT.Process(target=_run, args=(body, member, args), daemon=True)
+            member = Member(rank=rank, size=size, address=running.address, pipe=there, host=host, python=rank in python)
+            process = CONTEXT.Process(target=_run, args=(body, member, args), daemon=daemon)
             process.start()
             there.close()
             running.pipes.append(here)
@@ -139,7 +154,9 @@ def team(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...]
             pipe.close()
 
 
-def together(size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...] = ()) -> dict[int, Any]:
+def together(
+    size: int, body: Callable[..., Any], *args: Any, hosts: tuple[int, ...] = (), python: tuple[int, ...] = ()
+) -> dict[int, Any]:
     """Run ``body(member, *args)`` in ``size`` processes; what each returned, by rank."""
-    with team(size, body, *args, hosts=hosts) as running:
+    with team(size, body, *args, hosts=hosts, python=python) as running:
         return running.results()

@@ -51,6 +51,8 @@ _HELLO_BYTES = 256
 #: token of whom it speaks to.
 _FAR_HELLO = struct.Struct("<8sI32s")
 _LANGUAGE = b"ETHAGRP1"
+#: Seconds in which a host must answer. Longer than the kernel needs to send what was lost three times.
+_CONNECT_SECONDS = 10.0
 #: Callers from other hosts that may have said nothing yet; if there are more, the oldest is dropped.
 _MOST_STRANGERS = 64
 
@@ -131,6 +133,11 @@ class MeetingDeadline:
     def left(self) -> float:
         """Seconds until then, at least 0."""
         return max(0.0, self.at - time.monotonic())
+
+    @property
+    def spent(self) -> float:
+        """Seconds that have passed of it."""
+        return self.seconds - self.left
 
     @property
     def ns(self) -> int:
@@ -214,7 +221,8 @@ def ask_store(
         finally:
             done.set()
 
-    threading.Thread(target=run, name="etha-group-store", daemon=True).start()
+    thread = threading.Thread(target=run, name="etha-group-store", daemon=True)
+    thread.start()
     with (end or MeetingEnd()).waking(done.set):
         in_time = done.wait(deadline.left + 0.5)
     if not in_time:
@@ -222,6 +230,7 @@ def ask_store(
             f"the store{place} did not answer within {deadline.seconds:g} s: its process may have ended, or be stopped",
             waiting_for=(),
         )
+    thread.join()
     if failure:
         error = failure[0]
         if isinstance(error, EthaError):
@@ -281,7 +290,7 @@ class _Meeting:
         for other in range(self._layout.size):
             if other != self._rank:
                 self._records[other] = self._record(other)
-        far = {r for r, record in self._records.items() if record.host != self._own.host}
+        far = self._far_ranks()
         if any(other > self._rank for other in far):
             self._open_port()
         for other in range(self._rank):
@@ -367,6 +376,9 @@ class _Meeting:
     def _receive_calls(self) -> None:
         """Meet all higher ranks."""
         waiting = set(range(self._rank + 1, self._layout.size))
+        far = self._far_ranks()
+        # They have all written their records, so they call soon, or have given up because they cannot reach somebody.
+        give_up = time.monotonic() + 2 * _CONNECT_SECONDS
         wake = os.eventfd(0, os.EFD_CLOEXEC)
         with ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
@@ -381,9 +393,12 @@ class _Meeting:
             strangers: dict[socket.socket, bytes] = {}  # what they have said so far, the oldest first
             try:
                 while waiting:
-                    if not (ready := selector.select(self._deadline.left)) and not self._deadline.left:
-                        raise self._late(sorted(waiting))
+                    limits = [self._deadline.at, give_up] if waiting & far else [self._deadline.at]
+                    ready = selector.select(max(0.0, min(limits) - time.monotonic()))
                     self._end.check()
+                    if not ready and time.monotonic() >= min(limits):
+                        raise self._late(sorted(waiting))
+                    give_up = time.monotonic() + 2 * _CONNECT_SECONDS
                     for key, _ in ready:
                         if key.fileobj is self._port:
                             self._accept_stranger(selector, strangers)
@@ -408,6 +423,9 @@ class _Meeting:
 
     # -- members of other hosts --------------------------------------------------------------------------------------
 
+    def _far_ranks(self) -> set[int]:
+        return {r for r, record in self._records.items() if record.host != self._own.host}
+
     def _open_port(self) -> None:
         self._port, host, port = endpoints.listen(self._store, self._layout.size)
         self._stack.callback(self._port.close)
@@ -422,21 +440,26 @@ class _Meeting:
         if not (left := self._deadline.left):
             raise self._late([record.rank])
         try:
-            sock = socket.create_connection((host, port), timeout=left)
+            sock = socket.create_connection((host, port), timeout=min(left, _CONNECT_SECONDS))
         except OSError as error:
-            raise GroupError(
+            text = (
                 f"rank {record.rank} ({record.name!r}) of another host cannot be reached at {place}: {error}; "
                 f"ETHA_LISTEN=HOST:0 on its host names the address by which others reach it"
-            ) from None
+            )
+            if isinstance(error, TimeoutError):
+                raise GroupTimeoutError(text, waiting_for=(record.rank,)) from None
+            raise GroupLostError(text, ranks=(record.rank,), reason="not reached") from None
         try:
             sock.sendall(_far_hello(self._rank, record.token))
             answer = b""
-            while len(answer) < _FAR_HELLO.size:
-                sock.settimeout(max(0.001, self._deadline.left))
-                more = sock.recv(_FAR_HELLO.size - len(answer))
-                if not more:
-                    raise self._lost(record, None)
-                answer += more
+            with self._end.waking(lambda: _hang_up(sock)):
+                while len(answer) < _FAR_HELLO.size:
+                    sock.settimeout(max(0.001, self._deadline.left))
+                    more = sock.recv(_FAR_HELLO.size - len(answer))
+                    if not more:
+                        self._end.check()
+                        raise self._lost(record, None)
+                    answer += more
             if not _is_far_hello(answer, record.rank, self._own.token):
                 raise GroupError(f"what answers at {place} is not rank {record.rank} of this group")
             self._admit_far(record, sock)
@@ -579,7 +602,7 @@ class _Meeting:
     def _late(self, ranks: list[int]) -> GroupTimeoutError:
         who = ", ".join(str(r) for r in ranks)
         return GroupTimeoutError(
-            f"configure of rank {self._rank} ended after {self._deadline.seconds:g} s: it waits for rank {who}",
+            f"configure of rank {self._rank} ended after {self._deadline.spent:.3g} s: it waits for rank {who}",
             waiting_for=tuple(ranks),
         )
 

@@ -49,11 +49,12 @@ def shapes(draw: st.DrawFn, size: int, itemsize: int, most: int) -> tuple[CallSh
 def rows(draw: st.DrawFn, sizes: st.SearchStrategy[int], most: int = 100, calls: int = 4) -> list[SimulatedCall]:
     """Some calls of one group, one after the other."""
     size = draw(sizes)
+    hosts = draw(st.one_of(st.just(()), st.lists(st.integers(0, 3), min_size=size, max_size=size).map(tuple)))
     found = []
     for _ in range(draw(st.integers(1, calls))):
         itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
         call = draw(shapes(size, itemsize, most))
         window = draw(st.integers(1, 5)) * LINE * max(1, size - 1)
-        variant = draw(st.sampled_from(variants(call, window)))
-        found.append(SimulatedCall.of(call, variant, window))
+        ways = [v for v in variants(call, window) if v is not Variant.IN_PLACE or len(set(hosts)) < 2]
+        found.append(SimulatedCall.of(call, draw(st.sampled_from(ways)), window, hosts))
     return found

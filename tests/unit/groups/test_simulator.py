@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etha.groups.schedule import COPY, MATCH, POST, REDUCE, WAIT, CallProgram, CallStep, Kind, Variant
+from etha.groups.schedule import COPY, MATCH, POST, REDUCE, SEND, WAIT, CallProgram, CallStep, Kind, Variant
 from etha.groups.simulator import ScheduleViolation, SimulatedCall, Simulation, shapes_of_all, walk
 from tests.examples import examples as examples_of
 
@@ -66,10 +66,28 @@ def test_nobody_succeeds_with_wrong_bytes_if_others_give_up(
     assert all(simulation.ended(rank) for rank in range(simulation.size))
 
 
+@pytest.mark.parametrize("last", [1, 64, 100, 150, 256])
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 0)], ids=str)
+def test_rounds_between_hosts_overlap_without_harm_whatever_the_last_one_is(hosts: tuple[int, ...], last: int) -> None:
+    """Four rounds, of which the last one may be shorter; in random orders, because every order would take too long."""
+    size = len(hosts)
+    call = example(Kind.ALLREDUCE, size, elements=3 * 256 + last, variant=Variant.WINDOWS, window=256, hosts=hosts)
+    small = example(Kind.ALLREDUCE, size, elements=256, variant=Variant.SMALL, window=256, hosts=hosts)
+    assert call.programs[0][-1].rounds == 4
+    for seed in range(20):
+        finish(Simulation([small, call, small, call]), [], seed)
+    for first in range(size):  # and in those in which one rank is always as far behind as it can be
+        simulation = Simulation([small, call, small, call])
+        while ready := simulation.ready():
+            simulation.step(max(ready, key=lambda rank: (rank - first) % size))
+
+
 # ---- every order of small calls ---------------------------------------------------------------
 
 
-def example(kind: Kind, size: int, *, elements: int = 5, variant: Variant, window: int = 192) -> SimulatedCall:
+def example(
+    kind: Kind, size: int, *, elements: int = 5, variant: Variant, window: int = 192, hosts: tuple[int, ...] = ()
+) -> SimulatedCall:
     """A small call of a kind, uneven where it can be."""
     root = size - 1 if kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER) else -1
     counts: tuple[int, ...] = (elements,)
@@ -81,17 +99,18 @@ def example(kind: Kind, size: int, *, elements: int = 5, variant: Variant, windo
     elif kind is Kind.BARRIER:
         counts = ()
     shapes = shapes_of_all(kind, size, counts=counts, root=root, matrix=matrix)
-    return SimulatedCall.of(shapes, variant, window)
+    return SimulatedCall.of(shapes, variant, window, hosts)
 
 
-def examples(size: int, *, elements: int = 5, window: int = 192) -> list[SimulatedCall]:
+def examples(size: int, *, elements: int = 5, window: int = 192, hosts: tuple[int, ...] = ()) -> list[SimulatedCall]:
     """Each kind in each way that it can go."""
     return [
-        example(kind, size, elements=elements, variant=variant, window=window)
+        example(kind, size, elements=elements, variant=variant, window=window, hosts=hosts)
         for kind in KINDS
         for variant in variants(
             example(kind, size, elements=elements, variant=Variant.WINDOWS, window=window).shapes, window
         )
+        if variant is not Variant.IN_PLACE or not hosts
     ]
 
 
@@ -114,6 +133,17 @@ def test_every_order_of_two_equal_calls_of_three_members() -> None:
 def test_every_order_of_calls_of_several_rounds() -> None:
     calls = [call for call in examples(2, elements=200, window=64) if call.programs[0][-1].rounds > 1]
     assert sum(walk([call, call], stops=1) for call in calls) == 6_508
+
+
+@pytest.mark.slow
+def test_every_order_of_calls_between_hosts() -> None:
+    """docs/groups.md has the numbers of states."""
+    two = examples(2, hosts=(0, 1))
+    assert sum(walk([a, b]) for a in two for b in two) == 33_390
+    assert sum(walk([call, call], stops=2) for call in two) == 8_264
+    assert sum(walk([call, call]) for call in examples(3, hosts=(0, 1, 0))) == 15_345
+    long = [c for c in examples(2, elements=200, window=64, hosts=(0, 1)) if c.programs[0][-1].rounds > 1]
+    assert sum(walk([call, call], stops=1) for call in long) == 8_658
 
 
 @pytest.mark.proof
@@ -148,13 +178,15 @@ def mutants(call: SimulatedCall) -> Iterator[tuple[str, SimulatedCall]]:
 
 
 def worse(program: CallProgram, step: CallStep) -> Iterator[tuple[str, list[CallStep]]]:
-    name = {COPY: "copy", REDUCE: "reduction", POST: "post", WAIT: "wait", MATCH: "match"}[step.kind]
+    name = {COPY: "copy", REDUCE: "reduction", POST: "post", WAIT: "wait", MATCH: "match", SEND: "send"}[step.kind]
     yield f"without a {name}", []
     if step.kind == WAIT and step.amount > 1:
         yield "that waits for the phase before", [step._replace(amount=step.amount - 1)]
     if step.kind == REDUCE:
         yield "that reduces in another order", [step._replace(sources=step.sources[::-1])]
         yield "that leaves out a source", [step._replace(sources=step.sources[:-1])]
+    if step.kind == SEND:
+        yield "that sends less", [step._replace(amount=step.amount - 1)]
     if step.kind in (COPY, REDUCE):
         if program.spaces.parse(step.dst_space)[0] == "output":
             yield "that writes a result twice", [step, step]
@@ -178,12 +210,13 @@ def noticed(calls: list[SimulatedCall]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", [(), (0, 1, 0)], ids=["one host", "two hosts"])
 @pytest.mark.parametrize(("elements", "window"), [(150, 384), (342, 192)], ids=["one round", "several rounds"])
-def test_any_step_that_is_left_out_or_changed_is_noticed(elements: int, window: int) -> None:
+def test_any_step_that_is_left_out_or_changed_is_noticed(elements: int, window: int, hosts: tuple[int, ...]) -> None:
     """Between two calls that fill the whole window, and whose first write no match protects."""
     survivors = []
-    around = example(Kind.ALLREDUCE, 3, elements=window, variant=Variant.SMALL, window=window)
-    for call in examples(3, elements=elements, window=window):
+    around = example(Kind.ALLREDUCE, 3, elements=window, variant=Variant.SMALL, window=window, hosts=hosts)
+    for call in examples(3, elements=elements, window=window, hosts=hosts):
         survivors += [(call.kind.name, text) for text, mutant in mutants(call) if not noticed([around, mutant, around])]
     assert survivors == []
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from etha.errors import GroupLostError
 from tests.groups import test_collectives as collectives
 from tests.groups import test_group_faults as faults
 from tests.groups import test_messages as messages
@@ -51,6 +54,20 @@ def test_a_message_of_another_size_is_a_mismatch_for_both() -> None:
     assert found[0] == found[1] and "rank 0 sent 16 bytes of float32 to rank 1" in found[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [(0, 1), (1,), (0,)], ids=str)
+def test_python_in_place_of_the_library_takes_part(python: tuple[int, ...]) -> None:
+    for body in (collectives.reduces, collectives.moves, collectives.uneven, messages.crosswise, messages.tagged):
+        together(2, body, hosts=(0, 1), python=python)
+    found = together(3, faults.mismatch, "op", hosts=(0, 1, 1), python=python)
+    assert found[0] == found[1] == found[2]
+    with team(2, faults.aborts, False, hosts=(0, 1), python=python) as running:
+        assert running.heard(0) == "aborted"
+        running.pipes[1].send("go")
+        said = running.results()
+    assert "rank 0" in said[0] and said[0] == said[1]
+
+
 def test_replicas_are_bitwise_equal_and_rounded_once() -> None:
     found = together(4, collectives.rounding, hosts=(0, 1, 1, 2))
     assert found[0] == found[1] == found[2] == found[3]
@@ -73,6 +90,31 @@ def test_a_killed_member_ends_the_waits_of_the_others(numel: int, hosts: tuple[i
         found = running.results()
     assert {text for text, _ in found.values()} == {found[0][0]}
     assert found[0][1][0] == 1 and "rank 1" in found[0][0]
+
+
+def loads_data(member: Member) -> float:
+    """Each member has forked workers of a DataLoader, which inherit its sockets, when rank 1 is killed."""
+    group = faults.ready(member)
+    loader = DataLoader(list(range(100)), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    member.say(member.rank)
+    if member.rank:
+        member.hear()
+    with pytest.raises(GroupLostError):
+        group.allreduce([torch.ones(3)]).wait()
+    seen = time.monotonic()
+    group.shutdown()
+    return seen
+
+
+@pytest.mark.slow
+def test_workers_of_a_data_loader_do_not_hold_the_connections_of_a_killed_member() -> None:
+    with team(2, loads_data, hosts=(0, 1), daemon=False) as running:
+        for rank in range(2):
+            running.heard(rank)
+        start = time.monotonic()
+        running.signal(1, signal.SIGKILL)
+        assert running.results()[0] - start < 1.0
 
 
 def test_a_member_killed_while_bytes_move() -> None:
@@ -106,6 +148,7 @@ def test_a_member_that_shuts_down_is_lost_for_the_others() -> None:
 
 def test_nothing_of_many_configures_is_left() -> None:
     together(2, faults.again_and_again, hosts=(0, 1))
+    together(2, faults.again_and_again, hosts=(0, 1), python=(1,))
 
 
 def meets_among_strangers(member: Member) -> None:
