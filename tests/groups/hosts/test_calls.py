@@ -95,7 +95,7 @@ def test_a_killed_member_ends_the_waits_of_the_others(numel: int, hosts: tuple[i
 def loads_data(member: Member) -> float:
     """Each member has forked workers of a DataLoader, which inherit its sockets, when rank 1 is killed."""
     group = faults.ready(member)
-    loader = DataLoader(list(range(100)), num_workers=2, persistent_workers=True)
+    loader = DataLoader(list(range(100)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
     next(iter(loader))
     member.say(member.rank)
     if member.rank:
