@@ -26,6 +26,7 @@ from etha.errors import (
     GroupMismatchError,
     GroupTimeoutError,
 )
+from etha.native import RunResult
 from tests.groups.team import Member, team, together
 
 
@@ -219,6 +220,59 @@ def test_the_timeout_of_a_wait_ends_the_group() -> None:
         running.pipes[1].send("go")
         found = running.results()
     assert found[0].startswith("GroupTimeoutError") and found[0] == found[1]
+
+
+class SlowToStop:
+    """The library, which goes on for a while after it was stopped, as in the middle of a piece that it copies."""
+
+    def __init__(self, group: Any) -> None:
+        self._real, self.stopped, self.go = group._engine._library, threading.Event(), threading.Event()
+        group._engine._library = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def run(self, args: Any) -> Any:
+        result = self._real.run(args)
+        if result is RunResult.STOPPED:
+            self.stopped.set()
+            assert self.go.wait(60)
+        return result
+
+
+def ends_early(member: Member, how: str) -> list[bool]:
+    """Whether a wait, or an abort, has returned before the library has stopped, and after it."""
+    group = ready(member)
+    if member.rank:
+        member.hear()
+        return []
+    library, ended = SlowToStop(group), threading.Event()
+    work = group.allreduce([torch.ones(300_000)])
+
+    def end() -> None:
+        if how == "abort":
+            group.abort()
+        else:
+            with pytest.raises(GroupTimeoutError):
+                work.wait(timedelta(milliseconds=50))
+        ended.set()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert library.stopped.wait(60)
+    found = [ended.wait(0.3)]
+    library.go.set()
+    thread.join(60)
+    member.say("ended")
+    return [*found, ended.is_set()]
+
+
+@pytest.mark.parametrize("how", ["wait", "abort"])
+def test_nothing_touches_a_tensor_once_a_wait_or_an_abort_has_returned(how: str) -> None:
+    with team(2, ends_early, how) as running:
+        running.heard(0)
+        running.pipes[1].send("go")
+        assert running.results()[0] == [False, True]
 
 
 def test_ctrl_c_ends_a_call() -> None:

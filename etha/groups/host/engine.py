@@ -58,6 +58,8 @@ from etha.native.structs import CLAIM, FLAGS_AT
 #: A run on the main thread comes back this often, because only there Python can act on a signal.
 _SLICE_MS = 50
 _STOP = 1
+#: Seconds in which a run that was stopped ends: it finishes the piece that it copies.
+_SETTLE = 5.0
 #: How long a wait looks before it sleeps; the library does not look while another member runs on the same core.
 _SPIN_US = 20
 #: Calls of at most so many bytes keep the interpreter's lock for a moment. They are mostly done before a thread that
@@ -106,11 +108,18 @@ class EngineWork(GroupWork):
     def expire(self, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
         self._engine.time_out(f"{self.call.describe()} had not ended after {seconds:g} s of wait()")
-        self.finish(self._engine.error)
+        self._end()
 
     def interrupt(self) -> None:
         self._engine.abort("interrupted by Ctrl-C")
-        self.finish(self._engine.error)
+        self._end()
+
+    def _end(self) -> None:
+        """The thread that carries the call out ends it, once it touches no tensor any more."""
+        if self._gate.acquire(timeout=_SETTLE):
+            self._gate.release()
+        else:
+            self.finish(self._engine.error)
 
 
 class Engine:
@@ -164,6 +173,8 @@ class Engine:
         self._lock = threading.Lock()
         #: Held by the thread that carries out a call.
         self._turn = threading.Lock()
+        #: The thread that has it.
+        self._carrier: int | None = None
         self._wake = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -236,6 +247,12 @@ class Engine:
         """End the group: callers here get GroupAbortedError, other members GroupLostError."""
         text = f"rank {self.rank}{self._named(self.rank)} left the group: {why}"
         self.fail(Cause(kind="aborted", by=self.rank, text=text, reason="aborted"))
+
+    def settle(self) -> None:
+        """After ``abort``: wait until nothing touches a tensor any more. On a thread that ends a call: at once."""
+        if self._carrier != threading.get_ident() and self._turn.acquire(timeout=_SETTLE):
+            self._turn.release()
+        self._messages.settle(_SETTLE)
 
     def leave(self) -> None:
         """End the group because this member is done with it."""
@@ -346,6 +363,7 @@ class Engine:
                 return
             item = self._queue.popleft()
             self._running, self._last_phase = item.number, None
+        self._carrier = threading.get_ident()
         error: BaseException | None = None
         try:
             end = time.monotonic() + item.timeout
@@ -364,6 +382,7 @@ class Engine:
                 if self.error is not None:  # messages may still wait
                     self._library.stop(self._memory, _STOP)
             item.work.finish(error)
+            self._carrier = None
 
     def _on_death(self, rank: int) -> None:
         peer = self._peers[rank]

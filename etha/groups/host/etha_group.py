@@ -127,6 +127,7 @@ class ProcessGroupEtha(ProcessGroup):
         engine = self._engine
         if engine is not None:
             engine.abort("abort() was called")
+            engine.settle()
         else:
             self._turn += 1
             self._meeting.set()

@@ -64,6 +64,8 @@ class Messages:
         self._lock = threading.Lock()
         self._new: list[_Pending] = []
         self._wake = threading.Semaphore(0)
+        #: Held while messages are moved.
+        self._moving = threading.Lock()
         self._links: RingLinks | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -79,6 +81,11 @@ class Messages:
             self._new.append(pending)
             self._library.kick(self._links)
         self._wake.release()
+
+    def settle(self, timeout: float) -> None:
+        """After an error: wait until no message is moved any more."""
+        if self._moving.acquire(timeout=timeout):
+            self._moving.release()
 
     def close(self) -> None:
         """End the thread. The engine has failed before, so nothing that it waits for comes any more."""
@@ -114,7 +121,10 @@ class Messages:
     def _move(self, links: RingLinks, running: list[_Pending]) -> list[_Pending]:
         """Make progress until something has ended or begun; what is still pending."""
         messages = np.concatenate([pending.rows for pending in running])
-        self._library.progress(links, messages)
+        with self._moving:
+            if self._engine.error is not None:
+                return running
+            self._library.progress(links, messages)
         start = 0
         for pending in running:
             pending.rows = messages[start : start + len(pending.rows)]
