@@ -228,7 +228,9 @@ class Members:
             return self._quorum
         changed, self._recovered = False, False
         # A wish that only this member has heard of must be voted on first, so that all change at the same step.
-        if self._must_change or self._across.errored() is not None or self._step_error() is not None:
+        if self._changes():
+            if not self._must_change:
+                self._break_off()  # others may be in the step already, and would wait there for this member
             if not self._epoch and self._state is not None:
                 self._state.check()  # now, and not when somebody joins whom this member could not serve
             self._change(time.monotonic() + patience)
@@ -356,6 +358,21 @@ class Members:
         self._groups.append(weakref.ref(group))
 
     # ---- a change of the epoch -------------------------------------------------------------------
+
+    def _changes(self) -> bool:
+        """Whether the epoch must change before the next step; the same on all ranks of this replica.
+
+        A death between two steps is noticed by one rank sooner than by another. Each alone would leave the others in a
+        step in which they wait for it.
+        """
+        found = self._must_change or self._across.errored() is not None or self._step_error() is not None
+        if self._inside is None or not self._inside_stands:
+            return found
+        try:
+            return self._add(self._inside, Ballot(changes=int(found))).changes > 0
+        except GroupError as error:
+            log.warning("group %s: a rank of this replica was lost: %s", self.name, error)
+            return True
 
     def _change(self, deadline: float) -> None:
         """Enter epochs until one stands."""

@@ -59,7 +59,7 @@ def train(trainer: Trainer) -> None:
 
     options = dict(trainer.options)
     via, pause = options.pop("via", "etha"), options.pop("pause", 0.0)
-    fails_at = options.pop("fails_at", None)
+    fails_at, breaks_at = options.pop("fails_at", None), options.pop("breaks_at", None)
     members = Members("dp", replica=trainer.name, rank=trainer.rank, world_size=trainer.world, **options)
     group = ManagedProcessGroup(members, via=via)
     weights = torch.zeros(SIZE, dtype=torch.float64)
@@ -89,6 +89,8 @@ def train(trainer: Trainer) -> None:
             weights=float(weights[0]),
         )
         trainer.pipe.send(log)
+        if committed and quorum.step == breaks_at and trainer.rank == 0:
+            members._across.abort()  # type: ignore[attr-defined]  # as if this rank alone had noticed a death
     members.leave()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,20 @@ def test_who_leaves_out_the_calls_of_a_step_keeps_nobody_waiting(directory: Path
             before = max((log.at for log in one.logs if log.at < lost[0].at), default=lost[0].at)
             assert lost[0].at - before < within(5.0), "nobody has waited for the timeout"
         job.end(a, b)
+        job.check()
+
+
+def test_ranks_of_a_replica_change_the_epoch_together(directory: Path) -> None:
+    """Between two steps one rank hears of a death before the other, which would go on into the step alone."""
+    with replicas(directory, timeout=40.0) as job:
+        a = [job.start("a", rank=rank, world=2, breaks_at=20) for rank in range(2)]
+        b = [job.start("b", rank=rank, world=2) for rank in range(2)]
+        for one in (*a, *b):
+            one.until(lambda log: log.committed and log.step >= 25 and log.size == 2)
+            pauses = [later.at - earlier.at for earlier, later in pairwise(one.logs) if earlier.step >= 19]
+            assert max(pauses) < within(5.0), "nobody has waited for the timeout"
+        assert a[0].logs[-1].epoch > next(log.epoch for log in a[0].logs if log.step == 20)
+        job.end(*a, *b)
         job.check()
 
 

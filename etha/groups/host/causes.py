@@ -10,6 +10,9 @@ import msgspec
 
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 
+#: Reason of a "timeout" that was not the call's own: the member that claimed has left the others.
+WAIT_IS_OVER = "wait"
+
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``kind``: "lost", "timeout", "mismatch", "aborted" or "failed". ``by`` is the rank that claimed."""
@@ -45,6 +48,8 @@ def error_of(cause: Cause, rank: int, epoch: int | None) -> GroupError:
     match cause.kind:
         case "lost":
             return GroupLostError(cause.text, ranks=cause.ranks, reason=cause.reason, epoch=epoch)
+        case "timeout" if cause.reason == WAIT_IS_OVER and cause.by != rank:
+            return GroupLostError(cause.text, ranks=(cause.by,), reason="aborted", epoch=epoch)
         case "timeout":
             return GroupTimeoutError(cause.text, waiting_for=cause.ranks)
         case "mismatch":

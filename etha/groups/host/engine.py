@@ -107,7 +107,8 @@ class EngineWork(GroupWork):
 
     def expire(self, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
-        self._engine.time_out(f"{self.call.describe()} had not ended after {seconds:g} s of wait()")
+        text = f"{self.call.describe()} on rank {self._engine.rank} had not ended after {seconds:g} s of wait()"
+        self._engine.time_out(text, waited=True)
         self._end()
 
     def interrupt(self) -> None:
@@ -175,6 +176,8 @@ class Engine:
         self._turn = threading.Lock()
         #: The thread that has it.
         self._carrier: int | None = None
+        #: The running call has the deadline of a wait, which is earlier than its own.
+        self._waits = False
         self._wake = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -259,9 +262,10 @@ class Engine:
         text = f"rank {self.rank}{self._named(self.rank)} has shut its group down"
         self.fail(Cause(kind="aborted", by=self.rank, text=text, reason="closed"))
 
-    def time_out(self, text: str, ranks: tuple[int, ...] = ()) -> GroupError:
-        """End the group because a call took too long."""
-        return self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=ranks))
+    def time_out(self, text: str, ranks: tuple[int, ...] = (), *, waited: bool = False) -> GroupError:
+        """End the group because a call took too long. ``waited``: only this member's ``wait(timeout)`` was over."""
+        reason = causes.WAIT_IS_OVER if waited else ""
+        return self.fail(Cause(kind="timeout", by=self.rank, text=text, ranks=ranks, reason=reason))
 
     def mismatch(self, text: str, calls: dict[int, str]) -> GroupError:
         """End the group because members meant different calls."""
@@ -367,6 +371,7 @@ class Engine:
         error: BaseException | None = None
         try:
             end = time.monotonic() + item.timeout
+            self._waits = until is not None and until < end
             self._perform(item, int((end if until is None else min(end, until)) * 1e9))
         except GroupError as failed:
             error = failed
@@ -583,7 +588,9 @@ class Engine:
         match result:
             case native.RunResult.TIMEOUT:
                 who = ", ".join(f"rank {r}{self._named(r)}" for r in failed) or "its own turn"
-                return self.time_out(f"{what} on rank {self.rank} timed out, waiting for {who}", failed)
+                return self.time_out(
+                    f"{what} on rank {self.rank} timed out, waiting for {who}", failed, waited=self._waits
+                )
             case native.RunResult.MISMATCH:
                 said = {r: self._said(b, number) for r, b in enumerate(self._blocks)}
                 return self.mismatch(_mismatch(said, self._blocks, number), said)

@@ -301,7 +301,7 @@ def form(pair: str) -> None:
 def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path) -> None:
     events: list[dict[str, Any]] = []
     with watching() as lines:
-        assert next(lines) == {"agent": None, "agents": [], "pairs": [], "batches": [], "events": []}
+        assert next(lines) == {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": [], "events": []}
         with agent() as pid:
             form("weights")
             for line in lines:

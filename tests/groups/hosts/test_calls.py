@@ -139,7 +139,8 @@ def test_the_timeout_of_a_wait_ends_the_group() -> None:
         running.heard(0)
         running.pipes[1].send("go")
         found = running.results()
-    assert found[0].startswith("GroupTimeoutError") and found[0] == found[1]
+    text = found[0].removeprefix("GroupTimeoutError ")
+    assert text != found[0] and found[1] == f"GroupLostError {text}"
 
 
 def test_a_member_that_shuts_down_is_lost_for_the_others() -> None:
