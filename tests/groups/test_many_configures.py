@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from pathlib import Path
@@ -28,9 +29,10 @@ def children(pid: int) -> Counter[str]:
     """Processes under ``pid``, by state; a zombie is Z."""
     states: Counter[str] = Counter()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text(encoding="ascii").split():
-            states[Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]] += 1
-            states += children(int(child))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or process that has just ended
+            for child in (task / "children").read_text(encoding="ascii").split():
+                states[Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]] += 1
+                states += children(int(child))
     return states
 
 

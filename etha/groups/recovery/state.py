@@ -102,7 +102,9 @@ class MemberState:
             raise ConfigError(f"members.state(model): a torch.nn.Module is needed, not {type(model).__name__}")
         if optimizer is not None and not hasattr(optimizer, "load_state_dict"):
             raise ConfigError("members.state(optimizer=...): it has no load_state_dict")
-        if extra is not None and not (len(extra) == 2 and all(map(callable, extra))):
+        if extra is not None and not (
+            isinstance(extra, tuple | list) and len(extra) == 2 and all(map(callable, extra))
+        ):
             raise ConfigError("members.state(extra=...): two functions are needed, (get, set)")
         self._model, self._optimizer, self._extra = model, optimizer, extra
 
