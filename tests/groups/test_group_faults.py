@@ -252,6 +252,8 @@ def ends_early(member: Member, how: str) -> list[bool]:
         return []
     library, ended = SlowToStop(group), threading.Event()
     work = group.allreduce([torch.ones(300_000)])
+    while group._engine._running < 0:  # until the group's own thread has the call
+        os.sched_yield()
 
     def end() -> None:
         if how == "abort":
