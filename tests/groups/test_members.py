@@ -14,21 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.flow import nursery
 from tests.flow.sites import private_directory, started_in
 from tests.groups.replicas import Replicas, StepLog, learn, replicas
 from tests.seconds import within
 
-
-@pytest.fixture(scope="module", autouse=True)
-def agents() -> Iterator[None]:
-    """Agents are forked from a process that has torch."""
-    if nursery.address() is not None:
-        yield
-        return
-    nursery.open_nursery()
-    yield
-    nursery.close_nursery()
+pytestmark = pytest.mark.usefixtures("agents")
 
 
 @pytest.fixture

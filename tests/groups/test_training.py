@@ -26,6 +26,8 @@ preload(
 #: More than a test takes: it ends when replica a is told so.
 SAMPLES, BATCH = 200_000, 4
 
+pytestmark = pytest.mark.usefixtures("agents")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
@@ -153,17 +155,6 @@ class Job:
         self.every.append(Replica(process, here))
         threading.Thread(target=self.every[-1].listen, daemon=True).start()
         return self.every[-1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def agents() -> Iterator[None]:
-    """Agents are forked from a process that has torch."""
-    if nursery.address() is not None:
-        yield
-        return
-    nursery.open_nursery()
-    yield
-    nursery.close_nursery()
 
 
 @pytest.fixture

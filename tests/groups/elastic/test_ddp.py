@@ -7,23 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.flow import nursery
 from tests.groups.elastic.ddp import gradients, load_buffers, model, one_process, train_replicated
 from tests.groups.elastic.history import CommittedStep
 from tests.groups.elastic.job import ElasticJob, elastic_job
 
 NAMES = "abc"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def agents() -> Iterator[None]:
-    """Agents are forked from a process that has torch."""
-    if nursery.address() is not None:
-        yield
-        return
-    nursery.open_nursery()
-    yield
-    nursery.close_nursery()
+pytestmark = pytest.mark.usefixtures("agents")
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.flow import nursery
 from tests.groups.elastic.history import CommittedStep
 from tests.groups.elastic.job import ElasticJob, elastic_job
 from tests.groups.elastic.trainer import SHARDS, one_process, train_sharded
@@ -27,16 +26,7 @@ NAMES = "abc"
 LOSSES = int(os.environ.get("ETHA_GROUP_LOSSES", "50"))
 SEED = int(os.environ.get("ETHA_GROUP_SEED", "7"))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def agents() -> Iterator[None]:
-    """Agents are forked from a process that has torch."""
-    if nursery.address() is not None:
-        yield
-        return
-    nursery.open_nursery()
-    yield
-    nursery.close_nursery()
+pytestmark = pytest.mark.usefixtures("agents")
 
 
 @pytest.fixture

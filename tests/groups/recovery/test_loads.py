@@ -13,22 +13,12 @@ from typing import Any
 import pytest
 import redis
 
-from tests.flow import nursery
 from tests.flow.sites import private_directory
 from tests.groups.recovery.loads import OF_NEWCOMER, OF_SOURCE, ROWS, train
 from tests.groups.replicas import Rank, Replicas, StepLog, replicas
 from tests.seconds import within
 
-
-@pytest.fixture(scope="module", autouse=True)
-def agents() -> Iterator[None]:
-    """Agents are forked from a process that has torch."""
-    if nursery.address() is not None:
-        yield
-        return
-    nursery.open_nursery()
-    yield
-    nursery.close_nursery()
+pytestmark = pytest.mark.usefixtures("agents")
 
 
 @pytest.fixture
