@@ -6,11 +6,11 @@ command line answers without it.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from etha.lazy_names import lazy_names
 from etha.version import __version__
 
 if TYPE_CHECKING:
@@ -109,31 +109,17 @@ _NAMES = {
     ),
     "etha.redistribute": ("redistribute",),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 #: Submodules that are attributes after ``import etha`` alone.
-_MODULES = frozenset({"bus", "client", "config", "cuda", "errors", "memory", "plan", "testing", "version"})
+_MODULES = ("bus", "client", "config", "cuda", "errors", "memory", "plan", "testing", "version")
 
 
 class _Package(ModuleType):
     """Keeps ``etha.redistribute`` the function, even after the package of the same name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if not (name == "redistribute" and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"etha.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'etha' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, _MODULES)

@@ -29,10 +29,13 @@ EDGES: dict[str, set[str]] = {
     "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
+    # How a package loads what it shows, and what an object of torch.distributed is, without importing either.
+    "lazy_names": set(),
+    "torch_types": set(),
     "units": set(),
     "printable": set(),
     "picture": {"errors", "printable", "units"},
-    "plan": {"errors", "picture", "units"},
+    "plan": {"errors", "picture", "units", "lazy_names", "torch_types"},
     "bus": {"errors", "config", "limits", "phases", "memory.handles", "observe"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
@@ -71,14 +74,14 @@ EDGES: dict[str, set[str]] = {
         "printable",
         "units",
     },
-    "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda", "observe"},
+    "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda", "observe", "torch_types"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "version", "client", "bus", "memory"},
     "groups": {"addresses", "errors", "config", "native", "memory", "cuda", "bus", "client", "version"},
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
-    "": {"errors", "version", "client", "redistribute"},
+    "": {"errors", "version", "client", "redistribute", "lazy_names"},
     "demo": {""},
     "doctor": {
         "addresses",

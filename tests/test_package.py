@@ -51,6 +51,50 @@ def test_importing_etha_imports_no_torch_until_a_name_is_used() -> None:
     assert "torch" in loaded("from etha import TensorBusClient")
 
 
+#: What no public name of etha may load, because a worker that moves plain tensors uses none of it. The first two bring
+#: sympy and cost half a second.
+UNUSED = (
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "matplotlib", "redis", "etha.agent", "etha.store"),
+    *("etha.plan.planner", "etha.plan.proof", "etha.plan.analysis", "etha.plan.plan", "etha.picture", "etha.transport"),
+    *("etha.integrations", "etha.groups", "etha.native", "subprocess"),
+)
+
+
+@pytest.mark.slow
+def test_importing_every_name_adds_less_than_a_third_of_a_second_to_torch() -> None:
+    code = """
+import sys, time, torch
+had, began = set(sys.modules), time.process_time()
+from etha import *
+TensorBusClient, AsyncTensorBusClient, empty, share_module, redistribute
+print(time.process_time() - began, *sorted(set(sys.modules) - had))
+"""
+    runs = []
+    for _ in range(3):
+        done = python("-W", "error", "-c", code)
+        assert done.returncode == 0, done.stderr
+        seconds, *names = done.stdout.split()
+        assert [name for name in names if any(f"{name}.".startswith(f"{other}.") for other in UNUSED)] == []
+        runs.append(float(seconds))
+    assert min(runs) < 0.3, runs
+
+
+@pytest.mark.slow
+def test_a_placement_is_known_however_late_its_module_is_imported() -> None:
+    code = """
+import sys
+from etha import LayoutError
+from etha.plan import Layout
+assert "torch.distributed.tensor" not in sys.modules
+try: Layout((2,), ["S"])
+except LayoutError as error: assert "not a placement" in str(error), error
+from torch.distributed.tensor import Partial, Replicate, Shard
+print(Layout((2, 2, 2), [Shard(0), Replicate(), Partial()]))
+"""
+    done = python("-W", "error", "-c", code)
+    assert (done.returncode, done.stdout) == (0, "Layout((2, 2, 2), [S(0), R, P(sum)])\n"), done.stderr
+
+
 def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
     module = ast.parse(inspect.getsource(etha))
     guarded = next(node for node in module.body if isinstance(node, ast.If))
@@ -60,7 +104,7 @@ def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert checked == {(home, name) for name, home in etha._HOMES.items()}
+    assert checked == {(home, name) for home, names in etha._NAMES.items() for name in names}
     assert {name for _, name in checked} | {"__version__"} == set(etha.__all__)
     assert set(etha.__all__) <= set(dir(etha))
     for name in etha.__all__:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 from weakref import WeakMethod, finalize
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import (
     BatchLost,
@@ -69,6 +68,9 @@ from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationErro
 from etha.memory.room import check_staging
 from etha.observe import trace
 from etha.observe.calls import spans_of_process, watched
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 #: Seconds within which the kernel reports a process's death.
 _NEWS = 1.0

@@ -15,14 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.messages import Refusal
 from etha.client.arguments.checks import (
@@ -40,6 +37,11 @@ from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 from etha.plan.layouts import dtypes
+from etha.torch_types import is_async_collective, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
 
@@ -180,7 +182,7 @@ def build_manifest(
                 for part, of, view, layout in parts_of(name, local_of(tensor), regions[name], defaults.place.rank)
             ]  # fmt: skip
             continue
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             spec = tensor._spec
             key = (pair, id(spec.mesh), spec.placements)
             layout = layouts.get(key) or layouts.setdefault(key, defaults.layout_of_dtensor(name, tensor))
@@ -265,8 +267,8 @@ def check_tensor_name(name: str) -> str:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain local tensor (no grad, same memory). Waits for an unfinished async collective."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(local, AsyncCollectiveTensor):
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    if is_async_collective(local):
         local = local.wait()
     return local.detach()
 
@@ -286,9 +288,9 @@ def refusals_of(name: str, tensor: Any, home: TensorMemory, unsharded: Mapping[i
             f"(or fully_shard(..., reshard_after_forward=True)) and register the sharded parameters"
         )
         return
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, AsyncCollectiveTensor)
-    if type(local) not in plain:
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if type(local) not in plain and not is_async_collective(local):
         yield no(f"tensors of class {type(local).__name__} cannot be moved; register the plain tensors it is made of")
     elif local.is_meta:
         yield no("a meta tensor has no memory; materialise it first (module.to_empty(device=...))")
@@ -504,7 +506,7 @@ def check_region(
     shapes: Mapping[str, Sequence[int]] | None,
 ) -> None:
     """ConfigError or LayoutError for a region that contradicts the other arguments about the tensor."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise ConfigError(f"regions[{name!r}]: the tensor is a DTensor and brings its own layout; register a plain one")
     if placements and name in placements:
         raise ConfigError(f"tensor {name!r} has both regions[...] and placements[...]: give one of them")

@@ -12,12 +12,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from etha.bus.process import check_not_forked
 from etha.client.active_calls import in_callback
@@ -40,6 +39,9 @@ from etha.client.results import (
     Version,
 )
 from etha.errors import AgentLostError, ConfigError, EthaError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""redistribute: the public call."""
+"""A call of redistribute: reads the request, plans the route, runs it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,10 @@ from etha.redistribute.route import make_route
 from etha.redistribute.run import run
 
 
-def redistribute(
+def redistribute_dtensor(
     dtensor: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
-    """The same tensor with ``placements`` over ``device_mesh`` (default: its own), in memory of its own.
-
-    All ranks of both meshes call it with the same arguments, like a collective. Other ranks may call it and take no
-    part. If the meshes are one mesh, it runs over that mesh's process group, otherwise over WORLD. A rank that is not
-    in the source mesh also passes a DTensor on that mesh, as torch makes it there: from ``distribute_tensor``, or from
-    ``DTensor.from_local(torch.empty(0, dtype=...), mesh, placements, shape=..., stride=...)``. A rank that is not in
-    the target mesh gets one with an empty local tensor.
-
-    Everything moves in one exchange, directly from a rank that holds an element to each rank that needs it. Nothing is
-    exchanged if all ranks hold what they need. Partial axes are reduced together, once and in one order, so replicas
-    are equal to the bit. For large tensors that reduction takes a second exchange if that sends less
-    (``etha/redistribute/route.py`` says when). An axis may stay Partial.
-
-    A sub-mesh such as ``mesh["dp"]`` redistributes in each of its rows separately. Together with another mesh, its rows
-    are replicas of one tensor. ``_StridedShard`` means what ``DTensor.redistribute`` makes of it. Point-to-point
-    messages over an NCCL world (if no group has exactly these ranks) need an existing communicator:
-    ``init_process_group(device_id=...)``, or any earlier collective.
-
-    Raises LayoutError for what is not a DTensor, for placements that do not fit the mesh or the tensor, for a Partial
-    that cannot be made or reduced, and for a local tensor of another size than the layout gives it. Raises ConfigError
-    for a tensor that requires grad in grad mode (this is not differentiable), and for a mesh of another device.
-    """
+    """``etha.redistribute``."""
     request = read_request(dtensor, device_mesh, placements)
     order = memory_order(dtensor.stride())
     if request is None:

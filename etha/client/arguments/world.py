@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from etha.client.arguments.checks import check_rank, check_ranks, shown
 from etha.config import LaunchEnv
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

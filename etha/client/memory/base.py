@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver, installed_driver
 from etha.errors import RegistrationError, TransferError
 from etha.memory.handles import TensorHandle
+from etha.torch_types import is_async_collective, is_dtensor
 
 #: (address, shape, strides, dtype)
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -173,8 +172,8 @@ def home_name(tensor: torch.Tensor) -> str:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose memory a registered one uses now: its local tensor, or itself."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.elem if isinstance(local, AsyncCollectiveTensor) else local
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local.elem if is_async_collective(local) else local
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:

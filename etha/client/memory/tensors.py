@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from etha.client.arguments.checks import check_shape, shown
@@ -20,6 +18,7 @@ from etha.client.arguments.world import device_of
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.plan.layouts import dtypes
+from etha.torch_types import is_dtensor, is_fsdp_module
 
 
 def empty(
@@ -46,7 +45,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """``empty`` with the shape, dtype, device and (if dense) strides of a plain ``tensor``."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"etha.empty_like: {shown(tensor)} is not a tensor")
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise ConfigError("etha.empty_like: the tensor is a DTensor: give its local tensor, to_local()")
     _check_plain(tensor, "empty_like: the tensor")
     _check_served(tensor.device, "empty_like")
@@ -67,11 +66,11 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"etha.share_module: {shown(module)} is not a torch.nn.Module")
-    if any(isinstance(m, FSDPModule) for m in module.modules()):
+    if any(is_fsdp_module(m) for m in module.modules()):
         raise ConfigError("etha.share_module: the module is already fully_shard-ed; share it before fully_shard")
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = tensor._local_tensor if is_dtensor(tensor) else tensor
         _check_plain(local, f"share_module: {name!r}")
         if type(local.data) is not torch.Tensor:
             raise ConfigError(f"etha.share_module: {name!r} is a {type(local).__name__}, not a plain strided tensor")

@@ -11,11 +11,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.tensor.placement_types import Placement
 
 from etha.errors import LayoutError
 from etha.plan.layouts import cells
@@ -23,6 +22,10 @@ from etha.plan.layouts.grid import Grid, grid_of, grid_of_region
 from etha.plan.layouts.mesh import check_ranks, check_shape, mesh_from_plain, read_mesh
 from etha.plan.layouts.placement import Axis
 from etha.plan.layouts.region import Product, check_product, plain_product, read_product
+from etha.torch_types import is_placement
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 Ints = npt.NDArray[np.int64]
 _READINGS = ("auto", "order", "literal")
@@ -52,7 +55,7 @@ class Layout:
     _placements: tuple[Placement, ...] | None
 
     def __init__(self, mesh: Any, placements: Any, *, strided: str = "auto") -> None:
-        if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        if is_placement(placements) or not isinstance(placements, Sequence):
             raise LayoutError(f"placements is a sequence with one placement per mesh axis, not {placements!r}")
         shape, ranks = read_mesh(mesh)
         self._set(shape, ranks, tuple(Axis.from_placement(p) for p in placements), strided)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from typing import TYPE_CHECKING, Any
 
 from etha.errors import LayoutError
 from etha.plan.layouts.region import DimRuns
+from etha.torch_types import placement_class
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 #: One cut of a tensor dim: (parts, split factor, place among the dim's axes in mesh order).
 #: Factor 1 is torch.chunk, above 1 ``_StridedShard``, 0 an even cut (torch.tensor_split).
@@ -80,17 +82,17 @@ class Axis:
         raise LayoutError(f"{plain!r} is not a placement")
 
     @classmethod
-    def from_placement(cls, placement: object) -> Axis:
+    def from_placement(cls, placement: Any) -> Axis:
         """Read torch's own placement. Kinds are told apart by type, because ``_NormPartial`` calls its operation
         "sum"."""
         # First, because _StridedShard is a subclass of Shard in torch 2.11, but not in 2.13.
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, placement_class("_StridedShard")):
             return cls.from_plain(["SS", placement.dim, placement.split_factor])
-        if isinstance(placement, Shard):
+        if isinstance(placement, placement_class("Shard")):
             return cls.from_plain(["S", placement.dim])
-        if isinstance(placement, Replicate):
+        if isinstance(placement, placement_class("Replicate")):
             return cls("R")
-        if isinstance(placement, Partial):
+        if isinstance(placement, placement_class("Partial")):
             names = {c.__name__ for c in type(placement).__mro__}
             if "_NormPartial" in names:
                 return cls._norm(getattr(placement, "norm_type", None))
@@ -115,6 +117,9 @@ class Axis:
 
     def to_placement(self) -> Placement:
         """torch's own placement. LayoutError for a mask, whose content is not in plain data."""
+        # Here, because agents and planning need no object of torch's.
+        from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
         match self.kind:
             case "S":
                 return Shard(self.dim)

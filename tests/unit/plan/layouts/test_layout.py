@@ -249,5 +249,5 @@ def test_a_strided_shard_that_is_a_subclass_of_shard_stays_strided(monkeypatch: 
     class Older(Shard):
         split_factor = 2
 
-    monkeypatch.setattr("etha.plan.layouts.placement._StridedShard", Older)
+    monkeypatch.setattr("torch.distributed.tensor.placement_types._StridedShard", Older)
     assert Layout((2, 2), [Older(0), Shard(0)]).to_plain()["placements"] == [["SS", 0, 2], ["S", 0]]
