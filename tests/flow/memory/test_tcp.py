@@ -32,6 +32,7 @@ from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
 from tests.processes import CONTEXT
+from tests.seconds import within
 from tests.unit.transport.agents import Gate
 
 TOKEN = b"a token of this test, forty bytes long .."
@@ -220,10 +221,18 @@ async def test_a_frozen_agent_does_not_hold_up_an_abort() -> None:
         assert whole(near, await other.hear(), 0)
 
 
-async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other() -> None:
+async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined(0) as (near, other):
+        loop, begun, match = asyncio.get_running_loop(), asyncio.Event(), near.plane.match
+
+        def arrived(inlet: Any, header: Any) -> Any:
+            loop.call_soon_threadsafe(begun.set)
+            return match(inlet, header)
+
+        monkeypatch.setattr(near.plane, "match", arrived)
         other.tell("move", 1)
-        await asyncio.sleep(0.1)  # it has filled the sockets and waits for us
+        async with asyncio.timeout(60):
+            await begun.wait()  # its first bytes are here, and it waits for us
         began = time.monotonic()
         gate = Gate(lambda: near.transport.stop(ValueError("no")))  # nothing has been sent to it before
         guards: Any = {("source", 0): gate, ("target", 1): gate}
@@ -231,7 +240,7 @@ async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other() -> None
         with pytest.raises(ValueError, match="no"):
             await moving
         error = await other.hear()
-        assert isinstance(error, PeerLostError) and time.monotonic() - began < 1
+        assert isinstance(error, PeerLostError) and time.monotonic() - began < within(1.0)
 
 
 # ---- host, with a worker in a process of its own ----------------------------------------------
