@@ -143,7 +143,8 @@ class _Family:
         with self._lock:
             for fd, each in self._living.items():
                 if each is nursery:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has been waited for at this moment
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
 
     def forget(self) -> None:
         """In a forked process: close the descriptors."""

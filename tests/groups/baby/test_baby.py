@@ -339,6 +339,28 @@ def test_a_nursery_that_is_lost_is_replaced(two: Ranks, sent: signal.Signals) ->
     assert not alive(lost.pid)  # also that which was stopped, once its children are no more
 
 
+def test_a_nursery_may_be_closed_at_the_moment_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = nursery.prepare()
+    wait_for_spare()
+    ended, closed, wait = threading.Event(), threading.Event(), os.waitpid
+
+    def held(pid: int, options: int) -> tuple[int, int]:
+        result = wait(pid, options)
+        if pid == found.pid:  # it is no zombie any more, and its family has not noted that yet
+            ended.set()
+            closed.wait(60)
+        return result
+
+    monkeypatch.setattr(os, "waitpid", held)
+    os.kill(found.pid, signal.SIGKILL)
+    assert ended.wait(60)
+    try:
+        found.close()
+    finally:
+        closed.set()
+    assert nursery.prepare() is not found
+
+
 def test_a_fork_of_the_trainer_holds_none_of_its_sockets(two: Ranks) -> None:
     """Otherwise a DataLoader's worker would keep the connections of a trainer open that has died."""
     lanes = [lane for group in two.groups for lane in (group._link._control, group._link._calls)]
