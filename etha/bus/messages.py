@@ -352,7 +352,7 @@ class GroupFormed(StrictStruct, frozen=True, kw_only=True):
 
 @message("group_noted")
 class GroupNoted(StrictStruct, frozen=True, kw_only=True):
-    """What the group is doing: ``changing`` if somebody waits for the epoch after ``epoch``."""
+    """The member is in ``epoch``; ``changing`` if that is over, or somebody waits for the next one."""
 
     epoch: int
     launch: Text

@@ -62,7 +62,8 @@ local answered = same and mine and mine.asked == req.asked and not mine.wants an
 -- The agent asks the same question again after a while: what it reports of others counts once.
 local again = same and mine and req.asked ~= '' and mine.asked == req.asked
 me.wants = req.wants and not answered
-me.asked = req.asked
+-- A new agent first hears that the member is there, and then its question again, which may have been answered already.
+me.asked = req.asked ~= '' and req.asked or (same and mine and mine.asked) or ''
 r.ranks[rank] = me
 suspects[replica] = nil
 if req.wants and not again then

@@ -255,15 +255,11 @@ class GroupService:
         except EthaError as error:
             peer.fail(request.id, error, None)
             return
-        self._seated(held, seating, held.entrance.epoch)
-        peer.reply(
-            request.id,
-            GroupNoted(
-                epoch=seating.epoch,
-                launch=seating.launch,
-                changing=seating.state == "changing" or seating.epoch != held.entrance.epoch,
-            ),
-        )
+        mine = held.entrance.epoch
+        self._seated(held, seating, mine)
+        # If a later epoch has formed, only the member's own is over: it may be in that one, and not have heard it yet.
+        over = seating.state == "changing" or seating.epoch != mine
+        peer.reply(request.id, GroupNoted(epoch=mine, launch=seating.launch, changing=over))
 
     def _seated(self, held: _Held, seating: Seating, epoch: int) -> None:
         """Remember what Redis has of a rank, to put it back if Redis loses it."""

@@ -83,6 +83,19 @@ async def test_a_question_whose_answer_was_lost_is_answered_the_same(store: Stor
     assert (heard.formed, heard.epoch, names(heard)) == (True, 2, ["x", "y"])
 
 
+async def test_a_question_is_known_again_by_an_agent_that_first_hears_that_its_member_is_there(store: Store) -> None:
+    """The agent that has asked has died before it has heard the answer."""
+    await enter(store, "x", 1)
+    await enter(store, "y", 2)
+    await enter(store, "x", 1, epoch=1, last=1)
+    await enter(store, "x", 1, epoch=2, last=2)
+    await enter(store, "y", 2, epoch=2, asked="t")
+    there = await enter(store, "y", 2, epoch=2, asked="", wants=False)
+    assert (there.epoch, there.state) == (3, "formed")
+    heard = await enter(store, "y", 2, epoch=2, asked="t")
+    assert (heard.formed, heard.epoch, heard.state, names(heard)) == (True, 3, "formed", ["x", "y"])
+
+
 async def test_a_replica_comes_whole_and_goes_whole(store: Store) -> None:
     assert not (await enter(store, "x", 1, rank=0, world=2)).formed
     assert (await enter(store, "x", 2, rank=1, world=2)).formed
