@@ -53,7 +53,7 @@ EDGES: dict[str, set[str]] = {
     },
     # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
     "cuda": {"errors", "config"},
-    "memory": {"errors", "config", "cuda"},
+    "memory": {"errors", "config", "cuda", "native"},
     "transport": {"errors", "config", "limits", "memory", "plan", "cuda", "observe"},
     "agent": {
         "addresses",

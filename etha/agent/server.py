@@ -63,6 +63,7 @@ from etha.bus.messages import (
     Picture,
     Probe,
     Probed,
+    Pulled,
     PutValues,
     Records,
     Register,
@@ -394,7 +395,7 @@ class Agent:
             if peer.key in self._observers:
                 return self._show(peer, request)
             session = self._session(peer)
-            if self._draining and not isinstance(request.message, GetStatus):
+            if self._draining and not isinstance(request.message, GetStatus | Pulled):
                 raise AgentUnavailableError(_LEAVING)
             self._dispatch(session, request)
         except EthaError as error:
@@ -468,6 +469,11 @@ class Agent:
             case Transfer() as message:
                 found = self.registrations.registered(session, message.batch, message.epoch)
                 self.transfers.transfer(session, request, message, found)
+            case Pulled(batch=batch, epoch=epoch) as message:
+                # Also if a rank has closed the batch: what moves goes on.
+                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
+                    self.transfers.pulled(session, registered, message)
+                peer.reply(request.id, Ok())
             case Supersede(batch=batch, epoch=epoch):
                 self.transfers.supersede(session, self.registrations.registered(session, batch, epoch))
                 peer.reply(request.id, Ok())

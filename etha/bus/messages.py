@@ -1,10 +1,10 @@
 """The messages between a worker and its agent, one struct each.
 
-    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer WaitOffer
+    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled WaitOffer
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost, BatchLost, Progress, GroupChanging, AskGroupProgress
+    agent -> worker, unasked   PairLost, BatchLost, Progress, Pull, GroupChanging, AskGroupProgress
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
@@ -214,7 +214,8 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
 
     ``edition`` names the snapshot that is sent and is equal on all ranks of the side; "" sends the tensors themselves.
     ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none. ``trace_id``: that of the
-    call's OpenTelemetry span, for the agent's trace; "" for none.
+    call's OpenTelemetry span, for the agent's trace; "" for none. ``pulls``: the caller's thread is blocked, so the
+    worker's processors are free to copy what it receives.
     """
 
     batch: Text
@@ -226,6 +227,41 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     edition: Text = ""
     mark: Annotated[bytes, Meta(max_length=MARK)] = b""
     trace_id: Annotated[str, Meta(max_length=32)] = ""
+    pulls: bool = False
+
+
+@message("pull")
+class Pull(StrictStruct, frozen=True, kw_only=True):
+    """Push under the id of a ``recv``: copy what a table says into this worker's tensors, on ``threads`` threads.
+
+    The worker answers with Pulled requests until the last of them is ``over``. ``table`` numbers the table within the
+    registration; its content (``memory.pull.PullTable``: ``processes`` and ``blobs``) comes with the first push only.
+    """
+
+    seq: int
+    table: int
+    threads: int
+    processes: Items[tuple[int, int]] = ()
+    blobs: Annotated[tuple[Blob, ...], Meta(max_length=5)] = ()
+
+
+@message("pulled")
+class Pulled(StrictStruct, frozen=True, kw_only=True):
+    """How far this worker has come with a Pull: ``done`` bytes. -> Ok.
+
+    ``over``: nothing is being copied any more; everything was copied if ``kind`` is "", otherwise ``kind``, ``text``,
+    ``pid`` and ``address`` are those of a ReachError.
+    """
+
+    batch: Text
+    epoch: int
+    seq: int
+    done: int
+    over: bool = False
+    kind: Text = ""
+    text: Text = ""
+    pid: int = 0
+    address: int = 0
 
 
 @message("moved")

@@ -35,6 +35,8 @@ class ActiveCall:
         self.committed = False
         #: Of the call's OpenTelemetry span; "" for none.
         self.trace_id = ""
+        #: Whether it blocks the thread of its caller, whose processor is free meanwhile.
+        self.blocks = False
         self._calls, self._what = calls, what
         self._link: AgentLink | None = None
         self._why: str | None = None

@@ -382,15 +382,16 @@ class AsyncTensorBusClient(OfOneProcess):
         *,
         snapshot: bool = False,
         mark: Mark | None = None,
+        blocks: bool = False,
         **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, Any]:
         """The common part of ``transfer`` and ``AsyncBatchHandle.transfer``. ``mark``: that of the calling thread, if
-        it is another."""
+        it is another. ``blocks``: that thread waits for the result."""
         point = self.mark_of(registration) if mark is None else mark
 
         async def call() -> TransferResult | TransferFuture:
             try:
-                work = self._transfer(registration, transfer_type, point, snapshot, **options)
+                work = self._transfer(registration, transfer_type, point, snapshot, blocks, **options)
                 if self._spans is None:
                     return await work
                 about = {"verb": transfer_type, **self._about(registration)}
@@ -412,6 +413,7 @@ class AsyncTensorBusClient(OfOneProcess):
         transfer_type: Literal["send", "recv"],
         mark: Mark,
         snapshot: bool,
+        blocks: bool,
         *,
         version: Version = None,
         on_commit: OnCommit | None = None,
@@ -449,6 +451,7 @@ class AsyncTensorBusClient(OfOneProcess):
 
         async def whole() -> TransferResult:
             with self._calls.begin(transfer_type, registration) as call:
+                call.blocks = blocks
                 if self._spans is not None:
                     call.trace_id = self._spans.trace_id()
                 return await move(call)
@@ -878,10 +881,14 @@ class AsyncBatchHandle(OfOneProcess):
         transfer_type: Literal["send", "recv"],
         *,
         snapshot: bool = False,
+        blocks: bool = False,
         **options: Unpack[TransferOptions],
     ) -> Coroutine[Any, Any, Any]:
-        """``transfer`` for another thread: it comes after that thread's device work up to ``mark``."""
-        return self._client.transfer_of(self._registration, transfer_type, snapshot=snapshot, mark=mark, **options)
+        """``transfer`` for another thread: it comes after that thread's device work up to ``mark``. ``blocks``: that
+        thread waits for the result."""
+        return self._client.transfer_of(
+            self._registration, transfer_type, snapshot=snapshot, mark=mark, blocks=blocks, **options
+        )
 
     async def wait_offer(self, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send this batch."""

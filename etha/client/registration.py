@@ -21,6 +21,7 @@ from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
 from etha.memory.handles import span_nbytes
+from etha.memory.pull import PullTable
 from etha.plan import Layout
 
 #: Of a worker that cannot copy what it has received into its own tensors.
@@ -78,6 +79,8 @@ class Registration:
     aside: StagedTensors | None = None
     snapshot: Snapshot | None = None
     snapshots: int = 0
+    #: What this worker copies itself in a blocking ``recv``, by the agent's number of the table.
+    pull_tables: dict[int, PullTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.fingerprints = tuple(fingerprint(memory_of(item.owner)) for item in self.manifest.items)
@@ -172,6 +175,7 @@ class Registration:
         self.fingerprints = ()
         self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.aside = self.snapshot = None
+        self.pull_tables = {}
 
     def received(self) -> None:
         """Tell autograd that the tensors have changed."""

@@ -319,7 +319,7 @@ class TensorBusClient(OfOneProcess):
             options["on_commit"] = in_own_thread(on_commit)
         # On this thread, because the transfer comes after the work of the caller's current stream.
         mark = Mark() if self._closed else inner.mark()
-        work = inner.transfer_after(mark, verb, snapshot=snapshot, **options)
+        work = inner.transfer_after(mark, verb, snapshot=snapshot, blocks=blocking and not snapshot, **options)
         if snapshot or blocking:
             result: TransferResult | TransferFuture = self._run(work)
             return result

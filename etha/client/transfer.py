@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
-from etha.bus.messages import Moved, Progress, Transfer
+from etha.bus.messages import Moved, Progress, Pull, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.memory.base import Mark, StagedTensors
+from etha.client.pull import CallPulls
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -216,9 +217,13 @@ async def _once(
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left
 
+    pulls = CallPulls(registration, link)
+
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):
             progress.tell(message.done, message.total)
+        elif isinstance(message, Pull):
+            pulls.begin(message)
 
     def late() -> TransferError:
         why = f"the agent did not answer by the deadline of {timeout:g} s"
@@ -241,6 +246,7 @@ async def _once(
         edition=edition,
         mark=mark.handle,
         trace_id=call.trace_id,
+        pulls=call.blocks and verb == "recv",
     )
     asked = time.monotonic()
     try:
@@ -279,6 +285,9 @@ async def _once(
         raise
     finally:
         page.revoke(word)
+        if pulls.running:  # the call has failed, or was cancelled
+            await shield.finish(pulls.end())
+            shield.release()
     assert isinstance(moved, Moved)
     answered = time.monotonic()
     call.committed = True

@@ -145,10 +145,11 @@ class ProcessMemory:
         )
         if n <= 0:
             code = ctypes.get_errno() if n < 0 else errno.EFAULT
-            raise self._error(code, int(remote[0, 0]), writes=call is _writev)
+            raise self.error(code, int(remote[0, 0]), writes=call is _writev)
         return int(n)
 
-    def _error(self, code: int, address: int, *, writes: bool) -> ReachError:
+    def error(self, code: int, address: int, *, writes: bool = False) -> ReachError:
+        """The error for a copy from or to ``address`` in the process that failed with errno ``code``."""
         text = f"worker process {self.pid}"
         if code == errno.ESRCH:
             return WorkerGoneError(f"{text} has died", pid=self.pid)

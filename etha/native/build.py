@@ -25,6 +25,7 @@ FLAGS = (
     "-std=gnu11",
     "-shared",
     "-fPIC",
+    "-pthread",
     "-ffp-contract=off",
     "-fwrapv",
 )

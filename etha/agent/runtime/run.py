@@ -16,15 +16,18 @@ from typing import Any
 
 from etha.agent.protocol.verification import VerificationPlan
 from etha.agent.runtime.lane import NOTHING, Lane, Running, WorkspacePool
+from etha.agent.runtime.pulls import WorkerPulls
 from etha.agent.runtime.transports import BatchTransport
 from etha.agent.runtime.verification import TransferVerification
+from etha.bus.messages import Pulled
 from etha.errors import TransferError
-from etha.memory.reach import ReachError, RevokedError
+from etha.memory.reach import AccessError, ReachError, RevokedError
 from etha.memory.revocation import Guard
 from etha.observe import trace
 from etha.observe.records import NO_PAYLOAD, Payload
 from etha.transport.base import WireRun
 from etha.transport.copy.program import CopyPiece, Member, Program
+from etha.transport.copy.pulling import PullPlan
 from etha.transport.copy.staging import Peak
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.wire.flows import WireProgram
@@ -51,6 +54,8 @@ class DirectionProgram:
     #: Whether this agent takes part in the wire even if it has nothing to exchange.
     joins: bool = False
     verification_plan: VerificationPlan | None = None
+    #: What receiving workers that wait in a blocking call can copy themselves.
+    pull: PullPlan | None = None
     payload: Payload = NO_PAYLOAD
 
     @property
@@ -76,16 +81,18 @@ class TransferRun:
         progress: Callable[[int], None],
         over: Over,
         verification: TransferVerification | None = None,
+        pulls: WorkerPulls | None = None,
         about: Mapping[str, Any] = NOTHING,
     ) -> None:
-        """``about``: what the trace says of its pieces."""
+        """``pulls``: the copies that workers do themselves. ``about``: what the trace says of its pieces."""
+        self._pulls = pulls
         self._about = about
         self._program, self._seq, self._guards = program, seq, guards
         self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
         self._spawn, self._progress, self._tell = spawn, progress, over
-        self._running: Running | None = None
+        self._running: list[Running] = []
         self._left = 0
-        self._near = self._far = 0
+        self._near = self._far = self._pulled = 0
         self._job: Execution | None = None
         self._run: WireRun | None = None
         self._error: BaseException | None = None
@@ -113,6 +120,11 @@ class TransferRun:
         """End it soon. Idempotent; returns at once."""
         self._fail(TransferError("stopped"))
 
+    def hear(self, member: Member, pulled: Pulled) -> None:
+        """A receiving worker says how far it has come with its copies."""
+        if self._pulls is not None:
+            self._pulls.hear(member, pulled)
+
     # ---- inside -------------------------------------------------------------------------------
 
     async def _after_reading(self, verification: TransferVerification) -> None:
@@ -139,7 +151,9 @@ class TransferRun:
         self._half(error)
 
     def _begin(self) -> None:
-        program, job = self._program, Execution(self._program.near, self._guards, self._lane.workspaces)
+        program, pulls = self._program, self._pulls
+        without = frozenset[int]() if pulls is None else pulls.plan.pieces
+        job = Execution(program.near, self._guards, self._lane.workspaces, without)
         self._job = job
         self.peak_staging = program.near.peak_staging(self._lane.threads)
         if program.wire is not None and (program.joins or not program.wire.empty):
@@ -151,10 +165,17 @@ class TransferRun:
                 self._left = 1
                 self._spawn(self._in_turn(run, job, self._wire))
                 return
-            self._left = 1 + bool(job.pieces)
+            self._left = 1 + bool(job.pieces) + (pulls is not None)
             self._spawn(self._exchange(run, self._wire))
             if job.pieces:
                 self._submit(job, self._half)
+            if pulls is not None:
+                pulls.start(self._went, self._pulls_over)
+        elif pulls is not None:
+            self._left = 1 + bool(job.pieces)
+            if job.pieces:
+                self._submit(job, self._half)
+            pulls.start(self._went, self._pulls_over)
         elif program.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
             # The round trip to a lane thread takes longer than such a copy.
             self._left = 1
@@ -164,18 +185,21 @@ class TransferRun:
             self._submit(job, self._half)
 
     def _submit(self, job: Execution, done: Callable[[BaseException | None], None]) -> None:
-        self._running = self._lane.submit(job, on_progress=self._copied, on_done=done, about=self._about)
+        running = self._lane.submit(job, on_progress=self._copied, on_done=done, about=self._about)
+        self._running.append(running)
         if self._error is not None:
-            self._running.abort(self._error)
+            running.abort(self._error)
 
     def _fail(self, error: BaseException) -> None:
         if self._error is not None:
             return
         self._error = error
-        if self._running is not None:
-            self._running.abort(error)
+        for running in self._running:
+            running.abort(error)
         if self._wire is not None:
             self._wire.stop(error)
+        if self._pulls is not None:
+            self._pulls.stop()
         if self._verification is not None:
             self._verification.stop(error)
 
@@ -222,11 +246,28 @@ class TransferRun:
 
     def _copied(self, done: int) -> None:
         self._near = done
-        self._progress(self._near + self._far)
+        self._tell_progress()
 
     def _carried(self, done: int) -> None:
         self._far = done
-        self._progress(self._near + self._far)
+        self._tell_progress()
+
+    def _went(self, done: int) -> None:
+        self._pulled = done
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._progress(self._near + self._far + self._pulled)
+
+    def _pulls_over(self, error: ReachError | None) -> None:
+        """Workers have ended their copies. If they do not reach each other's memory, the lane copies all of it."""
+        if not isinstance(error, AccessError) or self._error is not None:
+            return self._half(error)
+        assert self._pulls is not None
+        self._pulled = 0
+        program = self._program.near
+        rest = frozenset(range(len(program.pieces))) - self._pulls.plan.pieces
+        self._submit(Execution(program, self._guards, self._lane.workspaces, rest), self._half)
 
     def _half(self, error: BaseException | None) -> None:
         """One of the halves is over."""
@@ -244,12 +285,14 @@ class TransferRun:
     def _end(self) -> None:
         """Nothing touches memory any more."""
         touched = (self._job is not None and self._job.touched) or (self._run is not None and self._run.touched)
+        touched = touched or (self._pulls is not None and self._pulls.touched)
         if self._peak is not None and self._plane is not None:
             self.peak_staging += self._plane.budget.seen(self._peak)
         if self._verification is not None:
             # Copies and checks of one lane run one after the other, so the larger of the two counts.
             self.peak_staging = max(self.peak_staging, self._verification.close())
-        self._running = self._job = self._run = None  # they hold this move or workers' memory
+        self._running = []
+        self._job = self._run = self._pulls = None  # they hold this move or workers' memory
         self._tell(self._error, touched)
 
 
@@ -261,13 +304,18 @@ class Execution:
     """One run of a program, guarded by the revocation words of the calls that lend memory to it.
 
     A member without a guard (an in-process test, staging) always lends. ``workspaces`` are those of the agent's
-    threads.
+    threads. ``without``: pieces that somebody else copies, of a program without barriers.
     """
 
     def __init__(
-        self, program: Program, guards: Mapping[Member, Guard], workspaces: WorkspacePool = _workspaces
+        self,
+        program: Program,
+        guards: Mapping[Member, Guard],
+        workspaces: WorkspacePool = _workspaces,
+        without: frozenset[int] = frozenset(),
     ) -> None:
         self.program = program
+        self._order = tuple(i for i in range(len(program.pieces)) if i not in without)
         self._workspaces = workspaces
         self._guards = guards
         #: Whether targets may have been written.
@@ -275,7 +323,7 @@ class Execution:
 
     @property
     def pieces(self) -> int:
-        return len(self.program.pieces)
+        return len(self._order)
 
     @property
     def barriers(self) -> tuple[int, ...]:
@@ -284,6 +332,7 @@ class Execution:
 
     def run(self, piece: int, thread: int) -> int:
         """Run a piece. RevokedError if a call has returned, other ReachErrors as memory raises them."""
+        piece = self._order[piece]
         what = self.program.pieces[piece]
         entered: list[Guard] = []
         work = self._workspaces.mine()

@@ -51,6 +51,8 @@ class WorkerSession:
     revocation: LentPage | None = None
     #: Which of the worker's wishes for an agent this one does not meet; empty if none.
     differs: str = ""
+    #: Whether the worker reaches the memory of others; True until it has said that it does not.
+    pulls: bool = True
     #: Why the worker copies some of its tensors through shared memory; empty if it does not.
     staged: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)

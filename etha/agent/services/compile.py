@@ -23,6 +23,7 @@ from etha.observe.records import Payload
 from etha.transport.base import TransportPeer
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Member, Program
+from etha.transport.copy.pulling import pull_plan
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import BUCKET, WireProgram
@@ -138,6 +139,7 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
             nbytes=near.nbytes,
             peers=near.peers,
             verification_plan=verification_plan,
+            pull=None if verification_plan is not None else pull_plan(near),
             payload=_payload(batch, source, near.nbytes, near, None),
         )
     routing = batch.routing(source)
@@ -162,6 +164,7 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         key=hashlib.sha256(name.encode()).digest(),
         joins=batch.over_nccl,
         verification_plan=verification_plan,
+        pull=None if verification_plan is not None or wire.aliased else pull_plan(near),
         payload=_payload(batch, source, nbytes, near, wire),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from etha.agent.protocol.effects import (
     BeginLane,
@@ -25,6 +25,7 @@ from etha.agent.protocol.effects import (
 from etha.agent.protocol.participant import Call, TransferEffect
 from etha.agent.runtime.lane import NOTHING, Lane
 from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.pulls import WorkerPulls
 from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferRun
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
@@ -38,11 +39,12 @@ from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfer_records import failed_call, settled_transfer
 from etha.agent.services.transfer_spans import about_batch, about_run, trace_transfer
 from etha.bus.codec import Request
-from etha.bus.messages import Moved, Progress, Transfer
+from etha.bus.messages import Moved, Progress, Pulled, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError, noted, with_note
 from etha.memory.handles import span_nbytes
 from etha.memory.mapping import DTYPES
-from etha.memory.reach import FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.memory.reach import AccessError, FaultError, ReachError, RevokedError, WorkerGoneError
+from etha.memory.revocation import Guard
 from etha.observe import trace
 from etha.observe.recorder import Recorder
 from etha.peer.introductions import Copied, Sums, UniqueId
@@ -111,11 +113,21 @@ class TransferService:
             member=member,
             verb=message.verb,
             trace_id=message.trace_id,
+            pulls=message.pulls,
         )
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         self._stream_order.pass_on(
             batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
         )
+
+    def pulled(self, session: WorkerSession, batch: RegisteredBatch, message: Pulled) -> None:
+        """A worker says how far it has come with its copies."""
+        if message.kind == AccessError.kind:
+            session.pulls = False
+        current = batch.current
+        if current is not None and current.run is not None:
+            side, rank = session.seats[batch.pairs[0]].member
+            current.run.hear(("source" if side == current.source else "target", rank), message)
 
     def supersede(self, session: WorkerSession, batch: RegisteredBatch) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
@@ -276,7 +288,7 @@ class TransferService:
             self._over(batch, current, None, False)
             return
         current.program = program
-        guards = {}
+        guards: dict[Member, Guard] = {}
         for member, key in current.calls.items():
             ask = batch.asks[key]
             if ask.session.revocation is not None:
@@ -298,10 +310,34 @@ class TransferService:
             progress=lambda done: self.progress_reporter.went(batch, current, done),
             over=lambda error, touched: self._moved(batch, current, error, touched),
             verification=verification,
+            pulls=self._pulls(batch, current, program, guards),
             about=NOTHING if trace.active is None else about_run(batch, current),
         )
         current.submitted = current.started if known else time.monotonic()
         current.run.start()
+
+    def _pulls(
+        self, batch: RegisteredBatch, current: RunningProgram, program: DirectionProgram, guards: Mapping[Member, Guard]
+    ) -> WorkerPulls | None:
+        """The copies that receiving workers do themselves; None unless all that could do so are blocked in their
+        calls."""
+        if program.pull is None:
+            return None
+        side = batch.other(current.source)
+        calls = {member: current.calls[side, member[1]] for member in program.pull.tables}
+        asks = [batch.asks[key] for key in calls.values()]
+        if not all(ask.pulls and ask.session.pulls for ask in asks):
+            return None
+        return WorkerPulls(
+            program.pull,
+            current.seq,
+            int(current.snapshot),
+            open_calls=self._calls,
+            calls=calls,
+            known={member: batch.tensors[side, member[1]].pull_tables for member in program.pull.tables},
+            guards=guards,
+            threads=max(1, self._lane.threads // len(calls)),
+        )
 
     def _moved(
         self, batch: RegisteredBatch, current: RunningProgram, error: BaseException | None, touched: bool

@@ -1,0 +1,219 @@
+"""A pull: a worker copies from other workers' memory into its own, while it waits for a transfer to end.
+
+Its processors are idle then, and a byte is copied once, not twice as through an agent between two workers. A process
+writes only its own memory in this way, so an abandoned pull touches nobody else's tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from etha.memory.process import IoVec, ProcessMemory
+from etha.memory.reach import AccessError, ReachError, WorkerGoneError
+from etha.native.pull import PullLibrary, PullStruct, load_pull
+
+#: Most threads of one pull.
+MAX_THREADS = 16
+
+Ends = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PullTable:
+    """What is copied, cut into chunks. Rows are (address, bytes); ``local`` is here, ``remote`` in another process.
+
+    Chunk ``i`` has the rows up to number ``local_ends[i]`` and ``remote_ends[i]``, of equally many bytes, from process
+    number ``process[i]`` of ``processes``, each (pid, start time in clock ticks).
+    """
+
+    processes: tuple[tuple[int, int], ...]
+    process: npt.NDArray[np.int32]
+    local: IoVec
+    remote: IoVec
+    local_ends: Ends
+    remote_ends: Ends
+
+    def __post_init__(self) -> None:
+        chunks = len(self.process)
+        if not chunks or len(self.local_ends) != chunks or len(self.remote_ends) != chunks:
+            raise ValueError(
+                f"{chunks} chunks of processes, {len(self.local_ends)} and {len(self.remote_ends)} of rows: a pull has "
+                f"at least one chunk, and as many of each"
+            )
+        if int(self.process.min()) < 0 or int(self.process.max()) >= len(self.processes):
+            raise ValueError(f"a chunk is of process number {int(self.process.max())}, there are {len(self.processes)}")
+        here, there = _sums(self.local, self.local_ends), _sums(self.remote, self.remote_ends)
+        if not np.array_equal(here, there):
+            raise ValueError(f"the chunks have {here.sum()} bytes here and {there.sum()} there")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it copies."""
+        return int(self.local[:, 1].sum())
+
+    def to_blobs(self) -> tuple[bytes, ...]:
+        """The arrays, in the order of ``from_blobs``."""
+        arrays = (self.process, self.local, self.remote, self.local_ends, self.remote_ends)
+        return tuple(np.ascontiguousarray(array).tobytes() for array in arrays)
+
+    @classmethod
+    def from_blobs(cls, processes: Iterable[tuple[int, int]], blobs: Iterable[bytes]) -> PullTable:
+        """The table of ``to_blobs``; ValueError if it is none."""
+        process, local, remote, local_ends, remote_ends = blobs
+        return cls(
+            processes=tuple(processes),
+            process=np.frombuffer(process, np.int32),
+            local=np.frombuffer(local, np.uint64).reshape(-1, 2),
+            remote=np.frombuffer(remote, np.uint64).reshape(-1, 2),
+            local_ends=np.frombuffer(local_ends, np.uint64),
+            remote_ends=np.frombuffer(remote_ends, np.uint64),
+        )
+
+    def check_inside(self, spans: npt.NDArray[np.uint64]) -> None:
+        """ReachError unless every local row lies inside one of ``spans``, rows (address, bytes) sorted by address.
+
+        The kernel would write wherever a row points.
+        """
+        spans = _merged(spans)
+        begin, stop = self.local[:, 0], self.local[:, 0] + self.local[:, 1]
+        span = np.searchsorted(spans[:, 0], begin, "right") - 1
+        inside = (span >= 0) & (stop >= begin)
+        inside &= stop <= spans[span, 0] + spans[span, 1]
+        if not inside.all():
+            raise ReachError(
+                "the agent asks this worker to write outside of its registered tensors, so nothing was copied: this is "
+                "a fault in Etha, please report it"
+            )
+
+
+def _sums(rows: IoVec, ends: Ends) -> npt.NDArray[np.uint64]:
+    """Bytes of each chunk. ValueError for ends that are no ascending row numbers up to the last."""
+    if not len(rows) or int(ends[-1]) != len(rows) or (ends[1:] <= ends[:-1]).any() or not int(ends[0]):
+        raise ValueError(f"the ends of chunks do not ascend to their {len(rows)} rows")
+    begin = np.concatenate([np.zeros(1, np.uint64), ends[:-1]]).astype(np.int64)
+    return np.add.reduceat(rows[:, 1], begin)
+
+
+def _merged(spans: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sorted spans of which none touches another: rows may reach from one tensor into the next one's memory."""
+    if not len(spans):
+        return np.zeros((1, 2), np.uint64)
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    stop = np.maximum.accumulate(spans[:, 0] + spans[:, 1])
+    first = np.flatnonzero(np.append(True, spans[1:, 0] > stop[:-1]))
+    merged = np.empty((len(first), 2), np.uint64)
+    merged[:, 0] = spans[first, 0]
+    merged[:, 1] = np.append(stop[first[1:] - 1], stop[-1]) - merged[:, 0]
+    return merged
+
+
+class Pull:
+    """One run of a table on ``threads`` threads. ``run`` blocks; ``stop`` may be called from any thread at any time."""
+
+    def __init__(self, table: PullTable, threads: int) -> None:
+        self._table, self._threads = table, max(1, min(threads, MAX_THREADS))
+        self._struct = PullStruct(threads=self._threads)
+
+    @property
+    def done(self) -> int:
+        """Bytes that have been copied."""
+        return int(self._struct.done)
+
+    def stop(self) -> None:
+        """Make ``run`` return after the chunks that are being copied. Idempotent."""
+        self._struct.stop = 1
+
+    def run(self) -> None:
+        """Copy. Returns when nothing is being copied any more; raises the ReachError of the first copy that failed.
+
+        AccessError, before anything is copied, if a process cannot be found under its number here.
+        """
+        memories = _open(self._table.processes)
+        try:
+            library = load_pull()
+            if library is None:
+                self._run_python(memories)
+            else:
+                self._run_compiled(library, memories)
+        finally:
+            for memory in memories:
+                memory.close()
+
+    def _run_compiled(self, library: PullLibrary, memories: list[ProcessMemory]) -> None:
+        table, struct = self._table, self._struct
+        pids = np.array([memory.pid for memory in memories], np.int32)[table.process]
+        struct.local, struct.remote = table.local.ctypes.data, table.remote.ctypes.data
+        struct.local_ends, struct.remote_ends = table.local_ends.ctypes.data, table.remote_ends.ctypes.data
+        struct.pids, struct.chunks = pids.ctypes.data, len(table.process)
+        library.run(struct)
+        if struct.error:
+            memory = next(memory for memory in memories if memory.pid == struct.pid)
+            raise self._found(memory.error(struct.error, struct.address))
+        # A number is given again only after its process has ended, and a process that lives still has not.
+        if gone := [memory.pid for memory in memories if not memory.alive()]:
+            raise self._found(WorkerGoneError(f"worker process {gone[0]} has died", pid=gone[0]))
+
+    def _run_python(self, memories: list[ProcessMemory]) -> None:
+        """The same without the compiled library, with the interpreter's lock between two chunks."""
+        failed: list[ReachError] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not self._struct.stop:
+                with lock:
+                    chunk = self._struct.next
+                    self._struct.next += 1
+                if chunk >= len(self._table.process):
+                    return
+                try:
+                    moved = self._copy(memories, chunk)
+                except ReachError as error:
+                    failed.append(error)
+                    return self.stop()
+                with lock:
+                    self._struct.done += moved
+
+        others = [threading.Thread(target=work, name="etha-pull", daemon=True) for _ in range(self._threads - 1)]
+        for thread in others:
+            thread.start()
+        work()
+        for thread in others:
+            thread.join()
+        if failed:
+            raise self._found(failed[0])
+
+    def _copy(self, memories: list[ProcessMemory], chunk: int) -> int:
+        table = self._table
+        local, remote = (
+            rows[int(ends[chunk - 1]) if chunk else 0 : int(ends[chunk])]
+            for rows, ends in ((table.local, table.local_ends), (table.remote, table.remote_ends))
+        )
+        return memories[int(table.process[chunk])].read(local, remote)
+
+    def _found(self, error: ReachError) -> ReachError:
+        error.moved = self.done
+        return error
+
+
+def _open(processes: Iterable[tuple[int, int]]) -> list[ProcessMemory]:
+    """The processes, held by descriptors so that no number is given again unnoticed."""
+    memories: list[ProcessMemory] = []
+    try:
+        for pid, started in processes:
+            memories.append(ProcessMemory(pid, started))
+    except WorkerGoneError as error:
+        for memory in memories:
+            memory.close()
+        # The agent knows who is dead; what it says lives and is not here has another number here.
+        raise AccessError(f"from process {os.getpid()}: {error}", pid=error.pid) from None
+    except BaseException:
+        for memory in memories:
+            memory.close()
+        raise
+    return memories

@@ -1,0 +1,86 @@
+/* Copies rows of other processes' memory into this process's own, on several threads: included by executor.c.
+ *
+ * The rows are cut into chunks, each of one process. A thread takes the next chunk, looks whether it shall stop, and calls
+ * process_vm_readv, which needs nothing of the other process and reports errors as numbers. Both tables of a chunk have
+ * the same number of bytes, but may be cut differently. */
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/uio.h>
+
+enum { PULL_ROWS = 512, PULL_THREADS = 16 };
+
+typedef struct {
+    struct iovec *local, *remote;         /* rows: address, bytes */
+    uint64_t *local_ends, *remote_ends;   /* of each chunk: the number of the row after its last */
+    int32_t *pids;                        /* of each chunk */
+    uint64_t chunks;
+    uint32_t threads, stop;               /* `stop` is set by any thread */
+    uint64_t next, done;                  /* the next chunk; bytes that have been copied */
+    int32_t error, pid;                   /* the first errno, of which process, where */
+    uint64_t address;
+} etha_pull;
+
+/* The rows from number `*at` on, without the first `*skip` bytes of the first, up to PULL_ROWS. */
+static uint64_t pull_window(const struct iovec *rows, uint64_t at, uint64_t end, uint64_t skip, struct iovec *window) {
+    uint64_t n = 0;
+    for (; at < end && n < PULL_ROWS; at++, n++) {
+        window[n].iov_base = (uint8_t *)rows[at].iov_base + skip;
+        window[n].iov_len = rows[at].iov_len - skip;
+        skip = 0;
+    }
+    return n;
+}
+
+static void pull_advance(const struct iovec *rows, uint64_t *at, uint64_t *skip, uint64_t bytes) {
+    bytes += *skip;
+    while (bytes && bytes >= rows[*at].iov_len) bytes -= rows[(*at)++].iov_len;
+    *skip = bytes;
+}
+
+static void pull_chunk(etha_pull *p, uint64_t chunk) {
+    struct iovec local[PULL_ROWS], remote[PULL_ROWS];
+    uint64_t here = chunk ? p->local_ends[chunk - 1] : 0, there = chunk ? p->remote_ends[chunk - 1] : 0;
+    uint64_t here_skip = 0, there_skip = 0;
+    while (here < p->local_ends[chunk] && there < p->remote_ends[chunk]) {
+        uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
+        uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
+        ssize_t n = process_vm_readv(p->pids[chunk], local, locals, remote, remotes, 0);
+        if (n <= 0) {
+            int32_t none = 0, code = n < 0 ? errno : EFAULT;
+            if (__atomic_compare_exchange_n(&p->error, &none, code, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+                p->pid = p->pids[chunk];
+                p->address = (uint64_t)remote[0].iov_base;
+            }
+            __atomic_store_n(&p->stop, 1, __ATOMIC_RELEASE);
+            return;
+        }
+        __atomic_fetch_add(&p->done, (uint64_t)n, __ATOMIC_RELAXED);
+        pull_advance(p->local, &here, &here_skip, (uint64_t)n);
+        pull_advance(p->remote, &there, &there_skip, (uint64_t)n);
+    }
+}
+
+static void *pull_work(void *of) {
+    etha_pull *p = of;
+    while (!__atomic_load_n(&p->stop, __ATOMIC_ACQUIRE)) {
+        uint64_t chunk = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
+        if (chunk >= p->chunks) break;
+        pull_chunk(p, chunk);
+    }
+    return NULL;
+}
+
+/* Copies everything, or until `stop` is set or a copy fails. When it returns nothing is being copied any more. */
+void etha_run_pull(etha_pull *p) {
+    pthread_t others[PULL_THREADS];
+    uint32_t started = 0;
+    sigset_t all, before;
+    sigfillset(&all); /* Python's signals go to threads of Python */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (started + 1 < p->threads && started < PULL_THREADS && !pthread_create(&others[started], NULL, pull_work, p))
+        started++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pull_work(p);
+    for (uint32_t i = 0; i < started; i++) pthread_join(others[i], NULL);
+}
