@@ -15,12 +15,11 @@ from functools import partial
 import numpy as np
 
 from etha.bus.link import AgentLink
-from etha.bus.messages import Pull as PullRequest
-from etha.bus.messages import Pulled
+from etha.bus.messages import Pull, Pulled
 from etha.client.registration import Registration
 from etha.errors import EthaError
 from etha.memory.handles import span_nbytes
-from etha.memory.pull import Pull, PullTable
+from etha.memory.pull import PullRun, PullTable
 from etha.memory.reach import FaultError, ReachError
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class CallPulls:
     def __init__(self, registration: Registration, link: AgentLink) -> None:
         self._registration, self._link = registration, link
         self._loop = asyncio.get_running_loop()
-        self._pull: Pull | None = None
+        self._pull: PullRun | None = None
         self._over: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reports: set[asyncio.Task[None]] = set()
@@ -45,13 +44,13 @@ class CallPulls:
         """Whether something may be copied now."""
         return self._over is not None and not self._over.done()
 
-    def begin(self, request: PullRequest) -> None:
+    def begin(self, request: Pull) -> None:
         """Begin to copy. Returns at once; the agent hears of the end."""
         try:
             table = self._table(request)
         except (ReachError, ValueError) as error:
             return self._report(request.seq, 0, ReachError(str(error)), over=True)
-        self._pull, self._over = Pull(table, request.threads), self._loop.create_future()
+        self._pull, self._over = PullRun(table, request.threads), self._loop.create_future()
         threading.Thread(
             target=self._work, args=(self._pull, request.seq), name=f"etha-pull-{self._registration.batch}", daemon=True
         ).start()
@@ -63,7 +62,7 @@ class CallPulls:
             self._pull.stop()
             await asyncio.wait({self._over})
 
-    def _table(self, request: PullRequest) -> PullTable:
+    def _table(self, request: Pull) -> PullTable:
         tables = self._registration.pull_tables
         if request.blobs:
             table = PullTable.from_blobs(request.processes, request.blobs)
@@ -74,7 +73,7 @@ class CallPulls:
             raise ValueError(f"the agent has not sent table {request.table} of this batch: please report it")
         return tables[request.table]
 
-    def _work(self, pull: Pull, seq: int) -> None:
+    def _work(self, pull: PullRun, seq: int) -> None:
         """On a thread of its own, because the executor's few threads may be waiting."""
         failed: ReachError | None = None
         try:
@@ -87,7 +86,7 @@ class CallPulls:
         with suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(partial(self._ended, pull, seq, failed))
 
-    def _ended(self, pull: Pull, seq: int, failed: ReachError | None) -> None:
+    def _ended(self, pull: PullRun, seq: int, failed: ReachError | None) -> None:
         assert self._over is not None
         if self._timer is not None:
             self._timer.cancel()

@@ -113,7 +113,7 @@ def _merged(spans: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return merged
 
 
-class Pull:
+class PullRun:
     """One run of a table on ``threads`` threads. ``run`` blocks; ``stop`` may be called from any thread at any time."""
 
     def __init__(self, table: PullTable, threads: int) -> None:
@@ -156,8 +156,8 @@ class Pull:
             memory = next(memory for memory in memories if memory.pid == struct.pid)
             raise self._found(memory.error(struct.error, struct.address))
         # A number is given again only after its process has ended, and a process that lives still has not.
-        if gone := [memory.pid for memory in memories if not memory.alive()]:
-            raise self._found(WorkerGoneError(f"worker process {gone[0]} has died", pid=gone[0]))
+        if dead := [memory.pid for memory in memories if not memory.alive()]:
+            raise self._found(WorkerGoneError(f"worker process {dead[0]} has died", pid=dead[0]))
 
     def _run_python(self, memories: list[ProcessMemory]) -> None:
         """The same without the compiled library, with the interpreter's lock between two chunks."""
