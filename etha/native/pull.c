@@ -84,3 +84,5 @@ void etha_run_pull(etha_pull *p) {
     pull_work(p);
     for (uint32_t i = 0; i < started; i++) pthread_join(others[i], NULL);
 }
+
+uint64_t etha_pull_bytes(void) { return sizeof(etha_pull); }

@@ -32,8 +32,12 @@ class PullLibrary:
     """Carries out pulls without the interpreter's lock."""
 
     def __init__(self, path: str) -> None:
-        self._run = ctypes.CDLL(path).etha_run_pull
+        library = ctypes.CDLL(path)
+        self._run = library.etha_run_pull
         self._run.argtypes, self._run.restype = [ctypes.POINTER(PullStruct)], None
+        library.etha_pull_bytes.restype = ctypes.c_uint64
+        #: Size of the struct as it was compiled.
+        self.struct_bytes = int(library.etha_pull_bytes())
 
     def run(self, pull: PullStruct) -> None:
         """Copy everything, or until ``stop`` is set or a copy fails (``error``, ``pid``, ``address``)."""
