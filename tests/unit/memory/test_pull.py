@@ -16,7 +16,7 @@ from etha.memory import pull
 from etha.memory.process import ProcessMemory, start_time
 from etha.memory.pull import PullRun, PullTable
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
-from etha.native.pull import load_pull
+from etha.native.pull import PullStruct, load_pull
 from tests.processes import CONTEXT, preload
 
 preload("numpy")
@@ -216,4 +216,4 @@ def test_the_struct_is_the_one_of_the_library() -> None:
     library = load_pull()
     if library is None:
         pytest.skip("no C compiler (cc) on the path")
-    assert ctypes.sizeof(pull.PullStruct) == library.struct_bytes
+    assert ctypes.sizeof(PullStruct) == library.struct_bytes
