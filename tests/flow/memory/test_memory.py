@@ -205,7 +205,7 @@ def test_unmapped_addresses_are_faults_even_in_the_middle(children: Callable[[],
 
 def test_the_kernels_refusal_has_its_own_error(children: Callable[[], Child]) -> None:
     child = children()
-    assert isinstance(child.memory.process._error(errno.EPERM, 0, writes=False), AccessError)
+    assert isinstance(child.memory.process.error(errno.EPERM, 0, writes=False), AccessError)
 
 
 async def test_a_worker_killed_while_pieces_run_ends_its_job_and_not_the_next(
