@@ -217,13 +217,14 @@ async def _once(
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left
 
-    pulls = CallPulls(registration, link)
+    pulls: list[CallPulls] = []  # none, or one: few calls copy themselves
 
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):
             progress.tell(message.done, message.total)
         elif isinstance(message, Pull):
-            pulls.begin(message)
+            pulls.append(CallPulls(registration, link))
+            pulls[0].begin(message)
 
     def late() -> TransferError:
         why = f"the agent did not answer by the deadline of {timeout:g} s"
@@ -285,8 +286,8 @@ async def _once(
         raise
     finally:
         page.revoke(word)
-        if pulls.running:  # the call has failed, or was cancelled
-            await shield.finish(pulls.end())
+        if pulls and pulls[0].running:  # the call has failed, or was cancelled
+            await shield.finish(pulls[0].end())
             shield.release()
     assert isinstance(moved, Moved)
     answered = time.monotonic()
