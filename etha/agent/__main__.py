@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import importlib
 import logging
 import resource
 import signal
@@ -12,15 +14,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from etha.addresses import Advertised, check_redis_url, parse_address
+from etha.agent.early_service import EarlyService
 from etha.agent.fleet import CONTEXT_LOST, leave_with_parent, serve_all
-from etha.agent.runtime.device import GpuDevice, find
+from etha.agent.greeting import Greeting
 from etha.agent.runtime.gc_scheduler import settle
-from etha.agent.runtime.lane import Lane
-from etha.agent.server import Agent
 from etha.agent.startup import Startup
 from etha.bus.server import BusServer
 from etha.config import LogSettings, Settings, check_device, check_name, parse_staging
@@ -30,10 +32,14 @@ from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, Etha
 from etha.memory.reach import ReachError
 from etha.memory.room import check_staging
 from etha.observe import trace
-from etha.observe.logs import AgentLog, LogSource, levels
+from etha.observe.logs import AgentLog, LogSource, levels, shown_log
 from etha.observe.recorder import WarningRecords
 from etha.store.embedded import ensure_embedded
 from etha.store.registry import Store
+
+if TYPE_CHECKING:
+    from etha.agent.runtime.device import GpuDevice
+    from etha.agent.server import Agent
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +60,8 @@ async def serve(
 ) -> None:
     """Run one agent until SIGTERM or SIGINT (or ``idle`` seconds without a worker); raises EthaError.
 
-    ``startup`` is informed of reasons for a delay, and once workers can connect. If not ``patient``, a Redis that
+    ``startup`` is informed of reasons for a delay, and once workers can connect. That is before torch is imported, if
+    nothing that comes after can refuse to start. If not ``patient``, a Redis that
     refuses connections or whose name is unknown is an error at once. ``stop`` replaces the signals, for several agents
     in one process. ``metrics``: HOST:PORT of its metrics, instead of ETHA_METRICS.
     """
@@ -79,8 +86,16 @@ async def serve(
         log.error("the context of this agent's GPU is lost and only a new process gets another: %s", text)
         stopped.set()
 
-    card = None if device == "cpu" else GpuDevice(driver(), find(driver(), device), spoilt)
-    device = "cpu" if card is None else card.agent
+    # A starter has to hear what only the rest of the agent can refuse: a GPU, addresses, encryption.
+    early = device == "cpu" and settings.listen is None and settings.advertise is None and not settings.encrypt
+    if not early:
+        await import_agent()
+    card = None
+    if device != "cpu":
+        from etha.agent.runtime.device import GpuDevice, find
+
+        card = GpuDevice(driver(), find(driver(), device), spoilt)
+        device = card.agent
 
     async def revive() -> None:
         await ensure_embedded(settings, timeout=START)
@@ -98,33 +113,74 @@ async def serve(
     )
     async with store:
         trace.start(settings, "agent", device)
-        lane = Lane() if card is None else Lane(workspaces=card.workspaces)
-        agent = Agent(settings=settings, device=device, redis=url, store=store, lane=lane, idle=idle, card=card)
-        source.agent = agent.id
-        if trace.active is not None:
-            trace.active.note(agent=agent.id)
-        warnings = WarningRecords(agent.recorder)
-        logging.getLogger("etha").addHandler(warnings)
-        async with agent.links, BusServer(path, agent), _metrics(agent, settings, metrics, card):
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(agent.run(group))
-                stopping = group.create_task(stopped.wait())
-                hurrying = group.create_task(hurry.wait())
-                hurrying.add_done_callback(lambda _: agent.hurry())
-                await agent.started.wait()
-                reached = agent.links.reached_at
-                log.info("agent %s serves %s at %s, %s, Redis %s", agent.id, device, path, reached, store.url)
+        greeting = Greeting(
+            settings, device, redis=url, store=store.url, temporary=idle is not None, log_file=shown_log()
+        )
+        service = EarlyService(greeting)
+        async with BusServer(path, service) as bus:
+            if early:
                 startup.ready()
-                await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                await agent.drain()
-                hurrying.cancel()
-                running.cancel()
-                stopping.cancel()
-        logging.getLogger("etha").removeHandler(warnings)
+                try:
+                    await import_agent()
+                except BaseException as error:
+                    service.fail(_cause(error))
+                    raise
+            from etha.agent.runtime.lane import Lane
+            from etha.agent.server import Agent
+
+            lane = Lane() if card is None else Lane(workspaces=card.workspaces)
+            agent = Agent(
+                settings=settings, device=device, greeting=greeting, store=store, lane=lane, idle=idle, card=card
+            )
+            source.agent = agent.id
+            if trace.active is not None:
+                trace.active.note(agent=agent.id)
+            warnings = WarningRecords(agent.recorder)
+            logging.getLogger("etha").addHandler(warnings)
+            async with agent.links, _leaves(bus), _metrics(agent, settings, metrics, card):
+                async with asyncio.TaskGroup() as group:
+                    running = group.create_task(agent.run(group))
+                    stopping = group.create_task(stopped.wait())
+                    hurrying = group.create_task(hurry.wait())
+                    hurrying.add_done_callback(lambda _: agent.hurry())
+                    await agent.started.wait()
+                    bus.service = agent
+                    service.hand_over(agent)
+                    reached = agent.links.reached_at
+                    log.info("agent %s serves %s at %s, %s, Redis %s", agent.id, device, path, reached, store.url)
+                    startup.ready()
+                    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    await agent.drain()
+                    hurrying.cancel()
+                    running.cancel()
+                    stopping.cancel()
+            logging.getLogger("etha").removeHandler(warnings)
     if card is not None:
         card.close()
     if lost:
         raise ContextLost(f"the context of {device} is lost ({lost[0]}): start the agent again")
+
+
+async def import_agent() -> None:
+    """Import torch and what moves tensors, on a thread beside the loop. That takes most of an agent's start."""
+    enabled = gc.isenabled()
+    # An import makes no garbage worth a collection, and each collection walks all that was imported before.
+    gc.disable()
+    try:
+        await asyncio.to_thread(importlib.import_module, "etha.agent.server")
+    finally:
+        if enabled:
+            gc.enable()
+    settle()
+
+
+@asynccontextmanager
+async def _leaves(bus: BusServer) -> AsyncIterator[None]:
+    """Say goodbye to all workers when this context ends, while other agents are still linked."""
+    try:
+        yield
+    finally:
+        await bus.close("the agent leaves")
 
 
 @asynccontextmanager
@@ -164,7 +220,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _cause(raised: Exception) -> EthaError:
+def _cause(raised: BaseException) -> EthaError:
     """The error that ended the agent, for its starter; unpacks the exception groups in which tasks fail."""
     leaves: list[BaseException] = [raised]
     while groups := [leaf for leaf in leaves if isinstance(leaf, BaseExceptionGroup)]:

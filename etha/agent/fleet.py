@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etha.addresses import Advertised, format_address, parse_address
-from etha.agent.runtime.device import cards
 from etha.config import CUDA_AGENT
 from etha.cuda.driver import Device, Driver
 from etha.errors import AgentUnavailableError, ConfigError
@@ -98,6 +97,9 @@ async def serve_all(
 ) -> None:
     """Run agents of all GPUs until SIGTERM or SIGINT. ``arguments``: those of one agent except its device and
     addresses."""
+    # Here, because it imports torch, which an agent does only when workers can connect.
+    from etha.agent.runtime.device import cards
+
     devices = cards(driver)
     host, port = ("", 0) if listen is None else parse_address(listen)
     if port and port + 2 * len(devices) > 65536:

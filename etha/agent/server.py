@@ -20,9 +20,7 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
-from etha.addresses import redact
+from etha.agent.greeting import LEAVING, Greeting
 from etha.agent.pictures import Pictures
 from etha.agent.runtime.device import GpuDevice
 from etha.agent.runtime.event_writer import EventWriter
@@ -79,7 +77,6 @@ from etha.config import Settings
 from etha.errors import (
     AgentLostError,
     AgentUnavailableError,
-    ConfigError,
     EthaError,
     ProtocolError,
     note_of_log,
@@ -105,7 +102,6 @@ DRAIN = 30.0
 #: Seconds that Redis has to answer an observer's request.
 EVENTS_SECONDS = 2.0
 _LEFT = "the agent is leaving; call init_pair and register_tensors again, which start another"
-_LEAVING = "this agent is leaving and takes no new work"
 
 
 class Agent:
@@ -116,14 +112,14 @@ class Agent:
         *,
         settings: Settings,
         device: str,
-        redis: str | None,
+        greeting: Greeting,
         store: Store,
         lane: Lane,
         idle: float | None,
         card: GpuDevice | None = None,
     ) -> None:
         self.card = card
-        self.settings, self.device, self.redis, self.store = settings, device, redis, store
+        self.settings, self.device, self.store, self.greeting = settings, device, store, greeting
         self.id = uuid.uuid4().hex[:16]
         self.log = shown_log()
         #: HOST:PORT of its metrics, or why it has none; "" if nobody asked for them.
@@ -144,7 +140,6 @@ class Agent:
         self._idle = idle
         self._timer: asyncio.TimerHandle | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._draining = False
         self._hurried = False
         self._patience: asyncio.Timeout | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,7 +170,7 @@ class Agent:
             recorder=self.recorder,
         )
         self.groups = GroupService(store=store, calls=self.calls, spawn=self.spawn)
-        hints = Hints(store, settings, redis)
+        hints = Hints(store, settings, greeting.redis)
         self.rendezvous = RendezvousService(
             store=store,
             links=self.links,
@@ -240,7 +235,7 @@ class Agent:
 
     async def drain(self) -> None:
         """Refuse new work, let running transfers finish, answer the remaining calls, withdraw from Redis."""
-        self._draining = True
+        self.greeting.leaving = True
         try:
             async with asyncio.timeout(0 if self._hurried else DRAIN) as self._patience:
                 await self.transfers.idle_tracker.wait()
@@ -329,53 +324,18 @@ class Agent:
 
     def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
         """A worker connects; ConfigError if it wants another namespace or another Redis."""
-        if hello.namespace != self.settings.namespace:
-            raise ConfigError(
-                f"this agent serves namespace {self.settings.namespace!r}, not {hello.namespace!r}: "
-                f"use its own socket, or set ETHA_NAMESPACE"
-            )
-        if hello.redis is not None and hello.redis != self.redis:
-            raise ConfigError(
-                f"this host's agent runs with Redis {_shown(self.redis)}, this client asks for {_shown(hello.redis)}: "
-                f"use one URL, or another ETHA_NAMESPACE"
-            )
-        welcome = WorkerWelcome(
-            version=__version__,
-            namespace=self.settings.namespace,
-            device=self.device,
-            redis=self.store.url,
-            pid=os.getpid(),
-            log=self.log,
-        )
+        welcome = self.greeting.welcome(peer, hello, alone=not self.sessions, warning=self.links.hub.warning)
+        self.admit(peer, hello, welcome)
+        return welcome
+
+    def admit(self, peer: Peer, hello: WorkerHello, welcome: WorkerWelcome) -> None:
+        """Open the session of a worker or an observer that got ``welcome``."""
         if hello.observer:
             self._observers.add(peer.key)
-            return welcome
-        differs = self.settings.differ(hello.wants)
-        if differs and hello.starts and self._idle is not None and not self.sessions and not self._draining:
-            log.info("process %d asks for another agent, and nobody needs this one (%s): leaving", peer.pid, differs)
-            self._draining = True
+            return
+        if welcome.leaving:
             self.done.set()
-        if self._draining:
-            return msgspec.structs.replace(welcome, leaving=_LEAVING)
-        if "ETHA_ENCRYPT" in hello.wants and not self.settings.encrypt:
-            raise ConfigError(
-                f"ETHA_ENCRYPT=1 is set here, and the agent of {self.device} (process {os.getpid()}) runs without it: "
-                f"end its other workers, or `etha stop --device {self.device}`, and try again"
-            )
-        if differs:
-            differs = (
-                f"The agent of {self.device} (process {os.getpid()}) runs with {differs}, and others use it: end them, "
-                f"or `etha stop --device {self.device}`, and try again"
-            )
-        differs = ". ".join(filter(None, [differs, self.links.hub.warning]))
-        if peer.pid <= 0:
-            raise ConfigError(
-                f"this process runs in a PID namespace that the agent of {self.device} on host "
-                f"{self.settings.host_name} cannot see: the agent could neither reach this process's memory nor notice "
-                f"its death. Let both share one PID namespace (docker run --pid=host or "
-                f"--pid=container:NAME, shareProcessNamespace: true in a Kubernetes pod), or give each container an "
-                f"ETHA_RUNTIME_DIR of its own and all of them one ETHA_REDIS_URL: then each starts its own agent"
-            )
+            return
         holder = Holder(
             agent=self.id,
             host=self.settings.host_id,
@@ -385,9 +345,12 @@ class Agent:
         )
         mappings = None if self.card is None else self.card.mappings
         memory = WorkerMemory(peer.pid, peer.start, mappings=mappings)
-        self.sessions[peer.key] = WorkerSession(peer=peer, holder=holder, memory=memory, differs=differs)
+        self.sessions[peer.key] = WorkerSession(peer=peer, holder=holder, memory=memory, differs=welcome.differs)
         self._rest()
-        return msgspec.structs.replace(welcome, differs=differs)
+
+    def note_reach(self, peer: Peer, why_not: str) -> None:
+        """A worker's memory was found within reach ("") or not before this agent was ready."""
+        self._session(peer).memory.private = not why_not
 
     def received(self, peer: Peer, request: Request) -> None:
         """Handle one message of a worker. Every error becomes its answer."""
@@ -395,8 +358,8 @@ class Agent:
             if peer.key in self._observers:
                 return self._show(peer, request)
             session = self._session(peer)
-            if self._draining and not isinstance(request.message, GetStatus | Pulled):
-                raise AgentUnavailableError(_LEAVING)
+            if self.greeting.leaving and not isinstance(request.message, GetStatus | Pulled):
+                raise AgentUnavailableError(LEAVING)
             self._dispatch(session, request)
         except EthaError as error:
             self._refuse(peer, request, error)
@@ -453,7 +416,7 @@ class Agent:
         if peer.key in self._observers:
             raise ProtocolError("an observer shows no memory")
         if (session := self.sessions.get(peer.key)) is None:
-            raise AgentUnavailableError(_LEAVING)
+            raise AgentUnavailableError(LEAVING)
         return session
 
     def _dispatch(self, session: WorkerSession, request: Request) -> None:
@@ -605,7 +568,3 @@ class Agent:
             self._timer = None
         if self._idle is not None and not self.sessions:
             self._timer = asyncio.get_running_loop().call_later(self._idle, self.done.set)
-
-
-def _shown(url: str | None) -> str:
-    return "the embedded server of this host" if url is None else redact(url)

@@ -73,7 +73,8 @@ class BusServer:
 
     def __init__(self, path: Path, service: Service) -> None:
         self._path = path
-        self._service = service
+        #: May be replaced between two events.
+        self.service = service
         self._uid = os.geteuid()
         self._sessions: dict[Connection, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -152,7 +153,7 @@ class BusServer:
                 self._request(session, envelope)
             case Cancel(id):
                 if id in session.peer.requests:
-                    self._service.cancelled(session.peer, id)
+                    self.service.cancelled(session.peer, id)
             case _:
                 self._malformed(connection, session, Malformed(f"a {type(envelope).__name__} from a worker"))
 
@@ -168,7 +169,7 @@ class BusServer:
         if not session.attached:
             return peer.fail(request.id, ProtocolError("a request before Attach on the descriptor socket"))
         try:
-            self._service.received(peer, request)
+            self.service.received(peer, request)
         except Exception as error:
             peer.fail(request.id, _told(request, error))
 
@@ -178,7 +179,7 @@ class BusServer:
             return log.debug("dropped a %s without a session from %r", type(envelope).__name__, connection)
         try:
             session = self._admit(connection, credentials, envelope.message)
-            welcome = self._service.hello(session.peer, envelope.message)
+            welcome = self.service.hello(session.peer, envelope.message)
         except Exception as error:
             self._refusals.warn("refused process %d of uid %d: %s", credentials.pid, credentials.uid, error)
             return self._send(connection, Failure(envelope.id, _told(envelope, error)))
@@ -256,7 +257,11 @@ class BusServer:
             raise ProtocolError("no such session, or it has its descriptor connection already")
         if attachment.credentials != Credentials(session.peer.pid, session.peer.uid):
             raise ProtocolError(f"{session.peer!r} attached from process {attachment.credentials.pid}")
-        session.attach(attachment, self._service.descriptors)
+        session.attach(attachment, self._descriptors)
+
+    def _descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
+        # Not the service's own method, because the service may be replaced while the connection lasts.
+        self.service.descriptors(peer, header, fds)
 
     def _disconnected(self, connection: Connection) -> None:
         if (session := self._sessions.get(connection)) is not None:
@@ -276,7 +281,7 @@ class BusServer:
         if not self._sessions:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
-        self._service.on_disconnected(peer, reason)
+        self.service.on_disconnected(peer, reason)
 
 
 def _told(request: Request, error: Exception) -> EthaError:
