@@ -169,7 +169,7 @@ class Agent:
             stream_order=stream_order,
             recorder=self.recorder,
         )
-        self.groups = GroupService(store=store, calls=self.calls, spawn=self.spawn)
+        self.groups = GroupService(store=store, links=self.links, calls=self.calls, spawn=self.spawn)
         hints = Hints(store, settings, greeting.redis)
         self.rendezvous = RendezvousService(
             store=store,

@@ -127,7 +127,8 @@ class GroupAgentLink:
                 raise
         finally:
             self._exchanges.pop(limit, None)
-        raise GroupLostError(f"a member of epoch {epoch} of group {message.group} has ended", epoch=epoch)
+        text = f"a member of epoch {epoch} of group {message.group} has ended, or could not reach another"
+        raise GroupLostError(text, epoch=epoch)
 
     async def _call(self, message: Any, timeout: float) -> Any:
         loop = asyncio.get_running_loop()

@@ -765,7 +765,7 @@ class Members:
             # Ranks of this replica that have not come so far any more must not be waited for.
             if self._inside is not None and not self._inside_stands:
                 self._inside.abort()
-        self._give_up("a member of the epoch has ended")
+        self._give_up("a member of the epoch has ended, or could not reach another")
         for group in self._managed():
             group.break_off()
 

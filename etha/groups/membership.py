@@ -105,6 +105,8 @@ class GroupRoster:
             mine = ReplicaEntry(since=serial, ranks={})
         held = mine.ranks.get(rank)
         if held is not None:
+            if entry.step > held.step:  # its groups have stood since
+                mine = replace(mine, pause=0)
             entry = replace(entry, epoch=max(entry.epoch, held.epoch))
         mine = replace(mine, ranks={**mine.ranks, rank: entry})
         replicas[replica] = mine

@@ -1,6 +1,7 @@
 -- One rank of a replica enters a group. KEYS: group, own replica. With req.wants it asks for the next epoch, without it
 -- only says that it is there (a new agent, or a Redis that has lost its data). Answers ok = {epoch, state, launch,
--- formed (whether this rank is in that epoch), wait (ms), missing}; or an error, with "held" as join.lua's.
+-- formed (whether this rank is in that epoch), wait (ms), missing, apart (agents of the replicas that this one could not
+-- reach)}; or an error, with "held" as join.lua's.
 local replica, rank, me = req.replica, req.rank, req.member
 if redis.call('EXISTS', PREFIX .. 'agent:' .. me.agent) == 0 then
   return refuse('unpublished', 'agent ' .. me.agent .. ' is not listed: Redis has lost its record')
@@ -26,7 +27,7 @@ local function open_launch(launch)
   serial = serial + 1
   -- A Redis that has lost its data counts from the beginning, so the number alone may be that of a launch that has ended.
   local own = string.format('auto-%d-%d-%d', serial, me.pid, me.start)
-  r = {launch = launch or own, since = serial, not_before = 0, pause = 0, ranks = {}}
+  r = {launch = launch or own, since = serial, not_before = 0, pause = 0, apart = {}, ranks = {}}
   replicas[replica], mine = r, nil
 end
 local text = req.launch and retired_text(replica, req.launch)
@@ -55,6 +56,8 @@ if req.epoch > epoch then
 end
 
 -- 3. Take the rank. The same question once more changes nothing if its answer was lost.
+-- Its groups have stood since it has last entered, so it reaches everybody.
+if same and mine and req.step > mine.step then r.pause, r.apart = 0, {} end
 me.last, me.step, me.committed, me.least = req.last, req.step, req.committed, req.least
 me.epoch = same and mine and math.max(mine.epoch, req.epoch) or req.epoch
 local answered = same and mine and mine.asked == req.asked and not mine.wants and mine.epoch == epoch
@@ -74,12 +77,18 @@ if req.wants and not again then
   for _, name in ipairs(req.unmet) do
     local other = replicas[name]
     if other and name ~= replica then
-      local loser = number(other.since) > number(r.since) and other or r
+      local loser, winner = r, name
+      if number(other.since) > number(r.since) then loser, winner = other, replica end
       if number(loser.not_before) <= now then
         loser.pause = math.min(60000, math.max(5000, 2 * number(loser.pause)))
         loser.not_before = now + loser.pause
-        if loser == other then write(name, other) end
       end
+      local known = false
+      for _, one in ipairs(loser.apart) do known = known or one == winner end
+      if not known then loser.apart[#loser.apart + 1] = winner end
+      if loser == other then write(name, other) end
+      -- Nobody needs to wait any more until the last epoch's members have met.
+      if epoch > 0 and me.epoch == epoch then broken = true end
     end
   end
 end
@@ -90,5 +99,11 @@ text = retired_text(replica, r.launch)
 local state = save()
 if text then return refuse('group_lost', text, {replica = replica}) end
 local formed = r.ranks[rank].epoch == epoch and not r.ranks[rank].wants
+local apart, told = {}, {}
+for _, name in ipairs(r.apart) do
+  for _, m in pairs(replicas[name] and replicas[name].ranks or {}) do
+    if not told[m.agent] then apart[#apart + 1], told[m.agent] = m.agent, true end
+  end
+end
 return cjson.encode({ok = {epoch = epoch, state = state, launch = r.launch, formed = formed, wait = wait,
-  missing = missing, members = formed and (G.members or '[]') or '[]'}})
+  missing = missing, apart = apart, members = formed and (G.members or '[]') or '[]'}})

@@ -13,10 +13,10 @@ local function int(value) return string.format('%d', value) end
 local function list_text(value) if #value == 0 then return '[]' end return json(value) end
 local function key_of(replica) return group_key .. ':' .. replica end
 
--- All replicas: launch, since (serial), not_before and pause (ms), ranks (number -> entry).
+-- All replicas: launch, since (serial), not_before and pause (ms), apart (names), ranks (number -> entry).
 local replicas = {}
 local function load(name)
-  local found, key = {ranks = {}}, key_of(name)
+  local found, key = {ranks = {}, apart = {}}, key_of(name)
   for field, text in pairs(hash(key)) do
     if string.match(field, '^%d+$') then
       local m = object(text)
@@ -26,6 +26,7 @@ local function load(name)
       end
       found.ranks[tonumber(field)] = m
     elseif field == 'launch' then found.launch = text
+    elseif field == 'apart' then found.apart = object(text) or error("Redis key '" .. key .. "': field 'apart' is not a list")
     else found[field] = number(text) end
   end
   return found
@@ -63,7 +64,7 @@ local function previous(r)
 end
 local function shown(m) return 'pid ' .. int(m.pid) .. ' on host ' .. ((m.name or '') ~= '' and m.name or m.host) end
 
--- Whether a replica of the last epoch has ended.
+-- Whether the last epoch cannot go on, because a replica of it has ended or could not reach another.
 local broken = G.broken == '1'
 -- A launch is over: its ranks are refused from now on, with this text.
 local function retire(name, reason, text)
@@ -92,7 +93,7 @@ local function write(name, r)
     fields[#fields + 1] = int(rank)
     fields[#fields + 1] = json(m)
   end
-  redis.call('HSET', key, 'launch', r.launch, unpack(fields))
+  redis.call('HSET', key, 'launch', r.launch, 'apart', list_text(r.apart), unpack(fields))
   keep(key)
 end
 

@@ -229,7 +229,7 @@ TABLE: tuple[KeyKind, ...] = (
             "replicas": "JSON list of the replicas that have a key",
             "retired": "JSON list of [REPLICA/LAUNCH, why] of launches that are over, at most 64",
             "suspects": "JSON object of replicas that others have waited for in vain",
-            "broken": "1 if a replica of the last epoch has left or died",
+            "broken": "1 if a replica of the last epoch has left, died, or could not reach another",
             "opened": "ms since 1970 at which the first asked for the next epoch; 0 if nobody has",
             "timeout": "ms that the next epoch waits for a member whose agent answers",
             "grace": "ms that it waits for others",
@@ -247,7 +247,8 @@ TABLE: tuple[KeyKind, ...] = (
             "launch": "id of this life of the replica; `auto-NUMBER-PID-START` of its first process if it has no other",
             "since": "which launch of the group it is; ranks that are equal otherwise go to the first",
             "not_before": "ms since 1970 before which it enters no epoch, because it could not reach an older member",
-            "pause": "ms of its last such pause",
+            "pause": "ms of its last such pause; 0 once a step has counted",
+            "apart": "JSON list of the replicas that it could not reach before that pause",
             "RANK": "JSON object: agent, host, name, pid, start, epoch (that it was admitted to), last (whose state it "
             "has), step, committed, least (fewest replicas), wants (the next epoch), asked (token of the call)",
         },

@@ -270,7 +270,7 @@ class Seating:
     in it (``formed``).
 
     ``wait`` is the number of seconds after which the same question may be answered otherwise though nobody has come or
-    left; 0 if never.
+    left; 0 if never. ``apart``: the agents of the replicas that this one could not reach when it last tried.
     """
 
     epoch: int
@@ -280,13 +280,15 @@ class Seating:
     wait: float
     missing: tuple[Absentee, ...]
     members: tuple[SeatedReplica, ...]
+    apart: tuple[str, ...]
 
     @classmethod
     def read(cls, key: str, answer: Mapping[str, Any]) -> Seating:
         """From the answer of ``enter.lua``. ProtocolError names what is wrong."""
         read = FieldReader(key, {**answer, "epoch": int(answer["epoch"])})
         members = read.json("members", "[]")
-        missing = answer["missing"] if isinstance(answer["missing"], list) else []  # {}: an empty one of Lua's
+        # {}: an empty list of Lua's.
+        missing, apart = (answer[name] if isinstance(answer[name], list) else [] for name in ("missing", "apart"))
         if not isinstance(members, list):
             raise read.wrong("members", "a JSON list")
         return cls(
@@ -297,6 +299,7 @@ class Seating:
             wait=float(answer["wait"]) / 1000,
             missing=tuple(_absentee(key, one) for one in missing),
             members=tuple(_seated(key, one) for one in members),
+            apart=tuple(str(one) for one in apart),
         )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from etha.addresses import Advertised, format_address, parse_address
+from etha.addresses import Advertised, format_address, is_loopback, parse_address
 from etha.agent.runtime.device import GpuDevice
 from etha.config import STAGING
 from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of, with_note
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 #: Seconds for two agents of a formed pair to link and meet, and for tokens to come.
 MEET_TIMEOUT = 10.0
 TOKEN_TIMEOUT = 5.0
+#: Seconds between the first two tries to link an agent that cannot be linked.
+_FIRST_PAUSE = 0.5
 #: Most epochs that are remembered, and most in which others may be ahead of this agent.
 _MAX_EPOCHS = 1000
 
@@ -205,7 +207,7 @@ class PeerLinks:
         try:
             await self._refresh()
             async with asyncio.timeout(MEET_TIMEOUT):
-                await self._open_all(pair, others)
+                await self._open_all(f"pair {pair!r}", others)
                 scope, mine = Scope(pair=pair, epoch=epoch), self._claim
                 for agent in others:
                     meet = Meet(
@@ -233,24 +235,48 @@ class PeerLinks:
         while len(self._met) > _MAX_EPOCHS:
             self._met.popitem(last=False)
 
-    async def _open_all(self, pair: str, agents: Sequence[str]) -> None:
+    async def prove(self, what: str, agents: Collection[str], seconds: float) -> bool:
+        """Try until each of ``agents`` is linked, for ``seconds`` at most; returns whether all are.
+
+        Returns at once if one of another host listens on its loopback only, because that proves nothing.
+        """
+        others, pause = sorted(set(agents) - {self.me}), _FIRST_PAUSE
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    await self._refresh()
+                    known = [self._records[agent] for agent in others if agent in self._records]
+                    hosts = [parse_address(one.address)[0] for one in known if one.address and one.host != self.host]
+                    if any(map(is_loopback, hosts)):
+                        return False
+                    try:
+                        await self._open_all(what, [record.id for record in known])
+                        return True
+                    except AgentUnavailableError as error:
+                        log.info("tried again: %s", error.message)
+                    await asyncio.sleep(pause)  # between two tries; nothing announces a way that is open again
+                    pause = min(MEET_TIMEOUT, 2 * pause)
+        except TimeoutError:
+            return False
+
+    async def _open_all(self, what: str, agents: Sequence[str]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for agent in agents:
-                    group.create_task(self._open(pair, agent))
+                    group.create_task(self._open(what, agent))
         except* EthaError as errors:
             raise first_of(errors) from None
 
-    async def _open(self, pair: str, agent: str) -> None:
+    async def _open(self, what: str, agent: str) -> None:
         record = self._records.get(agent)
         if record is None or not record.address:
-            text = f"pair {pair!r}: agent {agent} has no address in Redis: has it ended?"
+            text = f"{what}: agent {agent} has no address in Redis: has it ended?"
             raise AgentUnavailableError(with_note(text, self.log_of(agent)))
         try:
             await self.hub.open(agent, self._reached(record)[0], record.public_key, MEET_TIMEOUT)
         except AgentUnavailableError as error:
             self._troubles[agent] = (self._loop.time(), error.message)
-            text = with_note(f"pair {pair!r}: {error.message}", record.log_note)
+            text = with_note(f"{what}: {error.message}", record.log_note)
             raise AgentUnavailableError(text) from None
         self._troubles.pop(agent, None)
 

@@ -13,8 +13,9 @@ import math
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.tasks import Spawn, outage
 from etha.bus.codec import Request
@@ -49,6 +50,9 @@ _TAKEN_BACK = 0.5
 #: Seconds that a status waits for workers to say how far they are. Of one that is late it has the last that it said.
 _PROGRESS = 0.3
 
+#: Seconds for which a replica that could not reach another one stays away if its agent cannot reach the other's.
+_PROOF = 60.0
+
 _Key = tuple[str, str, int]  # group, replica, rank
 
 
@@ -77,8 +81,8 @@ class _Held:
 class GroupService:
     """All elastic groups of this agent's workers."""
 
-    def __init__(self, *, store: Store, calls: OpenCalls, spawn: Spawn) -> None:
-        self._store, self._calls, self._spawn = store, calls, spawn
+    def __init__(self, *, store: Store, links: PeerLinks, calls: OpenCalls, spawn: Spawn) -> None:
+        self._store, self._links, self._calls, self._spawn = store, links, calls, spawn
         self._held: dict[_Key, _Held] = {}
         self._followed: set[str] = set()
         self._shown = ShownGroups()
@@ -279,17 +283,23 @@ class GroupService:
         wishes = self._store.groups.wishes
         wishes.add(key)
         missing: tuple[Absentee, ...] = ()
+        proof = _Proof(self._links, key)
         try:
-            async with limit:
+            async with limit, proof:
                 async with self._store.changes(self._store.keys.group(key[0])) as changed:
                     while True:
-                        seating = await self._ask(held, wants=True)
+                        wants = proof.over
+                        seating = await self._ask(held, wants=wants)
                         missing = seating.missing
-                        if seating.formed:
+                        if seating.formed and wants:
                             break
                         await self._bury(key[0], held, seating)
+                        proof.heed(seating.apart)
+                        if proof.over is not wants:
+                            continue  # while it lasts the wish is taken back, so that the others train on
                         with suppress(TimeoutError):
-                            async with asyncio.timeout(seating.wait or None):
+                            async with asyncio.timeout(seating.wait or None) as pause:
+                                proof.ends = pause
                                 await changed()
             self._calls.answer(call, _formed(seating))
             if (seating.members[0].replica, 0) == key[1:]:  # one agent is enough
@@ -376,6 +386,57 @@ class GroupService:
                         push = GroupChanging(group=group, epoch=state.epoch, broken=state.broken)
                         held.session.peer.push(push)
         self._followed.discard(group)
+
+
+class _Proof:
+    """A replica could not reach another one, and pauses: its agent links the other's, and so proves that it can now.
+
+    Each try without a proof would cost the others a step and the seconds of a connection that does not come. Entered
+    while a rank asks for an epoch.
+    """
+
+    def __init__(self, links: PeerLinks, key: _Key) -> None:
+        self._links, self._key = links, key
+        self._task: asyncio.Task[bool] | None = None
+        #: The pause that ends when the proof is over.
+        self.ends: asyncio.Timeout | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank may ask."""
+        return self._task is None or self._task.done()
+
+    def heed(self, apart: tuple[str, ...]) -> None:
+        """Begin if there is somebody whom the replica could not reach; end if there is nobody any more."""
+        if self._task is not None:
+            if not apart:
+                self._task.cancel()
+        elif apart:
+            self._task = self._tasks.create_task(self._prove(apart))
+            self._task.add_done_callback(self._woken)
+
+    def _woken(self, _: asyncio.Task[bool]) -> None:
+        if self.ends is not None and not self.ends.expired():
+            with suppress(RuntimeError):  # it has ended already
+                self.ends.reschedule(asyncio.get_running_loop().time())
+
+    async def _prove(self, apart: tuple[str, ...]) -> bool:
+        group, replica, _ = self._key
+        what = f"group {group}: replica {replica}, which could not reach another one"
+        try:
+            return await self._links.prove(what, apart, _PROOF)
+        except EthaError as error:
+            outage(log, "%s: %s", what, error)
+            return False
 
 
 def _formed(seating: Seating) -> GroupFormed:
