@@ -136,7 +136,7 @@ faults: install
 	done; \
 	$(BIN)/python -m pytest $(DEATHS) -m "not proof" --ways local,tcp,three $(PYTEST)
 
-# The table "Faults" of docs/groups.md: every event at every phase of every kind of call of process groups, 20 times each.
+# The table "Faults" of docs/groups-proofs.md: every event at every phase of every kind of call of process groups, 20 times each.
 # ETHA_FAULT_TURNS=1 plays each once; GROUPS="etha and KILL" chooses.
 .PHONY: faults-groups
 faults-groups: install

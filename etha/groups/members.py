@@ -656,7 +656,7 @@ class Members:
         """Remember who could not be reached, for the next attempt."""
         ranks = getattr(error, "waiting_for", ()) or getattr(error, "ranks", ())
         blamed = tuple(names[rank] for rank in ranks if rank < len(names) and names[rank] != self.replica)
-        if isinstance(error, GroupTimeoutError):
+        if isinstance(error, GroupTimeoutError) or getattr(error, "reason", "") == "not reached":
             self._unmet = blamed
 
     def _set_size(self, count: int) -> None:

@@ -16,6 +16,7 @@ another size is found even though it waits for somebody who will never come.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -53,6 +54,8 @@ _FAR_HELLO = struct.Struct("<8sI32s")
 _LANGUAGE = b"ETHAGRP1"
 #: Seconds in which a host must answer. Longer than the kernel needs to send what was lost three times.
 _CONNECT_SECONDS = 10.0
+#: What the kernel says if there is no way to a host. (One that refuses the connection has been reached.)
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
 #: Callers from other hosts that may have said nothing yet; if there are more, the oldest is dropped.
 _MOST_STRANGERS = 64
 
@@ -448,7 +451,8 @@ class _Meeting:
             )
             if isinstance(error, TimeoutError):
                 raise GroupTimeoutError(text, waiting_for=(record.rank,)) from None
-            raise GroupLostError(text, ranks=(record.rank,), reason="not reached") from None
+            reason = "not reached" if error.errno in _NO_WAY else "died"
+            raise GroupLostError(text, ranks=(record.rank,), reason=reason) from None
         try:
             sock.sendall(_far_hello(self._rank, record.token))
             answer = b""

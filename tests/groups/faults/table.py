@@ -1,4 +1,4 @@
-"""The table "Faults" of docs/groups.md, as cells: each is one test.
+"""The table "Faults" of docs/groups-proofs.md, as cells: each is one test.
 
 | group | event | phase | calls | whom it meets | the others | within |
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.faults.table import tables
 from tests.groups.faults.calls import COLLECTIVES, KINDS, MESSAGES
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "groups.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "groups-proofs.md"
 HEADER = ("group", "event", "phase", "calls", "whom it meets", "the others", "within")
 GROUPS = {"etha": "ProcessGroupEtha", "baby": "ProcessGroupBabyGloo"}
 ANY = ("before", "waiting", "moving", "between")

@@ -1,4 +1,4 @@
-"""The table of replicas in "Faults" of docs/groups.md: an event meets one of three at begin, a call, or commit."""
+"""The table of replicas in "Faults" of docs/groups-proofs.md: an event meets one of three at begin, call or commit."""
 
 from __future__ import annotations
 

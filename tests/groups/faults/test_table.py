@@ -1,4 +1,4 @@
-"""The table "Faults" of docs/groups.md with real processes: some cells in the suite, all in `make faults-groups`."""
+"""The table "Faults" of docs/groups-proofs.md with real processes: some cells here, all in `make faults-groups`."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class Walk:
 
 @pytest.mark.slow
 def test_every_order_of_events_of_three_members() -> None:
-    """Three trainers start, vote, fail, are late, die and start again. docs/groups.md has the counts."""
+    """Three trainers start, vote, fail, are late, die and start again. docs/groups-proofs.md has the counts."""
     assert Walk(most=2, deaths=1, steps=1).run() == 5_953
     assert Walk(most=3, deaths=0, steps=1).run() == 31_599
 

@@ -116,7 +116,7 @@ def examples(size: int, *, elements: int = 5, window: int = 192, hosts: tuple[in
 
 @pytest.mark.slow
 def test_every_order_of_any_two_calls_of_two_members() -> None:
-    """Each pair of ways. docs/groups.md has the numbers of states."""
+    """Each pair of ways. docs/groups-proofs.md has the numbers of states."""
     calls = examples(2)
     assert sum(walk([a, b]) for a in calls for b in calls) == 66_959
 
@@ -137,7 +137,7 @@ def test_every_order_of_calls_of_several_rounds() -> None:
 
 @pytest.mark.slow
 def test_every_order_of_calls_between_hosts() -> None:
-    """docs/groups.md has the numbers of states."""
+    """docs/groups-proofs.md has the numbers of states."""
     two = examples(2, hosts=(0, 1))
     assert sum(walk([a, b]) for a in two for b in two) == 33_390
     assert sum(walk([call, call], stops=2) for call in two) == 8_264

@@ -158,7 +158,7 @@ YES, NO = Ballot(), Ballot(nays=1)
 def test_no_living_replica_has_ranks_with_different_votes(
     no: tuple[int, int] | None, victim: tuple[int, int] | None, states: int
 ) -> None:
-    """All ranks are alike, so it is enough that one of them dies. docs/groups.md has the counts."""
+    """All ranks are alike, so it is enough that one of them dies. docs/groups-proofs.md has the counts."""
     found, ends = walk({rank: NO if rank == no else YES for rank in RANKS}, victim)
     assert found == states
     if no is None:
