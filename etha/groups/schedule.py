@@ -4,7 +4,8 @@ A call of all members becomes one program per rank. A rank writes only into its 
 phase when its part is in place and *waits* until others have posted it. A round fills one window; rounds alternate.
 
 Between hosts the same programs hold. What a rank will read of a window of another host is sent to it right before the
-POST for which it waits, and arrives in its mirror of that window; see native/streams.c.
+POST for which it waits, and arrives in its mirror of that window; see native/streams.c. A rank that is alone on its
+host sends straight from its tensors in an ALLREDUCE, because nobody reads its window.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class Variant(enum.Enum):
 
 
 #: What one step does, as plain numbers, because a program has hundreds of steps and is built while its caller waits.
-COPY, REDUCE, POST, WAIT, MATCH, SEND = (
+COPY, REDUCE, POST, WAIT, MATCH, SEND, FLUSH = (
     StepKind.COPY.value,
     StepKind.REDUCE.value,
     StepKind.POST.value,
     StepKind.WAIT.value,
     StepKind.MATCH.value,
     StepKind.SEND.value,
+    StepKind.FLUSH.value,
 )
 #: A window's parts begin at multiples of this, so that no two ranks write to one line of the cache.
 LINE = 64
@@ -100,7 +102,8 @@ class CallStep(NamedTuple):
 
     COPY: `amount` bytes. REDUCE: `amount` elements of each of `sources`, (space, offset) in rank order; the destination
     may be one of the sources. POST and WAIT: `amount` is the phase, from 1; WAIT: `src_space` is a rank or ALL.
-    MATCH compares all members' descriptors. SEND: `amount` bytes of a window go to `peer`, a rank of another host.
+    MATCH compares all members' descriptors. SEND: `amount` bytes of a window or a tensor go to `peer`, a rank
+    of another host, as those of a window. FLUSH waits until all that was sent has been read.
     `round` counts window changes from 0; only the simulator reads it.
     """
 
@@ -200,7 +203,8 @@ def program(
     for SMALL if a rank stages more than a window holds, and for IN_PLACE over several hosts.
     """
     far = len(set(hosts)) > 1
-    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, far=far)
+    direct = far and shape.kind is Kind.ALLREDUCE and variant is Variant.WINDOWS and hosts.count(hosts[rank]) == 1
+    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, far=far, direct=direct)
     if not far:
         return own
     if variant is Variant.IN_PLACE:
@@ -213,14 +217,31 @@ def program(
             )
             for phase, window, offset, count, number in _reads(other, rank, shape.itemsize):
                 space = own.spaces.window(rank, window)
-                step = CallStep(SEND, space, space, offset, offset, count, (), number, peer)
-                sends.setdefault(phase, []).append(step)
+                sends.setdefault(phase, []).extend(
+                    CallStep(SEND, space, source, at, start, length, (), number, peer)
+                    for source, start, at, length in (
+                        _tensor_pieces(own.spaces, shape, window_bytes, number, offset, count)
+                        if direct
+                        else [(space, offset, offset, count)]
+                    )
+                )
     steps: list[CallStep] = []
     for step in own.steps:
         if step.kind == POST:
             steps += sends.get(step.amount, ())
         steps.append(step)
+    if direct and sends:
+        steps.append(CallStep(FLUSH, round=max(0, own.rounds - 1)))
     return CallProgram(steps=steps, spaces=own.spaces, phases=own.phases, rounds=own.rounds, others=own.others)
+
+
+def _tensor_pieces(
+    spaces: Spaces, shape: CallShape, window_bytes: int, number: int, offset: int, count: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Where a part of a round's window lies in the tensors: (space, offset there, offset in the window, bytes)."""
+    lo = number * (window_bytes // LINE * LINE)
+    for tensor, start, place, length in _all(shape.inputs, shape.itemsize).pieces(lo + offset, lo + offset + count):
+        yield spaces.output(tensor), start, place - lo, length
 
 
 def _reads(program: CallProgram, rank: int, itemsize: int) -> list[tuple[int, int, int, int, int]]:
@@ -265,8 +286,17 @@ def shape_of(shape: CallShape, rank: int, size: int) -> CallShape:
 
 
 @lru_cache(maxsize=KEPT_PROGRAMS)
-def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, variant: Variant, far: bool) -> CallProgram:
-    """The program of one rank without what it sends; `far`: there are several hosts."""
+def _program(
+    shape: CallShape,
+    *,
+    rank: int,
+    size: int,
+    window_bytes: int,
+    variant: Variant,
+    far: bool,
+    direct: bool = False,
+) -> CallProgram:
+    """The program of one rank without what it sends; `far`: several hosts; `direct`: it sends from tensors."""
     _check(shape, rank, size, window_bytes, variant)
     b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL)
     if size == 1:
@@ -283,7 +313,7 @@ def _program(shape: CallShape, *, rank: int, size: int, window_bytes: int, varia
     elif variant is Variant.SMALL:
         _reduce_small(b)
     elif far and shape.kind is Kind.ALLREDUCE:
-        _reduce_overlapped(b)
+        _reduce_overlapped(b, direct=direct)
     else:
         _reduce_slices(b)
     return b.finish()
@@ -466,13 +496,16 @@ def _reduce_slices(b: _Builder) -> None:
         _reduce_own_slice(b, stream, lo, first, last)
 
 
-def _reduce_overlapped(b: _Builder) -> None:
+def _reduce_overlapped(b: _Builder, *, direct: bool) -> None:
     """ALLREDUCE between hosts: as `_reduce_slices`, but round k + 1 is on its way while round k is reduced and fetched.
 
     Staging round k + 1 needs that all have reduced round k - 1, which filled the same window, and reducing it that all
     have fetched round k - 1. The last round is posted after the one before has been fetched, so that the next call may
     fill the other window at once. A rank's slice is the same in all rounds, the shorter last one included: what arrives
     for one slice would otherwise fall on another one of round k - 1 that is still to be fetched.
+
+    `direct`: nobody reads the own window, so nothing is staged in it, and the own slice is reduced where it lies. The
+    bytes of a slice are overwritten only by its result, for which its owner has received them.
     """
     stream = _all(b.shape.inputs, b.itemsize)
     starts = list(range(0, stream.length, b.window_bytes))
@@ -489,8 +522,9 @@ def _reduce_overlapped(b: _Builder) -> None:
         lo = starts[number]
         hi = min(lo + b.window_bytes, stream.length)
         first, last = part(number, b.rank)
-        b.stage(stream, lo, lo + first, 0)
-        b.stage(stream, lo + last, hi, last)
+        if not direct:
+            b.stage(stream, lo, lo + first, 0)
+            b.stage(stream, lo + last, hi, last)
         b.post()
         staged[number] = b.phase
 
@@ -503,13 +537,16 @@ def _reduce_overlapped(b: _Builder) -> None:
         for tensor, offset, place, count in stream.pieces(lo + first, lo + last):
             at = place - lo
             sources = [(b.spaces.input(tensor), offset) if k == b.rank else (b.window(k), at) for k in range(b.size)]
-            b.reduce(own, at, sources, count)
+            if direct:
+                b.reduce(b.spaces.output(tensor), offset, sources, count)
+            else:
+                b.reduce(own, at, sources, count)
 
     def fetch(number: int) -> None:
         b.begin_round(number)
         lo = starts[number]
         b.wait_for(reduced[number])
-        for k in (b.rank, *b.others):
+        for k in b.others if direct else (b.rank, *b.others):
             first, last = part(number, k)
             for tensor, offset, place, count in stream.pieces(lo + first, lo + last):
                 b.copy(b.spaces.output(tensor), offset, b.window(k), place - lo, count)

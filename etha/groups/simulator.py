@@ -4,14 +4,15 @@ Every byte remembers in vector clocks who wrote it when, and who read it. A POST
 WAIT learns it. So an access that nothing orders after another rank's is found in every order of the steps, not only in
 the order in which it does harm. Values are symbolic: the result of a reduction depends on the order of its sources.
 
-What a rank of another host reads of a window is a mirror of it. The bytes of a SEND are taken out of the window as late
-as they can be, when the receiver learns of the phase that follows them, but may arrive at once: both must do no harm.
+What a rank of another host reads of a window is a mirror of it. The bytes of a SEND are taken out of the window or
+tensor as late as they can be, when the receiver learns of the phase that follows them or the sender's FLUSH ends, but
+may arrive at once: both must do no harm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from etha.groups.schedule import (
     COPY,
+    FLUSH,
     MATCH,
     POST,
     REDUCE,
@@ -177,6 +179,19 @@ class _Operation(NamedTuple):
     ends: bool = False  # phase_base: what every rank has posted by then
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
+    """Bytes on their way: the phase that follows them, where they lie, mirror and round; `taken` by a FLUSH."""
+
+    phase: int
+    source: int
+    mirror: int
+    length: int
+    round: int
+    in_tensor: bool
+    taken: tuple[int, ...] | None = None
+
+
 class Simulation:
     """All ranks in the middle of a row of calls. `step(rank)` lets one of them go on; `copy()` keeps a state."""
 
@@ -194,8 +209,8 @@ class Simulation:
         self.matched = [-1] * size  # the last call of which a rank has compared the descriptors
         self.tainted: set[tuple[int, int]] = set()  # (rank, call) that read what its owner's user had back
         self.published: dict[tuple[int, int], Ints] = {}  # (rank, phase): the clock that the post published
-        #: What is on its way: (sender, receiver), then (phase that follows, half of the window, offset, bytes).
-        self.sent: dict[tuple[int, int], tuple[tuple[int, int, int, int], ...]] = {}
+        #: What is on its way, by (sender, receiver).
+        self.sent: dict[tuple[int, int], tuple[_Sending, ...]] = {}
         self.clock = np.zeros((size, size), dtype=np.int64)
         self.value = np.full(total, OVERWRITTEN, dtype=np.int64)
         self.writer = np.zeros(total, dtype=np.int64)
@@ -360,6 +375,8 @@ class Simulation:
                 self._learn(rank, k, now.phase_base + step.amount)
         elif step.kind == SEND:
             self._send(rank, now, step)
+        elif step.kind == FLUSH:
+            self._flush(rank)
         elif step.kind == MATCH:
             for k in range(self.size):
                 start, _ = self.regions["descriptor", k, now.call % 2]
@@ -390,27 +407,56 @@ class Simulation:
     # -- between hosts
 
     def _send(self, rank: int, now: _Operation, step: CallStep) -> None:
-        key, own = self._region(rank, now, step.src_space)
-        if not own or key[0] != "window" or step.src_space != step.dst_space or step.src != step.dst:
+        key, own = self._region(rank, now, step.dst_space)
+        source_key, source_own = self._region(rank, now, step.src_space)
+        in_tensor = source_key[0] == "output"
+        if not own or key[0] != "window" or not source_own:
             self._fail(rank, "sends what is no part of its own window")
+        if not in_tensor and (step.src_space, step.src) != (step.dst_space, step.dst):
+            self._fail(rank, "sends a part of its window as another one")
         if self.hosts[step.peer] == self.hosts[rank]:
             self._fail(rank, f"sends to rank {step.peer} of its own host")
-        self._source(rank, now, step.src_space, step.src, step.amount)
-        mirror = self._place(rank, ("mirror", step.peer, rank, key[2]), step.src, step.amount)
+        source, _ = self._source(rank, now, step.src_space, step.src, step.amount)
+        mirror = self._place(rank, ("mirror", step.peer, rank, key[2]), step.dst, step.amount)
         if np.any(self.read_at[step.peer, mirror : mirror + step.amount] > self.clock[rank, step.peer]):
             self._fail(rank, f"sends what may arrive while rank {step.peer} is still reading what was there")
-        waiting = self.sent.get((rank, step.peer), ())
-        self.sent[rank, step.peer] = (*waiting, (self.posted[rank] + 1, key[2], step.src, step.amount))
+        sending = _Sending(
+            phase=self.posted[rank] + 1,
+            source=source,
+            mirror=mirror,
+            length=step.amount,
+            round=step.round + now.round_base if in_tensor else -1,
+            in_tensor=in_tensor,
+        )
+        self.sent[rank, step.peer] = (*self.sent.get((rank, step.peer), ()), sending)
 
     def _arrive(self, rank: int, sender: int, phase: int) -> None:
-        """Take what was sent before a phase out of the sender's window, and put it into the mirror."""
+        """Take what was sent before a phase out of the sender's memory, and put it into the mirror."""
         waiting = self.sent.get((sender, rank), ())
-        for _, half, offset, length in (each for each in waiting if each[0] <= phase):
-            source = self.regions["window", sender, half][0] + offset
-            target = self.regions["mirror", rank, sender, half][0] + offset
-            self.round_of[target : target + length] = self.round_of[source : source + length]
-            self._write(rank, target, self._read(rank, source, length))
-        self.sent[sender, rank] = tuple(each for each in waiting if each[0] > phase)
+        for each in waiting:
+            if each.phase > phase:
+                continue
+            source, target = slice(each.source, each.source + each.length), each.mirror
+            rounds = each.round if each.in_tensor else self.round_of[source]
+            self.round_of[target : target + each.length] = rounds
+            taken = None if each.taken is None else np.array(each.taken, dtype=np.int64)
+            self._write(rank, target, self._read(rank, each.source, each.length) if taken is None else taken)
+        self.sent[sender, rank] = tuple(each for each in waiting if each.phase > phase)
+
+    def _flush(self, rank: int) -> None:
+        """Take all that is still to be sent. From here on nobody reads the tensors, whoever has read them before."""
+        for pair, waiting in self.sent.items():
+            if pair[0] == rank:
+                self.sent[pair] = tuple(
+                    replace(each, taken=tuple(self.value[each.source : each.source + each.length].tolist()))
+                    if each.taken is None
+                    else each
+                    for each in waiting
+                )
+        call = self.operations[rank][self.position[rank]].call
+        for start, length in self._tensors(rank, call):
+            read_at = self.read_at[:, start : start + length]
+            np.minimum(read_at, self.clock[rank][:, None], out=read_at)
 
     # -- memory
 
@@ -486,9 +532,8 @@ class Simulation:
         """Whether a part of these bytes has been sent and may still be read by the sending."""
         for (sender, _), waiting in self.sent.items():
             if sender == rank:
-                for _, half, offset, count in waiting:
-                    first = self.regions["window", rank, half][0] + offset
-                    if first < start + length and start < first + count:
+                for each in waiting:
+                    if each.taken is None and each.source < start + length and start < each.source + each.length:
                         return True
         return False
 

@@ -99,6 +99,8 @@ class CompiledLibrary:
         self._serve.argtypes, self._serve.restype = [ctypes.POINTER(StreamsStruct)], None
         self._wake = library.etha_wake_streams
         self._wake.argtypes, self._wake.restype = [ctypes.c_void_p], None
+        self._withdraw = library.etha_withdraw
+        self._withdraw.argtypes, self._withdraw.restype = [ctypes.c_void_p], None
 
     @property
     def source(self) -> str:
@@ -151,6 +153,9 @@ class CompiledLibrary:
     def tell_cause(self, table: StreamTable) -> None:
         table.struct.cause_ready = 1
         self._wake(table.memory.address)
+
+    def withdraw(self, table: StreamTable) -> None:
+        self._withdraw(table.memory.address)
 
     def stream_end(self, table: StreamTable, rank: int) -> tuple[StreamEnd, int]:
         words = table.private[rank, 8:16].view(np.uint32)

@@ -49,7 +49,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { DONE = 0, AGAIN = 1, TIMEOUT = 2, STOPPED = 3, GAVE_UP = 4, MISMATCH = 5, INVALID = 6 };
-enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5, SEND_BYTES = 6 };
+enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5, SEND_BYTES = 6, FLUSH = 7 };
 enum { SUM = 1, AVG = 2, PREMUL_SUM = 3, PRODUCT = 4, MIN = 5, MAX = 6, BAND = 7, BOR = 8, BXOR = 9 };
 enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I64 = 9, BOOL = 10 };
 #define ALL 0xFFFFFFFFu
@@ -538,6 +538,7 @@ static int run_copy(etha_run_args *a, const step *s) {
 /* ---- a call ---- */
 
 static int run_send(etha_run_args *a, const step *s, limits *l);
+static int run_flush(etha_run_args *a, limits *l);
 
 static int run_step(etha_run_args *a, const step *s, limits *l) {
     switch (s->kind) {
@@ -547,6 +548,7 @@ static int run_step(etha_run_args *a, const step *s, limits *l) {
     case WAIT: return run_wait(a, s, l);
     case MATCH: return run_match(a);
     case SEND_BYTES: return run_send(a, s, l);
+    case FLUSH: return run_flush(a, l);
     default: return INVALID;
     }
 }

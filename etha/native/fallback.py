@@ -267,6 +267,26 @@ class PythonLibrary:
         streams_of(memory).push(peer, data, at, int(step["count"]))
         return RunResult.DONE
 
+    def _flush(self, args: RunArguments) -> RunResult:
+        memory = args.memory
+        if memory.streams is None:
+            return RunResult.INVALID
+        streams = streams_of(memory)
+        result = self._wait_until(
+            memory,
+            args.deadline_ns,
+            args.slice_ms,
+            lambda: False if streams.unsent() else RunResult.DONE,
+        )
+        if result is not RunResult.TIMEOUT:
+            return result
+        for r in streams.unsent():
+            _note_failed(args, r)
+        return RunResult.TIMEOUT
+
+    def withdraw(self, table: StreamTable) -> None:
+        streams_of(table.memory).withdraw()
+
     # ---- steps ----
 
     def run(self, args: RunArguments) -> RunResult:
@@ -294,6 +314,8 @@ class PythonLibrary:
             return self._post(args, int(step["count"]))
         if kind == StepKind.SEND:
             return self._send(args, step)
+        if kind == StepKind.FLUSH:
+            return self._flush(args)
         if kind == StepKind.WAIT:
             return self._wait(args, int(step["count"]), int(step["src_space"]))
         return self._match(args) if kind == StepKind.MATCH else RunResult.INVALID

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -60,6 +61,8 @@ class _Stream:
     full: bool = False
     finished: bool = False
     outgoing: list[memoryview] = field(default_factory=list)
+    #: Copies of what is still to be sent of a call that has failed.
+    kept: list[bytes] = field(default_factory=list)
     #: The frame that is being received: kind, bytes, at; where its payload goes (0: nowhere), how much of it has come.
     frame: tuple[int, int, int] | None = None
     target: int = 0
@@ -75,6 +78,10 @@ def _set(address: int, value: int) -> None:
     ctypes.c_uint64.from_address(address).value = value
 
 
+def _address_of(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
 def _bytes_at(address: int, count: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * count).from_address(address)).cast("B")
 
@@ -88,10 +95,26 @@ class PythonStreams:
         self.own = self.pages[table.memory.rank]
         self.ring_bytes = int(table.memory.struct.ring_bytes)
         self.streams = {r: _Stream(fd=fd, death_fd=table.deaths[r]) for r, fd in table.sockets.items()}
+        #: Held while what is to be sent is read or changed.
+        self.lock = threading.Lock()
 
     def push(self, peer: int, data: int, at: int, nbytes: int) -> None:
         """Have bytes at an address sent as those at an offset of the own memfd."""
         self.streams[peer].queue.append((data, at, nbytes))
+
+    def unsent(self) -> list[int]:
+        """The members that have not ended and for which the kernel does not have everything."""
+        return [r for r, t in self.streams.items() if t.ended is StreamEnd.OPEN and (t.queue or t.outgoing)]
+
+    def withdraw(self) -> None:
+        """Copy what is still to be sent, because after this nothing of a tensor is read any more."""
+        with self.lock:
+            for t in self.streams.values():
+                t.kept = [bytes(_bytes_at(data, nbytes)) for data, _, nbytes in t.queue]
+                t.queue = deque(
+                    (_address_of(copy), at, nbytes) for copy, (_, at, nbytes) in zip(t.kept, t.queue, strict=True)
+                )
+                t.outgoing = [memoryview(bytes(part)) for part in t.outgoing]
 
     def wake(self) -> None:
         """Wake the thread of the streams, if it sleeps. The caller has had a fence since it wrote what to send."""
@@ -160,22 +183,23 @@ class PythonStreams:
             with other, contextlib.suppress(OSError):
                 other.shutdown(socket.SHUT_WR)
 
-    def _speak(self, r: int, t: _Stream, now: float) -> None:
-        t.full = False
+    def _speak(self, r: int, t: _Stream, now: float) -> bool:
+        """Send until there is nothing more or the connection is full; whether something was sent."""
+        t.full = spoke = False
         while True:
             if not t.outgoing:
                 self._compose(r, t, now)
                 if not t.outgoing:
-                    return
+                    return spoke
             try:
                 n = os.writev(t.fd, t.outgoing[:64])
             except BlockingIOError:
                 t.full = True
-                return
+                return spoke
             except OSError:
                 t.full = t.finished = True  # what the other one has sent before is still read; then the stream ends
-                return
-            t.spoke = now
+                return spoke
+            t.spoke, spoke = now, True
             while t.outgoing and n >= len(t.outgoing[0]):
                 n -= len(t.outgoing.pop(0))
             if n:
@@ -226,7 +250,7 @@ class PythonStreams:
 
     def _take(self, r: int, t: _Stream, data: bytes) -> bool:
         """Take what has been read. False: it makes no sense."""
-        data, used = t.aside + data, 0
+        data, used, news = t.aside + data, 0, False
         while True:
             if t.frame is None:
                 if len(data) - used < HEAD.size:
@@ -245,8 +269,11 @@ class PythonStreams:
             if t.done < t.frame[1]:
                 break
             self._apply(r, *t.frame)
+            news = news or t.frame[0] not in (FrameKind.BYTES, FrameKind.BEAT)
             t.frame = None
         t.aside = data[used:]
+        if news:
+            self._ring_if_asleep()
         return True
 
     def _hear(self, r: int, t: _Stream, now: float) -> None:
@@ -263,7 +290,8 @@ class PythonStreams:
         t.heard = now
         if not self._take(r, t, data):
             self._end(t, StreamEnd.NONSENSE, t.error)
-            return
+
+    def _ring_if_asleep(self) -> None:
         self.library.fence()
         if ctypes.c_uint32.from_address(self.own + SLEEPING).value:
             self.library.ring(self.own)
@@ -312,7 +340,10 @@ class PythonStreams:
                 closing_since = now
             for r, t in self.streams.items():
                 if t.fd >= 0:
-                    self._speak(r, t, now)
+                    with self.lock:
+                        spoke = self._speak(r, t, now)
+                    if spoke:
+                        self._ring_if_asleep()  # somebody may wait until everything is sent
             live = {t.fd: (r, t) for r, t in self.streams.items() if t.fd >= 0}
             if closing_since and (not live or now - closing_since >= self.beat):
                 break

@@ -60,6 +60,7 @@ struct etha_streams {
     _Atomic uint32_t asleep, cause_ready, closing;
     uint32_t beat_ms;
     uint64_t cause_offset, cause_bytes;
+    _Atomic uint32_t flushing, withdrawn, is_withdrawn; /* someone waits for `sent`; asks, and has, what etha_withdraw says */
 };
 
 uint64_t etha_stream_bytes(void) { return sizeof(stream); }
@@ -75,8 +76,8 @@ void etha_wake_streams(etha_group *g) {
     wake_streams(g);
 }
 
-/* Have `nbytes` at `data` sent to the member as the bytes at offset `at` of the own memfd. They must stay until it has
- * read them. 0: too much is waiting to be sent. One thread at a time calls it. */
+/* Have `nbytes` at `data` sent to the member as the bytes at offset `at` of the own memfd. They must stay until they are
+ * sent (FLUSH), or until etha_withdraw. 0: too much is waiting to be sent. One thread at a time calls it. */
 int etha_send(etha_group *g, uint32_t peer, const uint8_t *data, uint64_t at, uint64_t nbytes) {
     stream *t = g->streams->streams + peer;
     uint64_t pushed = atomic_load_explicit(&t->pushed, memory_order_relaxed);
@@ -110,7 +111,77 @@ static int run_send(etha_run_args *a, const step *s, limits *l) {
     return result;
 }
 
+/* Whether the kernel has everything that was sent. Who has ended takes nothing any more. */
+static int look_at_sent(void *what) {
+    etha_group *g = what;
+    for (uint32_t r = 0; r < g->size; r++) {
+        stream *t = g->streams->streams + r;
+        if (g->streams->far[r] && !t->ended && atomic_load(&t->sent) != atomic_load(&t->pushed)) return NOTHING;
+    }
+    return DONE;
+}
+
+static int run_flush(etha_run_args *a, limits *l) {
+    etha_group *g = a->group;
+    if (!g->streams) return INVALID;
+    atomic_store(&g->streams->flushing, 1); /* before the first look, as in an eventcount */
+    int result = wait_until(g, l, look_at_sent, g);
+    if (result != AGAIN) atomic_store(&g->streams->flushing, 0);
+    if (result != TIMEOUT) return result;
+    for (uint32_t r = 0; r < g->size; r++) {
+        stream *t = g->streams->streams + r;
+        if (g->streams->far[r] && !t->ended && atomic_load(&t->sent) != atomic_load(&t->pushed)) note_failed(a, r);
+    }
+    return a->failed_rank == ALL ? DONE : TIMEOUT;
+}
+
+/* A call has failed: when this returns, nothing outside of the own memfd is read any more. What was to be sent of a
+ * tensor is copied to where it belongs in the own memfd, because a frame that has begun must be sent whole. */
+void etha_withdraw(etha_group *g) {
+    etha_streams *s = g->streams;
+    uint64_t one = 1;
+    if (!s) return;
+    atomic_store(&s->withdrawn, 1);
+    while (!atomic_load(&s->is_withdrawn)) {
+        if (write(s->wake_fd, &one, 8) < 0 && errno != EAGAIN) return;
+        syscall(SYS_futex, &s->is_withdrawn, FUTEX_WAIT, 0, NULL, NULL, 0);
+    }
+}
+
 /* ---- sending ---- */
+
+static const uint8_t *copied_aside(etha_group *g, uint64_t at, const uint8_t *data, uint64_t nbytes) {
+    uint8_t *own = g->pages[g->rank] + at;
+    if (data != own) memcpy(own, data, nbytes);
+    return own;
+}
+
+/* On the thread of the streams: what etha_withdraw waits for. */
+static void withdraw(etha_streams *s) {
+    etha_group *g = s->group;
+    for (uint32_t r = 0; r < g->size; r++) {
+        stream *t = s->streams + r;
+        if (!s->far[r] || t->fd < 0) continue;
+        uint64_t pushed = atomic_load_explicit(&t->pushed, memory_order_acquire);
+        for (uint64_t i = atomic_load_explicit(&t->taken, memory_order_relaxed); i < pushed; i++) {
+            sending *each = t->queue + i % SEND_QUEUE;
+            each->data = copied_aside(g, each->at, each->data, each->nbytes);
+        }
+        for (uint32_t i = 0, p = 0; i < t->nframes; i++) {
+            const frame *f = t->frames + i;
+            struct iovec *payload = t->pieces + ++p;
+            if (!f->nbytes) continue;
+            p++;
+            if (f->kind != BYTES || payload < t->pieces + t->piece) continue;
+            uint64_t done = f->nbytes - payload->iov_len;
+            payload->iov_base = (void *)copied_aside(g, f->at + done, payload->iov_base, payload->iov_len);
+        }
+    }
+    atomic_store(&s->is_withdrawn, 1);
+    syscall(SYS_futex, &s->is_withdrawn, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+static int must_withdraw(etha_streams *s) { return atomic_load(&s->withdrawn) && !atomic_load(&s->is_withdrawn); }
 
 static int has_room(const stream *t, uint32_t more) { return t->nframes + more <= BATCH; }
 
@@ -195,14 +266,15 @@ static int speak(etha_streams *s, uint32_t r, int64_t now) {
     while (t->fd >= 0 && moved < TURN) {
         if (t->piece == t->npieces) {
             uint64_t taken = atomic_load_explicit(&t->taken, memory_order_relaxed);
-            if (atomic_load_explicit(&t->sent, memory_order_relaxed) != taken) {
-                atomic_store_explicit(&t->sent, taken, memory_order_release);
-                atomic_thread_fence(memory_order_seq_cst);
-                ring_if_asleep(s->group->pages[s->group->rank]);
-            }
+            atomic_store_explicit(&t->sent, taken, memory_order_release);
             compose(s, r, now);
+            atomic_thread_fence(memory_order_seq_cst); /* the poster's half of the eventcount */
+            uint64_t pushed = atomic_load_explicit(&t->pushed, memory_order_relaxed);
+            if (pushed - taken >= SEND_QUEUE || (pushed == taken && atomic_load(&s->flushing)))
+                ring_if_asleep(s->group->pages[s->group->rank]); /* it waits for room, or for the end */
             if (!t->npieces) return 0;
         }
+        if (must_withdraw(s)) withdraw(s);
         struct msghdr m = {.msg_iov = t->pieces + t->piece, .msg_iovlen = t->npieces - t->piece};
         ssize_t n = sendmsg(t->fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0) {
@@ -260,8 +332,8 @@ static int is_sensible(etha_streams *s, uint32_t r, const frame *f, uint8_t **ta
     }
 }
 
-/* A frame has arrived whole. */
-static void apply(etha_streams *s, uint32_t r, const frame *f) {
+/* A frame has arrived whole. 1: somebody may wait for what it says. */
+static int apply(etha_streams *s, uint32_t r, const frame *f) {
     etha_group *g = s->group;
     uint8_t *page = g->pages[r];
     uint64_t one = 1;
@@ -275,15 +347,18 @@ static void apply(etha_streams *s, uint32_t r, const frame *f) {
         break;
     case TO_CLAIM:
         atomic_store_explicit(word(g->pages[0], CLAIM), f->at, memory_order_release);
-        if (write(s->claim_fd, &one, 8) < 0) return;
+        if (write(s->claim_fd, &one, 8) < 0) return 1;
         break;
-    default: break;
+    default: return 0;
     }
+    return 1;
 }
 
-/* Take what has been read. 0: it makes no sense. */
+/* Take what has been read. 0: it makes no sense. Who waits is woken by words only, because bytes alone end no wait, and a
+ * large call would otherwise be woken for every piece that a system call reads. */
 static int take(etha_streams *s, uint32_t r) {
     stream *t = s->streams + r;
+    int news = 0;
     for (;;) {
         if (!t->begun) {
             if (t->have - t->used < sizeof t->in) break;
@@ -299,19 +374,22 @@ static int take(etha_streams *s, uint32_t r) {
         t->used += (uint32_t)n;
         t->done += n;
         if (t->done < t->in.nbytes) break;
-        apply(s, r, &t->in);
+        news |= apply(s, r, &t->in);
         t->begun = 0;
     }
     memmove(t->aside, t->aside + t->used, t->have - t->used);
     t->have -= t->used;
     t->used = 0;
+    if (news) {
+        atomic_thread_fence(memory_order_seq_cst); /* the poster's half of the eventcount */
+        ring_if_asleep(s->group->pages[s->group->rank]);
+    }
     return 1;
 }
 
 /* Read what there is. A payload is read to where it belongs, and what follows it in the same system call. */
 static void hear(etha_streams *s, uint32_t r, int64_t now) {
     stream *t = s->streams + r;
-    uint8_t *own = s->group->pages[s->group->rank];
     for (uint64_t moved = 0; moved < TURN;) {
         struct iovec parts[2];
         struct msghdr m = {.msg_iov = parts};
@@ -334,8 +412,6 @@ static void hear(etha_streams *s, uint32_t r, int64_t now) {
             end_stream(s, r, NONSENSE, (int)t->in.kind);
             return;
         }
-        atomic_thread_fence(memory_order_seq_cst); /* the poster's half of the eventcount */
-        ring_if_asleep(own);
         if ((uint64_t)n < left + ASIDE / 2) return; /* that was all */
     }
 }
@@ -372,12 +448,13 @@ void etha_serve_streams(etha_streams *s) {
         uint32_t open = 0;
         now = now_ns();
         if (atomic_load(&s->closing) && !closing_since) closing_since = now;
+        if (must_withdraw(s)) withdraw(s);
         for (uint32_t r = 0; r < g->size; r++)
             if (s->streams[r].fd >= 0) more |= speak(s, r, now), open++;
         if (closing_since && (!open || now - closing_since >= beat)) break;
         atomic_store(&s->asleep, 1);
         atomic_thread_fence(memory_order_seq_cst); /* the sleeper's half of the eventcount */
-        if (has_news(s)) more = 1;
+        if (has_news(s) || must_withdraw(s)) more = 1;
         int64_t until = closing_since ? closing_since + beat : INT64_MAX;
         nfds_t n = 0;
         for (uint32_t r = 0; r < g->size; r++) {
@@ -405,4 +482,5 @@ void etha_serve_streams(etha_streams *s) {
         }
     }
     for (uint32_t r = 0; r < g->size; r++) end_stream(s, r, LEFT, 0);
+    withdraw(s);
 }

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 #: from index ``src`` of the source table, in that order, into the destination, which may be one of the sources exactly.
 #: POST: the own phase becomes ``phase_base + count``. WAIT: until rank ``src_space`` (``ALL``: everybody) has posted
 #: that phase. MATCH: compare the descriptors of all members. SEND: ``count`` bytes from ``src_space + src`` go to rank
-#: ``n``, a member of another host, as those at ``dst_space + dst`` in the own memfd.
+#: ``n``, a member of another host, as those at ``dst_space + dst`` in the own memfd. FLUSH: until the kernel has all
+#: that was to be sent.
 STEP = np.dtype(
     [
         ("kind", "<u4"),
@@ -101,6 +102,7 @@ class StepKind(enum.IntEnum):
     WAIT = 4
     MATCH = 5
     SEND = 6
+    FLUSH = 7
 
 
 class ReduceCode(enum.IntEnum):
@@ -231,6 +233,9 @@ class StreamsStruct(ctypes.Structure):
         ("beat_ms", ctypes.c_uint32),
         ("cause_offset", ctypes.c_uint64),
         ("cause_bytes", ctypes.c_uint64),
+        ("flushing", ctypes.c_uint32),
+        ("withdrawn", ctypes.c_uint32),
+        ("is_withdrawn", ctypes.c_uint32),
     )
     asleep: int
     cause_ready: int
@@ -452,6 +457,9 @@ class NativeLibrary(Protocol):
 
     def close_streams(self, table: StreamTable) -> None:
         """Have ``serve_streams`` return once the others know the last words, or after one beat."""
+
+    def withdraw(self, table: StreamTable) -> None:
+        """A call has failed: when this returns, nothing of a tensor is read to be sent any more."""
 
     def tell_cause(self, table: StreamTable) -> None:
         """The own cause stands in the own memfd: all members of other hosts get it."""

@@ -375,7 +375,9 @@ class Engine:
             self._perform(item, int((end if until is None else min(end, until)) * 1e9))
         except GroupError as failed:
             error = failed
+            self._withdraw()
         except BaseException as failed:
+            self._withdraw()
             interrupted = isinstance(failed, KeyboardInterrupt)
             self.abort("interrupted by Ctrl-C" if interrupted else f"{type(failed).__name__}: {failed}")
             error = GroupAbortedError(str(self.error))
@@ -388,6 +390,11 @@ class Engine:
                     self._library.stop(self._memory, _STOP)
             item.work.finish(error)
             self._carrier = None
+
+    def _withdraw(self) -> None:
+        """A call has failed: nothing of its tensors is sent any more."""
+        if self._streams is not None:
+            self._streams.withdraw()
 
     def _on_death(self, rank: int) -> None:
         peer = self._peers[rank]

@@ -71,6 +71,10 @@ class Streams:
         """Send the cause in the own block to all members of other hosts, and claim the group's first cause by it."""
         self._library.tell_cause(self._table)
 
+    def withdraw(self) -> None:
+        """A call has failed: when this returns, no tensor is read to be sent any more."""
+        self._library.withdraw(self._table)
+
     def wait_for_claim(self) -> None:
         """Wait until rank 0 has said whose cause was first, its stream has ended, or a second is over."""
         poll = select.poll()
