@@ -150,6 +150,8 @@ PURE_FILES = {
     "bus/zmtp.py",
     "store/group_view.py",
     "store/keys.py",
+    "store/publication_records.py",
+    "store/publication_view.py",
     "store/records.py",
     "memory/handles.py",
     *(f"peer/{name}.py" for name in ("messages", "introductions", "wire", "tokens")),

@@ -28,7 +28,14 @@ from redis.backoff import ExponentialBackoff
 
 from etha.addresses import bad_redis_url, redact
 from etha.errors import ConfigError, EthaError, GroupLostError, PeerLostError, ProtocolError, RedisUnavailableError
-from etha.store.keys import CLOSED_LEASE, HISTORY_LEASE, MAX_EVENTS, REGISTRATION_LEASE
+from etha.store.keys import (
+    CLAIM_LEASE,
+    CLOSED_LEASE,
+    HISTORY_LEASE,
+    MAX_EVENTS,
+    MAX_VERSIONS,
+    REGISTRATION_LEASE,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,8 +49,13 @@ MAX_PAUSE = 0.5
 MAX_CONNECTIONS = 4
 #: How often a cluster may send one try from node to node.
 MAX_MOVES = 5
-#: Scripts that start with group.lua.
-_OF_GROUPS = ("enter", "depart")
+#: Scripts that start with group.lua or publication.lua.
+_PRELUDES = {
+    **dict.fromkeys(("enter", "depart"), "group"),
+    **dict.fromkeys(
+        ("claim", "publication_enter", "publication_leave", "publication_put", "publication_release"), "publication"
+    ),
+}
 #: Said of a server that accepts data and does not answer, or of a network that drops it.
 NO_ANSWER = "no answer: is it stopped or overloaded, or does a firewall drop what it is sent?"
 
@@ -321,7 +333,9 @@ class RedisConnection:
                 "history": int(HISTORY_LEASE * 1000),
                 "registration": int(REGISTRATION_LEASE * 1000),
                 "closed": int(CLOSED_LEASE * 1000),
+                "claim_lease": int(CLAIM_LEASE * 1000),
                 "max_events": MAX_EVENTS,
+                "max_versions": MAX_VERSIONS,
             }
         )
         script = self._client.register_script(script_text(name))
@@ -357,5 +371,5 @@ class ScriptRefused(Exception):
 def script_text(name: str) -> str:
     """The text of ``name``.lua, after the functions that all scripts share."""
     here = Path(__file__).parent
-    parts = ("common", "group", name) if name in _OF_GROUPS else ("common", name)
+    parts = ("common", _PRELUDES[name], name) if name in _PRELUDES else ("common", name)
     return "".join((here / f"{part}.lua").read_text() for part in parts)

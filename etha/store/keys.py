@@ -23,6 +23,11 @@ REGISTRATION_LEASE = 3600.0
 HISTORY_LEASE = 7 * 86400.0
 #: Lease of a batch that all ranks have closed, in seconds after that.
 CLOSED_LEASE = 86400.0
+#: Lease of a claim of a publication, and how often the subscriber's agent renews it, in seconds.
+CLAIM_LEASE = 10.0
+CLAIM_BEAT = 3.0
+#: How many of a publication's newest versions are remembered with the time at which they were announced.
+MAX_VERSIONS = 256
 #: Approximate number of entries that the stream of events keeps.
 MAX_EVENTS = 10_000
 
@@ -273,6 +278,186 @@ TABLE: tuple[KeyKind, ...] = (
         doc="Names of elastic groups.",
     ),
     KeyKind(
+        pattern="publication:NAME",
+        type="hash",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "state": "`open`, or `closed` since the publisher has left",
+            "seq": "number of the newest version, 0 before the first; never goes back",
+            "version": "its label as JSON",
+            "description": "digest of the publisher's tensors",
+            "publisher": "side that has published last",
+            "launch": "its launch",
+            "serial": "last number given to a launch or a claim; begins with the time in ms, so that a Redis that has "
+            "lost its data gives no number again",
+            "order": "last number given in the queue",
+        },
+        doc="Versions of named tensors, from one publisher to subscribers that come and go.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:side:SIDE",
+        type="hash",
+        owner="the side's ranks, through their agents",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "role": "`publisher` or `subscriber`",
+            "launch": "id of this launch; `auto-SERIAL` if it has no other",
+            "serial": "its number; SIDE/SERIAL is the holder",
+            "world": "number of its ranks",
+            "digest": "digest of its tensors",
+            "zone": "zone of its agents",
+            "slots": "versions that it keeps at once",
+            "places": "subscribers that it serves at once, 0: it does not serve",
+            "copies": "of the publisher: copies of one version that it gives while another holder has it; 0: no limit",
+            "retired": "JSON list of launches that are over, at most 16",
+            "held": "seq of the version that it holds, 0 for none",
+            "version": "its label as JSON",
+            "call": "last call that has asked for a version",
+            "over": "last call that has ended",
+            "claim": "number of its claim, 0 for none",
+            "protect": "1: a put has ended its last hop, so that the next one is protected",
+            "source": "holder that the last hop has read",
+            "seconds": "duration of the last hop that has committed",
+            "error": "error of the last hop, empty if it has committed",
+            "puts": "of the publisher: versions that this launch has announced",
+            "put": "of the publisher: JSON object of the put that runs: put, seq, slot, labels of the ranks that have "
+            "set it aside",
+            "RANK": "JSON object: agent, host, name, pid, start",
+        },
+        doc="The publisher or one subscriber. A wake-up means that a claim was granted, that readers of its buffers "
+        "have ended, that all ranks have come or have put, or that a subscriber has committed.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:sides",
+        type="set",
+        owner="whoever enters the publication",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Names of its sides.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:holders",
+        type="hash",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "SIDE/SERIAL": "JSON object: side, serial, launch, world, digest, zone, hosts, agents, publisher, orphan "
+            "(its workers have ended), places, used, slots (for each seq, version, description, copies, used)",
+        },
+        doc="Buffers that hold versions, and how many subscribers read them.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:free",
+        type="sorted set",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Holders that have a free place, by the newest seq that can be had there.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:held",
+        type="sorted set",
+        owner="the publication's subscribers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Subscribers by the seq that they hold.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:queue",
+        type="sorted set",
+        owner="the publication's subscribers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Subscribers that wait for a version, as SIDE/SERIAL, in the order in which they have asked.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:wanted",
+        type="sorted set",
+        owner="the publication's subscribers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="The same subscribers by the seq that a version must exceed for them; 0 for a pinned version.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:asks",
+        type="hash",
+        owner="the publication's subscribers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "SIDE/SERIAL": "JSON object: subscriber, serial, call, newer_than, version, links, avoid, digest, zone, "
+            "hosts, draining (1: it is next, and waits for those who read its buffers)",
+        },
+        doc="What those in the queue have asked for.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:claims",
+        type="hash",
+        owner="the subscribers that receive",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "NUMBER": "JSON object: number, call, subscriber, serial, source, source_serial, source_world, "
+            "source_launch, slot, seq, version, description, protected",
+        },
+        doc="Running hops. Each claim is leased for "
+        f"{CLAIM_LEASE:g} s and renewed every {CLAIM_BEAT:g} s by the subscriber's agent.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:leases",
+        type="sorted set",
+        owner="the subscribers that receive",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Claims by the time in ms since 1970 at which they lapse.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:versions",
+        type="hash",
+        owner="the publication's publishers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={"SEQ": "JSON object: version (label), at (ms since 1970 at which it was announced)"},
+        doc=f"The newest {MAX_VERSIONS} versions.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:table:DIGEST",
+        type="hash",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept="from when a rank with these tensors entered last, and from each put",
+        fields={"NAME": "dtype, global shape, and `*` or a digest of the regions that the side has of it"},
+        doc="The tensors of a side, stored once for all sides that have the same.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:feeds",
+        type="hash",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={"SOURCE>TARGET@DESCRIPTION": "empty: tables of these digests fit; otherwise why not"},
+        doc="Which tables may feed which, computed once.",
+    ),
+    KeyKind(
+        pattern="publications",
+        type="set",
+        owner="whoever enters a publication",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Names of publications.",
+    ),
+    KeyKind(
         pattern="events",
         type="stream",
         owner=f"the namespace; capped at about {MAX_EVENTS} entries",
@@ -305,6 +490,14 @@ COMMANDS = (
         "+srem",
         "+smembers",
         "+xadd",
+        "+zadd",
+        "+zcard",
+        "+zcount",
+        "+zrange",
+        "+zrangebyscore",
+        "+zrem",
+        "+zrevrangebyscore",
+        "+zscore",
         "+xrevrange",
         "+info",
         "+client|setinfo",
@@ -380,6 +573,23 @@ class RedisKeys:
 
     def group_values(self, group: str, epoch: int) -> str:
         return f"{self.group(group)}:epoch:{epoch}"
+
+    @property
+    def publications(self) -> str:
+        return f"{self.prefix}publications"
+
+    def publication(self, publication: str) -> str:
+        return f"{self.prefix}publication:{check_name('publication', publication)}"
+
+    def publication_part(self, publication: str, part: str) -> str:
+        """``holders``, ``claims``, ``queue`` and the like."""
+        return f"{self.publication(publication)}:{part}"
+
+    def publication_side(self, publication: str, side: str) -> str:
+        return f"{self.publication(publication)}:side:{check_name('side', side)}"
+
+    def publication_table(self, publication: str, digest: str) -> str:
+        return f"{self.publication(publication)}:table:{check_name('digest', digest)}"
 
     def manifest(self, digest: str) -> str:
         return f"{self.prefix}manifest:{check_name('digest', digest)}"

@@ -15,6 +15,7 @@ from etha.store.connect import Client
 from etha.store.groups import GroupRecords
 from etha.store.keys import AGENT_BEAT, AGENT_LEASE, HISTORY_LEASE, REGISTRATION_LEASE
 from etha.store.pairs import PairRecords
+from etha.store.publications import Publications
 from etha.store.records import AgentRecord
 from etha.store.session import StoreSession
 
@@ -31,9 +32,16 @@ _STOOD_STILL = 2.0
 class AgentRecords:
     """The agents of a namespace in Redis, ``store.agents``: our own record, and the task that keeps its lease."""
 
-    def __init__(self, session: StoreSession, pairs: PairRecords, batches: BatchRecords, groups: GroupRecords) -> None:
+    def __init__(
+        self,
+        session: StoreSession,
+        pairs: PairRecords,
+        batches: BatchRecords,
+        groups: GroupRecords,
+        publications: Publications,
+    ) -> None:
         self._session, self._keys = session, session.keys
-        self._pairs, self._batches, self._groups = pairs, batches, groups
+        self._pairs, self._batches, self._groups, self._publications = pairs, batches, groups, publications
         self._run_id: str | None = None
         self._may_ask_run_id = True
         self._renewed_held = 0.0
@@ -147,6 +155,7 @@ class AgentRecords:
         for (pair, batch), fields in list(self._session.owned.batches.items()):
             await self._batches.write(pair, batch, fields, timeout)
         await self._groups.restore(timeout)
+        await self._publications.restore(timeout)
         self._run_id = run_id
 
     def _sizes(self) -> tuple[int, int]:
@@ -160,6 +169,7 @@ class AgentRecords:
         for group, replica, _ in self._groups.held:
             names = (self._keys.groups, self._keys.group(group), self._keys.replica(group, replica))
             keys |= dict.fromkeys(names, HISTORY_LEASE)
+        keys |= dict.fromkeys(self._publications.held_keys(), HISTORY_LEASE)
         for pair, batch, _, _ in self._session.owned.enrolled:
             keys |= dict.fromkeys((self._keys.batches, self._keys.batch(pair, batch)), HISTORY_LEASE)
         return keys

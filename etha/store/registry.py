@@ -23,6 +23,7 @@ from etha.store.groups import GroupRecords
 from etha.store.keys import HISTORY_LEASE, MAX_EVENTS, RedisKeys
 from etha.store.lease import AgentRecords
 from etha.store.pairs import PairRecords
+from etha.store.publications import Publications
 from etha.store.session import StoreSession
 from etha.store.watch import Callback, Watches
 
@@ -30,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """One agent's view of one namespace in one Redis. The calls are in ``pairs``, ``batches``, ``groups``
-    and ``agents``.
+    """One agent's view of one namespace in one Redis. The calls are in ``pairs``, ``batches``, ``groups``,
+    ``publications`` and ``agents``.
 
     Every call takes ``timeout`` in seconds (default: that of ``open``; ``math.inf`` waits for ever). During an outage
     calls wait and try again; when the timeout is over, they raise RedisUnavailableError. What Redis holds is checked
@@ -44,7 +45,8 @@ class Store:
         self.pairs = PairRecords(session)
         self.batches = BatchRecords(session)
         self.groups = GroupRecords(session)
-        self.agents = AgentRecords(session, self.pairs, self.batches, self.groups)
+        self.publications = Publications(session)
+        self.agents = AgentRecords(session, self.pairs, self.batches, self.groups, self.publications)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod

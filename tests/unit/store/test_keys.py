@@ -11,6 +11,7 @@ import pytest
 
 from etha.errors import ConfigError
 from etha.store.keys import TABLE, RedisKeys, markdown
+from etha.store.publications import PARTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,6 +45,11 @@ def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
         keys.group("GROUP"),
         keys.replica("GROUP", "REPLICA"),
         keys.group_values("GROUP", 3).replace("3", "EPOCH"),
+        keys.publications,
+        keys.publication("NAME"),
+        keys.publication_side("NAME", "SIDE"),
+        keys.publication_table("NAME", "DIGEST"),
+        *(keys.publication_part("NAME", part) for part in PARTS),
     ]
     assert all(name.startswith("etha:{prod}:") for name in names)
     assert {name.removeprefix("etha:{prod}:") for name in names} == {kind.pattern for kind in TABLE}
@@ -59,5 +65,5 @@ def test_names_cannot_reach_into_other_keys() -> None:
 
 def test_every_row_tells_type_and_owner_or_lease() -> None:
     for kind in TABLE:
-        assert kind.type in ("hash", "set", "stream") and kind.doc.endswith(".")
+        assert kind.type in ("hash", "set", "sorted set", "stream") and kind.doc.endswith(".")
         assert re.search(r"; leased for \d+ (s|hour|days), ", kind.lease_text), kind.pattern

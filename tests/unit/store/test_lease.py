@@ -31,7 +31,7 @@ async def test_an_agent_that_stood_still_says_so(monkeypatch: pytest.MonkeyPatch
     async def beat(timeout: float) -> bool:
         return False
 
-    records = AgentRecords(Mock(), Mock(), Mock(), Mock())
+    records = AgentRecords(Mock(), Mock(), Mock(), Mock(), Mock())
     monkeypatch.setattr(records, "_beat", beat)
     heard = Heard(logging.WARNING)
     lease.log.addHandler(heard)

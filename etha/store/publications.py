@@ -1,0 +1,346 @@
+"""Publications: which versions there are, who holds them, and which holder feeds whom.
+
+Every change is one Lua script. They share ``publication.lua``, which also gives free places to waiting subscribers, so
+a subscriber that waits is woken only when there is something for it. Wake-ups: ``keys.publication_side`` for what
+concerns one side (a claim was granted, readers have ended, all ranks have put, a subscriber has committed),
+``keys.publication`` for a new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from etha.errors import ConfigError, EthaError, RedisUnavailableError
+from etha.store.connect import Client, ScriptRefused
+from etha.store.process import alive
+from etha.store.publication_records import (
+    ClaimAnswer,
+    ClaimRequest,
+    HeldVersion,
+    HolderState,
+    PublicationRank,
+    PublicationSide,
+    PutSlot,
+    SourceClaim,
+    TensorTable,
+    label_text,
+    whole,
+)
+from etha.store.publication_view import PublicationView, read_holder, read_table
+from etha.store.reading import FieldReader
+from etha.store.records import RankHolder
+from etha.store.session import StoreSession
+
+log = logging.getLogger(__name__)
+
+#: The keys of a publication beside its hash, its sides and its tables.
+PARTS = ("sides", "holders", "free", "held", "queue", "wanted", "asks", "claims", "leases", "versions", "feeds")
+#: What a rank that enters always says.
+_ENTRANCE = ("publication", "side", "role", "rank", "world", "zone", "slots", "places", "serial")
+#: Most characters of an error that is kept.
+MAX_ERROR = 500
+
+
+class Publications:
+    """The publications of a namespace in Redis: ``store.publications``.
+
+    publisher's rank:    enter -> (prepare, write the slot, announce)* -> leave
+    subscriber's rank:   enter -> (claim until granted, hop with renew, release)* -> leave
+    """
+
+    def __init__(self, session: StoreSession) -> None:
+        self._session, self._keys = session, session.keys
+        #: Put back after Redis has lost it: ranks of this agent's workers, as they entered, by (publication, side,
+        #: rank). ``entrance.serial`` is that of their launch.
+        self.held: dict[tuple[str, str, int], tuple[PublicationRank, RankHolder]] = {}
+        #: Put back with them: what buffers hold, by (publication, SIDE/SERIAL).
+        self.versions: dict[tuple[str, str], tuple[HeldVersion, ...]] = {}
+
+    # ---- sides --------------------------------------------------------------------------------------
+
+    async def enter(
+        self, entrance: PublicationRank, member: RankHolder, *, timeout: float | None = None
+    ) -> PublicationSide:
+        """Take a rank of a side. Does not wait for the others: watch the side's key until the answer is ``complete``.
+
+        The same call once more changes nothing. A new launch of a side ends the one before. ConfigError: the rank is
+        held by a process that lives, ranks disagree, another side publishes, or a subscriber's tensors do not fit the
+        description. GroupLostError: this launch is over, because a rank of it has died or it was launched again.
+        """
+        key = self._keys.publication(entrance.publication)
+        request = {
+            **{name: getattr(entrance, name) for name in _ENTRANCE},
+            "digest": entrance.tensors.digest,
+            "member": member.holder(),
+            "dead": {},
+            "tensors": {},
+        }
+        request |= {name: value for name in ("launch", "copies") if (value := getattr(entrance, name)) is not None}
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._session.limit(timeout)
+        while True:
+            try:
+                done = await self._session.connection.script(
+                    "publication_enter", [key], request, deadline - loop.time()
+                )
+                break
+            except ScriptRefused as refusal:
+                if refusal.code == "unpublished":
+                    if (record := self._session.owned.agent) is None:
+                        raise ConfigError(f"agent {member.agent} enters a publication while it leaves") from None
+                    await self._session.write_agent("publish", record, deadline - loop.time())
+                    self._session.forgotten = True
+                elif refusal.code == "unknown_table":  # most ranks of most sides have one that is known
+                    request["tensors"] = entrance.tensors.to_redis()
+                elif dead := self._dead(refusal.held, member.host):
+                    request["dead"].update(dead)
+                else:
+                    raise refusal.as_error() from None
+        return PublicationSide.read(key, done)
+
+    def _dead(self, held: list[dict[str, Any]], host: str) -> dict[str, bool]:
+        """The holders of ranks on this host that have ended, as the script names processes."""
+        found = {}
+        for holder in held:
+            read = FieldReader(self._keys.prefix + "publication", holder)
+            pid, start = whole(read, "pid"), whole(read, "start")
+            if read.text("host") == host and not alive(pid, start):
+                found[f"{host}/{pid}/{start}"] = True
+        return found
+
+    async def leave(
+        self, publication: str, side: str, rank: int, member: RankHolder, reason: str, *, timeout: float | None = None
+    ) -> bool:
+        """End the launch of a side, because ``member``, which holds ``rank``, has closed it ("closed") or "died".
+
+        A subscriber's claims and buffers are forgotten. A publisher's slots stay as an orphan until somebody else
+        serves the newest version. Returns whether ``member`` held the rank.
+        """
+        request = {"side": side, "rank": rank, "member": member.holder(), "reason": reason}
+        return bool(await self._script("publication_leave", publication, request, timeout))
+
+    # ---- the publisher --------------------------------------------------------------------------------
+
+    async def prepare(
+        self, publication: str, side: str, serial: int, rank: int, put: int, *, timeout: float | None = None
+    ) -> PutSlot:
+        """Which slot a rank may write for put number ``put`` (from 1 in each launch). All ranks get the same slot.
+
+        The version that the slot held is forgotten first. Not ``ready``: watch the side's key and ask again.
+        """
+        request = {"act": "prepare", "side": side, "serial": serial, "rank": rank, "put": put}
+        answer = await self._script("publication_put", publication, request, timeout)
+        return PutSlot.read(self._keys.publication(publication), answer)
+
+    async def announce(
+        self,
+        publication: str,
+        side: str,
+        serial: int,
+        rank: int,
+        put: int,
+        version: int | str | None,
+        *,
+        timeout: float | None = None,
+    ) -> bool:
+        """A rank has set its part aside. True once all ranks have: then the version is the newest, and waiting
+        subscribers have been given their claims. Watch the side's key for it. ConfigError: labels differ."""
+        request = {"act": "announce", "side": side, "serial": serial, "rank": rank, "put": put}
+        request["version"] = label_text(version)
+        return bool(await self._script("publication_put", publication, request, timeout))
+
+    async def holding(self, publication: str, seq: int, *, timeout: float | None = None) -> int:
+        """How many subscribers hold version ``seq`` or a newer one."""
+        key = self._keys.publication_part(publication, "held")
+        return int(
+            await self._session.connection.call(
+                f"read {key}", lambda client: client.zcount(key, seq, "+inf"), self._session.limit(timeout)
+            )
+        )
+
+    # ---- subscribers ------------------------------------------------------------------------------------
+
+    async def claim(self, request: ClaimRequest, *, timeout: float | None = None) -> ClaimAnswer:
+        """Ask for a version, or take a place in the queue. The same question again gets the same answer.
+
+        A claim of an earlier call ends. What the subscriber's own buffer holds is forgotten when the claim is granted,
+        because the hop overwrites it; until nobody reads that buffer any more, the subscriber waits. ConfigError: no
+        holder has the pinned version. GroupLostError: this launch of the subscriber is over.
+        """
+        fields = {**asdict(request), "act": "claim", "version": label_text(request.version)}
+        answer = await self._script("claim", request.publication, fields, timeout)
+        read = FieldReader(self._keys.publication(request.publication), answer)
+        given = answer.get("claim")
+        return ClaimAnswer(
+            claim=SourceClaim.read(read.key, request.publication, given) if isinstance(given, dict) else None,
+            over=answer.get("over") is True,
+            last=whole(read, "last"),
+            wait=whole(read, "wait") / 1000,
+            seq=whole(read, "seq"),
+            held=whole(read, "held"),
+        )
+
+    async def withdraw(
+        self, publication: str, subscriber: str, serial: int, call: int, *, timeout: float | None = None
+    ) -> None:
+        """Take back a question, and release its claim if it was granted meanwhile."""
+        request = {"act": "withdraw", "subscriber": subscriber, "serial": serial, "call": call}
+        await self._script("claim", publication, request, timeout)
+
+    async def renew(self, claim: SourceClaim, *, timeout: float | None = None) -> bool:
+        """Renew a claim's lease of CLAIM_LEASE seconds. False if it has lapsed: the hop may go on, and counts if it
+        commits."""
+        request = {"act": "renew", "number": claim.number}
+        return bool(await self._script("publication_release", claim.publication, request, timeout))
+
+    async def release(
+        self,
+        claim: SourceClaim,
+        *,
+        committed: bool,
+        held: HeldVersion | None = None,
+        error: str = "",
+        overwritten: bool = False,
+        seconds: float = 0.0,
+        timeout: float | None = None,
+    ) -> bool:
+        """A hop has ended. Committed: the subscriber holds the version, and serves it if it has places.
+
+        ``held``: of a hop that failed, what the subscriber's buffer still holds whole. ``overwritten``: a put ended it,
+        so that the next claim is protected. Returns whether the claim had not lapsed.
+        """
+        request = {
+            **{name: getattr(claim, name) for name in ("number", "call", "subscriber", "serial", "seq", "description")},
+            "act": "release",
+            "source": claim.holder,
+            "version": label_text(claim.version),
+            "committed": committed,
+            "held": [] if held is None else [_held(held)],
+            "error": error[:MAX_ERROR],
+            "overwritten": overwritten,
+            "seconds": seconds,
+        }
+        return bool(await self._script("publication_release", claim.publication, request, timeout))
+
+    async def forget(self, publication: str, holder: str, *, timeout: float | None = None) -> None:
+        """The buffers of holder SIDE/SERIAL are lost or spoilt: nobody reads them any more."""
+        await self._script("publication_release", publication, {"act": "forget", "holder": holder}, timeout)
+
+    # ---- what there is ------------------------------------------------------------------------------------
+
+    async def description(self, publication: str, *, timeout: float | None = None) -> TensorTable | None:
+        """The tensors of the newest version, or of the publisher that has entered last. None if there is none."""
+        key = self._keys.publication(publication)
+
+        async def read(client: Client) -> TensorTable | None:
+            digest = await client.hget(key, "description")
+            if digest is None:
+                return None
+            at = self._keys.publication_table(publication, str(digest))
+            fields = await client.hgetall(at)
+            return read_table(at, fields) if fields else None
+
+        return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
+
+    async def holder(self, publication: str, holder: str, *, timeout: float | None = None) -> HolderState | None:
+        """One holder, None if it is not there any more: then its agents may free its buffers."""
+        key = self._keys.publication_part(publication, "holders")
+        text = await self._session.connection.call(
+            f"read {key}", lambda client: client.hget(key, holder), self._session.limit(timeout)
+        )
+        return None if text is None else read_holder(key, holder, text)
+
+    async def view(self, publication: str, *, timeout: float | None = None) -> PublicationView | None:
+        """A publication with its sides, holders, claims and queue. None if nobody has entered it."""
+        key = self._keys.publication(publication)
+
+        async def read(client: Client) -> PublicationView | None:
+            pipe = client.pipeline(transaction=True)
+            pipe.hgetall(key)
+            for part in ("holders", "claims", "asks", "versions"):
+                pipe.hgetall(self._keys.publication_part(publication, part))
+            pipe.zrange(self._keys.publication_part(publication, "queue"), 0, -1)
+            pipe.smembers(self._keys.publication_part(publication, "sides"))
+            pipe.time()
+            values, holders, claims, asks, versions, queue, sides, clock = await pipe.execute()
+            if not values:
+                return None
+            names = sorted(sides)
+            pipe = client.pipeline(transaction=False)
+            for side in names:
+                pipe.hgetall(self._keys.publication_side(publication, side))
+            fields = dict(zip(names, await pipe.execute(), strict=True)) if names else {}
+            now = int(clock[0]) * 1000 + int(clock[1]) // 1000
+            parts = {"holders": holders, "claims": claims, "asks": asks, "versions": versions}
+            return PublicationView.read(key, publication, values, parts, queue, fields, now)
+
+        found = await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
+        return None if found is None else await self._silenced(found, timeout)
+
+    async def _silenced(self, view: PublicationView, timeout: float | None) -> PublicationView:
+        """The view, with the sides marked whose agents do not answer."""
+        agents = sorted(view.agents())
+
+        async def read(client: Client) -> set[str]:
+            pipe = client.pipeline(transaction=False)
+            for agent in agents:
+                pipe.exists(self._keys.agent(agent))
+            there = await pipe.execute() if agents else []
+            return {agent for agent, found in zip(agents, there, strict=True) if not found}
+
+        silent = await self._session.connection.call("read agents", read, self._session.limit(timeout))
+        return view.silenced(silent)
+
+    async def views(self, *, timeout: float | None = None) -> list[PublicationView]:
+        """All publications of the namespace."""
+        found = [await self.view(name, timeout=timeout) for name in await self.names(timeout=timeout)]
+        return [one for one in found if one is not None]
+
+    async def names(self, *, timeout: float | None = None) -> list[str]:
+        """Names of the namespace's publications."""
+        key = self._keys.publications
+        found = await self._session.connection.call(
+            f"read {key}", lambda client: client.smembers(key), self._session.limit(timeout)
+        )
+        return sorted(found)
+
+    async def restore(self, timeout: float) -> None:
+        """Put back what this agent's workers hold, after Redis has lost it."""
+        # First all ranks, because a buffer belongs to a side.
+        for (publication, side, rank), (entrance, member) in list(self.held.items()):
+            try:
+                await self.enter(entrance, member, timeout=timeout)
+            except RedisUnavailableError:
+                raise
+            except EthaError as error:
+                log.warning("rank %d of %s of publication %s is not put back: %s", rank, side, publication, error)
+        for (publication, holder), buffers in list(self.versions.items()):
+            side, _, serial = holder.partition("/")
+            request = {"act": "hold", "side": side, "serial": int(serial), "held": [_held(one) for one in buffers]}
+            try:
+                await self._script("publication_put", publication, request, timeout)
+            except RedisUnavailableError:
+                raise
+            except EthaError as error:
+                log.warning("versions of %s of publication %s are not put back: %s", holder, publication, error)
+
+    def held_keys(self) -> list[str]:
+        """The keys that what this agent's workers hold needs, even if nothing changes."""
+        found = [self._keys.publications] if self.held else []
+        for publication, side in sorted({key[:2] for key in self.held}):
+            found += [self._keys.publication(publication), self._keys.publication_side(publication, side)]
+            found += [self._keys.publication_part(publication, part) for part in PARTS]
+        for (publication, _, _), (entrance, _) in self.held.items():
+            found.append(self._keys.publication_table(publication, entrance.tensors.digest))
+        return found
+
+    async def _script(self, name: str, publication: str, request: dict[str, Any], timeout: float | None) -> Any:
+        keys = [self._keys.publication(publication)]
+        return await self._session.script(name, keys, {**request, "publication": publication}, timeout)
+
+
+def _held(held: HeldVersion) -> dict[str, Any]:
+    return {**asdict(held), "version": label_text(held.version)}
